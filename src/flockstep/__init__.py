@@ -200,7 +200,7 @@ def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
     """Return this worker's part of the batches in `loader`.
 
     Without several workers the result is `loader` itself. `epoch` is the number of the next epoch, for a script that
-    goes on from a checkpoint. See `flockstep.drivers.shards.shard`.
+    continues from a checkpoint. See also `flockstep.drivers.shards.shard`.
     """
     from flockstep.drivers.shards import shard
 

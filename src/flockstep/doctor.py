@@ -52,7 +52,7 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Result of one test."""
+    """Result of one self-test."""
 
     name: str
     group: str
@@ -160,7 +160,7 @@ def usual() -> Iterator[SelfTest]:
     for extra, module, code in _EXTRAS:
         yield SelfTest(extra, "extras", ("-c", code), False, f"pip install 'flockstep[{extra}]'", module)
     command = _run("train", strategy="all_reduce(collective=torch_distributed)")
-    fix = "collective=torch_distributed needs it; every other collective goes without"
+    fix = "collective=torch_distributed needs it; every other collective works without it"
     yield SelfTest("gloo", "transports", command, False, fix, needs=("torch", "virtual time"), judge=_finished)
 
 

@@ -171,8 +171,8 @@ class Mailbox:
         """
         if source in self.missing:
             raise ProtocolError(
-                f"message {self.missing[source]} from {node_name(source)} got lost, and what came after it cannot be "
-                "used without it; start the run again"
+                f"message {self.missing[source]} from {node_name(source)} was lost, and later messages cannot "
+                f"be used without it; start the run again"
             )
 
     def take(self, wanted: Wanted) -> Message | None:

@@ -268,7 +268,7 @@ class Node:
         return any(task.work is not None for task in self.tasks)
 
     def lose(self, address: Address) -> None:
-        """Called by the driver when that node has died; programs see the node leave."""
+        """Called by the driver when a node has died; programs see the node leave."""
         self.lost.add(address)
         self.view = self.view.without(address)
         if address not in self.departed:

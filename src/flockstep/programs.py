@@ -150,7 +150,7 @@ class Closing(Protocol):
 
 @dataclass(eq=False)
 class Rendezvous:
-    """Where the workers of one run, each in a separate process, open connections other than messages."""
+    """Opens shared resources other than messages between the workers of one run, each in a separate process."""
 
     run: str
     """Unique name of the run."""
@@ -194,7 +194,7 @@ class ParameterGuard(Protocol):
         """Raise `ConfigurationError` if the model has changed since the last `note`."""
 
     def note(self) -> None:
-        """Accept the current model."""
+        """Accept the current values of the parameters as the strategy's own."""
 
     def not_finite(self) -> str | None:
         """Name of the first tensor that was not finite at the last `note`; None if all were finite."""

@@ -359,7 +359,7 @@ def load(noun: str, name: str) -> Any:
         short = alias(noun, name)
         if short is not None:
             raise ConfigurationError(
-                f"{name} takes no arguments, being short for {short}; write that, with yours in it"
+                f"{name} is short for {short} and takes no arguments; write the long form with your arguments"
             )
         raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {}), *catalog(noun)])
     key = noun, name

@@ -53,7 +53,7 @@ def test_a_wrong_cell_is_noticed() -> None:
 
 def test_a_word_may_go_on_where_its_cell_says_so() -> None:
     cell = Expectation("free", ("free for …", "nothing"))
-    assert cell.holds("free for 3 steps, then everyone s×")
+    assert cell.holds("free for 3 steps, then all s×")
     assert cell.holds("nothing")
     assert not cell.holds("nothing else")
 

@@ -138,9 +138,9 @@ class Holds(AllReduce):
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (Counts(), "ends differently|belongs into me.state|has other events|got lost|deadlock"),
-        (Remembers(), "belongs into me.state"),
-        (Collects(), "belongs into me.state|deadlock"),
+        (Counts(), "ends differently|belongs in me.state|has other events|was lost|deadlock"),
+        (Remembers(), "belongs in me.state"),
+        (Collects(), "belongs in me.state|deadlock"),
         (Holds(), r"state\.state is builtins\.range_iterator, which cannot be saved"),
     ],
 )

@@ -341,7 +341,7 @@ class Asynchronous(Sound):
         (NeverExchanges(), r"declared synchronous, but workers \[1\] of 2"),
         (SumsFromItself(), r"declared synchronous, but workers \[.*\] of 4"),
         (Asynchronous(), r"declared synchronous, but workers"),
-        (ForgetsAtRestart(), "ends differently on worker 0; what it remembers between steps belongs into me.state"),
+        (ForgetsAtRestart(), "ends differently on worker 0; state that it keeps between steps belongs in me.state"),
         (DoublesTheStep(), "with one worker differs"),
         (KeepsSome(), "is declared complete, but 10 of 20 updates of worker 1 take effect on worker 0"),
         (CountsTwice(), "21 updates of worker 1 take effect on worker 0"),

@@ -173,7 +173,7 @@ def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None
     [
         ("flockstep.join(1000 + ticket)", 2, "joins with max_bytes=100"),
         ("if ticket == 0: flockstep.join()", 0, "worker 1 exited with code 0 without joining the run"),
-        ("flockstep.join(); flockstep.join()", 2, "this process has joined already; call flockstep.join once"),
+        ("flockstep.join(); flockstep.join()", 2, "this process has already joined; call flockstep.join once"),
     ],
 )
 def test_who_does_not_join_as_the_others_do_is_told(tmp_path: Path, body: str, code: int, text: str) -> None:

@@ -341,7 +341,7 @@ def test_nothing_outlives_the_launcher(joined: bool, kind: signal.Signals, trans
     wait_until(lambda: not run.processes(), PATIENCE, "all processes gone")
     if kind == signal.SIGINT:
         ended = run.end()
-        assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
+        assert (ended.code, ended.err) == (130, "flockstep: interrupted; everything computed so far is in the record\n")
         assert ended.summary is not None
         assert ended.summary["status"] == "interrupted"
 

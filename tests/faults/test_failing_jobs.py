@@ -176,7 +176,7 @@ def test_a_second_interrupt_ends_at_once_what_does_not_react_to_the_first(tmp_pa
     assert run.going(), "it waits for the third"
     run.fault(signal.SIGINT, "group")
     ended = run.end()
-    assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
+    assert (ended.code, ended.err) == (130, "flockstep: interrupted; everything computed so far is in the record\n")
     assert ended.summary is not None
     assert ended.summary["status"] == "interrupted"
 
@@ -186,5 +186,8 @@ def test_what_does_not_react_to_an_interrupt_is_killed(tmp_path: Path) -> None:
     wait_until((tmp_path / "busy").exists, PATIENCE, "a worker is busy")
     run.fault(signal.SIGTERM, "main")
     ended = run.end()
-    assert (ended.code, ended.err) == (130, "flockstep: stopped by SIGTERM; what was computed is in the record\n")
+    assert (ended.code, ended.err) == (
+        130,
+        "flockstep: stopped by SIGTERM; everything computed so far is in the record\n",
+    )
     assert ended.seconds < ended.limit

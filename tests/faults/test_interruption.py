@@ -37,7 +37,7 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
     assert ended.seconds < ended.limit
     assert ended.code == 130
     why = "stopped by SIGTERM" if kind == signal.SIGTERM else "interrupted"
-    assert ended.err == f"flockstep: {why}; what was computed is in the record\n"
+    assert ended.err == f"flockstep: {why}; everything computed so far is in the record\n"
     assert ended.summary is not None
     assert ended.summary["status"] == "interrupted"
     assert ended.summary["best_metric"] is not None

@@ -32,7 +32,7 @@ def test_a_folder_in_use_is_refused_and_its_loss_ends_the_run(
     shutil.rmtree(folder, ignore_errors=True)  # a worker may write in between
     ended = run.end()
     assert ended.code == 1
-    assert "run was removed or replaced while its run was going on" in ended.err
+    assert "run was removed or replaced during its run" in ended.err
     assert len(ended.err.splitlines()) == 1
     assert ended.summary is None
 
@@ -51,7 +51,7 @@ def test_a_lost_file_of_events_fails_the_run(tmp_path: Path) -> None:
     )
     ended = RealRun(["train", str(job), "-s", "bsp", "-n", "2", "--steps", "20"], tmp_path / "run").end()
     assert ended.code == 1
-    assert "worker-1.jsonl was removed while its run was going on, so the record is not whole" in ended.err
+    assert "worker-1.jsonl was removed during its run, so the record is incomplete" in ended.err
     assert ended.summary is not None
     assert ended.summary["status"] == "failed"
 

@@ -97,7 +97,7 @@ def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps(
 def test_a_limit_ends_the_run() -> None:
     told = Told(limit=4.0)
     assert told.until(3, 0, 2) == []
-    said = r"waiting for worker 1 \(after step 0\): no step for 4 s; .*longer than --step-timeout 4: mend what hangs"
+    said = r"waiting for worker 1 \(after step 0\): no step for 4 s; .*longer than --step-timeout 4: fix what hangs"
     with pytest.raises(RunError, match=said):
         told.until(4, 0, 2)
     told = Told(limit=4.0)

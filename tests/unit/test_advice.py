@@ -115,7 +115,7 @@ def test_where_nothing_fits_it_is_said_and_why() -> None:
     assert advice.choice is None
     assert advice.document()["choice"] is None
     said = advice.sentences[0]
-    assert said.startswith("Nothing here meets what is asked: one worker needs 8.00 MB and has 1.00 MB; ")
+    assert said.startswith("No strategy meets the needs: one worker needs 8.00 MB and has 1.00 MB; ")
     assert len(advice.excluded) == len(advice.worths)
     only = plan(TASK, cluster("1gbit"), strategies=("all_reduce", "gossip"), further=False)
     advice = advise(plan(TASK, cluster("1gbit"), strategies=("all_reduce",), further=False), ("private", "elastic"))
@@ -136,7 +136,7 @@ FED = "all_reduce(codec=topk, feedback=residual)"
 
 def test_compression_is_compared_by_worth_and_never_names_what_is_ruled_out() -> None:
     found = plan(TASK, cluster("2gbit", "constant(0.1)"), strategies=("all_reduce", FED, "all_reduce(codec=half)"))
-    for rate, starts in ((1.0, "Do not compress"), (2.0, "Compression would get through 2.0 times as many samples")):
+    for rate, starts in ((1.0, "Do not compress"), (2.0, "Compression would process 2.0 times as many samples")):
         plain = found.named("all_reduce").samples_per_second
         prospects = tuple(
             dataclasses.replace(
@@ -221,8 +221,8 @@ def test_dropping_without_feedback_is_never_advised() -> None:
     advice = advise(predicted)
     assert dict(advice.excluded)[bare] == DROPS
     assert {fed, "all_reduce(codec=half)"}.isdisjoint(dict(advice.excluded))
-    assert any("feeds it back" in said for said in predicted.departures(predicted.named(bare)))
-    assert not any("feeds it back" in said for said in predicted.departures(predicted.named(fed)))
+    assert any("error feedback" in said for said in predicted.departures(predicted.named(bare)))
+    assert not any("error feedback" in said for said in predicted.departures(predicted.named(fed)))
 
 
 def test_doubts_are_paid_for() -> None:

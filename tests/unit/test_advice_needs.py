@@ -41,7 +41,7 @@ def test_private_data_rule_out_what_computes_on_samples_of_others_and_nothing_el
     apart = dict(advise(predicted, ("unbalanced",)).excluded)
     assert {"local_sgd(period=32)", "gossip", "easgd"} < set(apart)
     assert not {"gradient_coding", "all_reduce", ALONE} & set(apart)
-    assert apart["sandblaster"].startswith("steps by curvature")
+    assert apart["sandblaster"].startswith("uses curvature")
 
 
 def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
@@ -53,8 +53,8 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
     worth = advice.worths["gossip"]
     assert 0.5 < worth < 1
     told = (
-        f"One worker would get to the target sooner, in {100 * worth:.0f} % of the time, but is ruled out: the data "
-        "are on other machines. Take gossip on 16 workers only if it has to be so: "
+        f"One worker would reach the target sooner, in {100 * worth:.0f} % of the time, but is ruled out: the data "
+        "are on other machines. Take gossip on 16 workers only if that is required: "
     )
     assert advice.sentences[0].startswith(told)
     assert advice.sentences[0].endswith(f"so that it advances {100 * worth:.0f} % as quickly as one worker.")
@@ -62,7 +62,9 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
     for requirements in ((), ("private",)):
         fast = advise(quick, requirements)
         assert fast.worths["all_reduce"] > 2
-        assert fast.sentences[0].startswith("Take all_reduce on 8 workers: it is taken to advance 2.7 times as quickly")
+        assert fast.sentences[0].startswith(
+            "Take all_reduce on 8 workers: it is predicted to advance 2.7 times as quickly"
+        )
 
 
 def test_factors_of_the_first_layer_are_samples() -> None:
@@ -112,7 +114,7 @@ def test_how_long_the_run_takes_is_reckoned_with() -> None:
     daily = failing("2.3/day", 24.0)
     said = sentence(daily.named("gradient_coding"), daily)
     assert said.startswith(
-        "Of 16 workers 14 are predicted to die in the 24.0 h that the run is taken to last, and none"
+        "Of 16 workers 14 are predicted to die in the 24.0 h that the run is assumed to last, and none"
     )
     assert said.endswith("gradient_coding survives the loss of 1 worker, so that 99.9 % of runs end early.")
 

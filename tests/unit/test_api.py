@@ -100,7 +100,7 @@ def test_a_comparison_tells_what_diverged() -> None:
         ({"until_target": True}, "until_target=True matters in virtual time only"),
         ({"simulated": True, "transport": "tcp"}, "transport='tcp' is for real processes only"),
         ({"simulated": True, "heartbeat": 4.0}, "heartbeat=4.0 is for real processes only"),
-        ({"simulated": True, "lr": 0.1, "lr_grid": (0.1, 0.2)}, "say different things"),
+        ({"simulated": True, "lr": 0.1, "lr_grid": (0.1, 0.2)}, "contradict each other"),
         ({"simulated": True, "lr_grid": (0.1, 0.1)}, "lr_grid must be different numbers > 0"),
         ({"simulated": True, "seeds": 0}, "seeds must be >= 1"),
         ({"heartbeat": 0}, "heartbeat must be >= 1 s"),

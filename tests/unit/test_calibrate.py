@@ -73,11 +73,11 @@ def test_one_record_tells_the_law_and_one_of_latency_and_bandwidth(records, stra
 
 def test_one_record_does_not_tell_latency_from_bandwidth_and_the_notes_say_so(records) -> None:
     found = fit_records([records("all_reduce")])
-    assert any("latency cannot be told from bandwidth" in note for note in found.notes)
+    assert any("latency cannot be separated from bandwidth" in note for note in found.notes)
     assert found.shape.wires[0].latency == 0
     assert found.shape.wires[0].bandwidth < BANDWIDTH
     again = fit_records([records("all_reduce"), records("all_reduce")])
-    assert any("latency cannot be told from bandwidth" in note for note in again.notes)
+    assert any("latency cannot be separated from bandwidth" in note for note in again.notes)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_workers_of_different_speed_are_groups(records) -> None:
 
 def test_a_run_whose_messages_cost_nothing_says_that_no_link_can_be_told(records) -> None:
     found = fit_records([records("all_reduce", network="ideal")])
-    assert any("too little to tell latency or bandwidth" in note for note in found.notes)
+    assert any("too little to determine latency or bandwidth" in note for note in found.notes)
     assert fit_records([records("local_sgd", workers=1)]).shape.wires == ()
 
 
@@ -227,7 +227,7 @@ def test_pairs_whose_messages_tell_no_bandwidth_are_left_out_and_without_any_oth
     wire = calibrate._wire({("0", "1"): flat, ("0", "2"): plain}, 0.0, notes)
     assert wire.bandwidth == pytest.approx(1e9, rel=1e-3)
     assert any("1 pair left out" in note for note in notes)
-    with pytest.raises(ConfigurationError, match="which tells no bandwidth; calibrate an idle machine"):
+    with pytest.raises(ConfigurationError, match="which determines no bandwidth; calibrate an idle machine"):
         calibrate._wire({("0", "1"): flat}, 0.0, [])
 
 

@@ -94,7 +94,7 @@ def test_a_simulated_run_of_another_network_than_the_clusters_is_said_to_be_so(
     note = "the run was simulated with link(bandwidth='10mbit', latency=0.001) and constant(mean=0.01)"
     folder = record(tmp_path / "run", "all_reduce")
     assert check(folder).notes == ()
-    assert check(folder, shape).notes == (f"{note}: how lab-1gbit differs is in the error",)
+    assert check(folder, shape).notes == (f"{note}: the error includes the difference to lab-1gbit",)
     (told,) = for_report([folder], shape)
     assert told is not None
     assert note in told.source

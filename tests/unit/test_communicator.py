@@ -118,7 +118,7 @@ def test_a_handler_answers_on_a_thread_of_its_own_and_its_errors_travel_back(thr
     with pytest.raises(RunError, match="worker 2 could not answer 'twice': KeyError: 'nothing to double'"):
         three.ranks[0].request(2, "twice", timeout=PATIENCE)
     assert set(where) == {"flockstep-serve-twice"}
-    with pytest.raises(ConfigurationError, match="'twice' is served already; choose another name"):
+    with pytest.raises(ConfigurationError, match="'twice' is already served; choose another name"):
         three.ranks[2].serve("twice", twice)
 
 
@@ -159,7 +159,7 @@ def test_much_more_than_may_be_under_way_arrives(three: Group, monkeypatch: pyte
 
 
 def test_a_wait_ends_after_its_timeout_and_takes_nothing_away(three: Group) -> None:
-    with pytest.raises(TimedOut, match=r"worker 0 waited 0.01 s for 'never'; the others may be late or stopped"):
+    with pytest.raises(TimedOut, match=r"worker 0 waited 0.01 s for 'never'; other ranks may be late or stopped"):
         three.ranks[0].receive("never", timeout=0.01)
     with pytest.raises(TimedOut, match=r"worker 0 waited 0.01 s for .*'nobody serves this'"):
         three.ranks[0].request(1, "nobody serves this", timeout=0.01)
@@ -377,7 +377,7 @@ def test_what_cannot_be_delivered_before_the_end_is_said(monkeypatch: pytest.Mon
         with pytest.raises(TimedOut, match=r"worker 0 waited 0\.001 s for 'x'"):
             group.ranks[0].receive("x", 1, 0.001)  # the engine has come to what was sent before
         more = group.start(lambda rank: rank.send(1, "more", np.zeros(100)), 0)
-        with pytest.raises(TimedOut, match=r"to take what was sent.*; 800 bytes for worker 1 were not delivered"):
+        with pytest.raises(TimedOut, match=r"to receive all messages.*; 800 bytes for worker 1 were not delivered"):
             group.ranks[0].close(0.05)
         assert "this communicator is closed" in str(more[0].exception(PATIENCE))
 

@@ -144,7 +144,7 @@ def test_local_keeps_others_out(group):
         window = comm.window("w", comm.shared(2))
         with window.local() as array:
             array += 1
-            with pytest.raises(ConfigurationError, match=r"local\(\) is held here"):
+            with pytest.raises(ConfigurationError, match=r"local\(\) that is held here"):
                 window.put(0, np.zeros(1))
         window.fence()
         return window.array.tolist()
@@ -260,7 +260,7 @@ def test_inside_local_nothing_waits_for_itself():
         def program():
             with window.local():
                 for call in (lambda: window.get(0), lambda: comm.close(), lambda: window.put(0, np.zeros(1))):
-                    with pytest.raises(ConfigurationError, match=r"local\(\) is held here"):
+                    with pytest.raises(ConfigurationError, match=r"local\(\) that is held here"):
                         call()
             done.set()
 

@@ -61,7 +61,7 @@ def test_the_users_environment_stays_and_a_torch_that_the_job_imports_is_limited
 
 
 def test_a_pool_of_the_users_own_is_told_that_the_call_is_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a process that was forked for a run ends without a word: its supervisor knows why."""
+    """Only a process that was forked for a run ends without a message: its supervisor knows why."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     here = SimpleNamespace(_inheriting=True, name="SpawnPoolWorker-1")

@@ -134,5 +134,5 @@ def test_interrupted_before_the_first_trial_there_is_still_a_plan(
     assert run_command([*words, "--keep", str(tmp_path / "kept")]) == 130
     out, err = capsys.readouterr()
     assert "why:" in out
-    assert f"repeat the command with --keep {tmp_path / 'kept'} to go on" in err
+    assert f"repeat the command with --keep {tmp_path / 'kept'} to continue" in err
     assert "Traceback" not in err

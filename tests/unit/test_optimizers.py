@@ -111,7 +111,7 @@ def changing(optimizer: Optimizer) -> np.ndarray:
 
 
 def in_numpy(optimizer: Optimizer) -> np.ndarray:
-    """The same by the formulas of the docstrings, without a word of ours."""
+    """The same by the formulas of the docstrings, without a message of ours."""
     random = np.random.default_rng(11)
     w, a, b = random.normal(size=30), np.zeros(30), np.zeros(30)
     for t in range(1, 13):

@@ -93,14 +93,14 @@ def test_a_record_that_lost_a_file_or_its_folder_is_told(tmp_path: Path) -> None
         EventWriter(folder.node_events_file(0)).close()
         folder.check_whole([0])
         folder.node_events_file(0).unlink()
-        with pytest.raises(RunError, match=r"worker-0\.jsonl was removed while its run was going on"):
+        with pytest.raises(RunError, match=r"worker-0\.jsonl was removed during its run"):
             folder.check_whole([0])
         folder.config_file.unlink()
         with pytest.raises(RunError, match=r"config\.toml was removed"):
             folder.check_whole()
         shutil.rmtree(folder.path)
         folder.write_config(CONFIG)  # a folder in its place is another one
-        with pytest.raises(RunError, match="was removed or replaced while its run was going on"):
+        with pytest.raises(RunError, match="was removed or replaced during its run"):
             folder.check_whole()
 
 
@@ -124,5 +124,5 @@ def test_what_a_lost_rank_had_written_belongs_to_the_record(tmp_path: Path) -> N
     folder = RunFolder(tmp_path / "run")
     with folder.created(CONFIG):
         outcome = Outcome(2, lost={0: LostEvent(1.0, 0, "killed")}, nodes={0})
-        with pytest.raises(RunError, match=r"worker-0\.jsonl was removed while its run was going on"):
+        with pytest.raises(RunError, match=r"worker-0\.jsonl was removed during its run"):
             conclude(folder, CONFIG, outcome)

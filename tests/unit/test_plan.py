@@ -247,8 +247,10 @@ def test_more_workers_than_the_cluster_has_are_said_to_be_more_of_the_same() -> 
         found = plan(TASK, shape, workers, strategies=("all_reduce",), further=False)
         return "; ".join(found.left_out)
 
-    assert "test has 4 workers: 9 are taken to be on more machines of the same, 9 instead of 4" in said(cluster(), 9)
-    assert "laptop has 4 workers: 5 are taken to share its machines" in said(load_cluster("laptop"), 5)
+    assert "test has 4 workers: 9 are assumed to be on more machines of the same kind, 9 instead of 4" in said(
+        cluster(), 9
+    )
+    assert "laptop has 4 workers: 5 are assumed to share its machines" in said(load_cluster("laptop"), 5)
     for workers in (None, 4, 2):
         assert "are taken" not in said(cluster(), workers)
 
@@ -273,7 +275,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {one["name"] for one in said["strategies"]} == {"all_reduce", "local_sgd", ALONE}
     assert said["advice"]["choice"] in {"all_reduce", "local_sgd", ALONE}
     text = page.read_text()
-    assert "Where what is best" in text
+    assert "Best strategy by bandwidth and parameters" in text
     assert "<script src" not in text
     assert run([*words[:6], *strategies]) == 0
     assert "softmax on 4 workers of lab-1gbit" in capsys.readouterr().out

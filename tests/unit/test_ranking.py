@@ -59,7 +59,7 @@ def test_time_zero_is_reached() -> None:
     ],
 )
 def test_what_does_not_compare_raises(field: str, value: Any, plural: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"different {plural} do not compare"):
+    with pytest.raises(ConfigurationError, match=f"different {plural} are not comparable"):
         rank([made("a"), made("b", **{field: value})])
     assert len(rank([made("a", **{field: value}), made("b", **{field: value})])) == 2
 

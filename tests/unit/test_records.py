@@ -78,7 +78,7 @@ def test_an_unknown_setting_is_named_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("kind = ", "no TOML document"),
+        ("kind = ", "not a TOML document"),
         ('kind = "train"', "missing required field `job`"),
         ('kind = "train"\njob = "d"\nstrategy = "s"\nworkers = "4"', "workers"),
         ('kind = "race"\njob = "d"\nstrategy = "s"\nworkers = 4', "kind"),

@@ -197,7 +197,7 @@ def test_the_report_is_written_where_asked(tmp_path: Path) -> None:
 
 
 def test_real_and_virtual_runs_share_no_report() -> None:
-    with pytest.raises(ConfigurationError, match="different clocks do not compare, got real and virtual"):
+    with pytest.raises(ConfigurationError, match="different clocks are not comparable, got real and virtual"):
         render([invent(RUNS[0]), invent(RUNS[1], kind="train")])
     with pytest.raises(ConfigurationError, match="at least one run"):
         render([])
@@ -320,8 +320,7 @@ def test_the_reason_is_an_identity() -> None:
         pair.append(Record(config, summarize(config, events, "finished"), events))
     sentences = findings(series_of(pair))
     assert (
-        "quick took 25 % of that: it needed 2.0 times the samples, but it went through 8.0 times as many"
-        in sentences[1]
+        "quick took 25 % of that: it needed 2.0 times the samples, but it processed 8.0 times as many" in sentences[1]
     )
     assert "evaluations are too far apart" in sentences[0]
 

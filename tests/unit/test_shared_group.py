@@ -204,7 +204,7 @@ def test_a_segment_that_is_too_small_is_refused():
     memory = SharedMemory.create(needed(2, 4096))
     with pytest.raises(ProtocolError, match="is none of 2 workers with 8192 bytes each"):
         SharedGroup(memory, 0, 2, 8192)
-    with pytest.raises(CompositionError, match=f"it has {memory.size} bytes, where {memory.size + 1} are due"):
+    with pytest.raises(CompositionError, match=f"it has {memory.size} bytes instead of {memory.size + 1}"):
         SharedMemory.attach(memory.address, memory.size + 1)
 
 
@@ -214,7 +214,7 @@ def test_nobody_can_be_made_to_write_into_another_file(tmp_path):
     host = memory.address.partition(":")[0]
     with file.open("r+b") as opened:
         for path in (file, f"/proc/{os.getpid()}/fd/{opened.fileno()}", f"/proc/self/fd/../../..{file}"):
-            with pytest.raises(CompositionError, match="is no segment of flockstep's"):
+            with pytest.raises(CompositionError, match="is not a segment of flockstep"):
                 SharedMemory.attach(f"{host}:{path}")
 
 

@@ -409,7 +409,7 @@ def test_between_hosts_nothing_is_lent(make: Make, monkeypatch: pytest.MonkeyPat
 def test_memory_that_is_not_the_peers_is_noticed(make: Make) -> None:
     told = make(0, "tcp(memory=true)").address.partition(" ")[2]
     assert Borrowed(told, 1) is not None
-    with pytest.raises(CompositionError, match="is not what it should be"):
+    with pytest.raises(CompositionError, match="is not as expected"):
         Borrowed("00" * 16 + told[32:], 1)
 
 

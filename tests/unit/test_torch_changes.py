@@ -135,7 +135,7 @@ def test_a_buffer_whose_elements_share_memory_stays_as_it_is():
     buffers = Buffers(model)
     other = buffers.packed().copy()
     other[0] ^= 1
-    with pytest.raises(ConfigurationError, match=r"buffer mask must have memory of their own .*expand.*clone\(\)"):
+    with pytest.raises(ConfigurationError, match=r"buffer mask must have separate memory .*expand.*clone\(\)"):
         buffers.take({0: other})
 
 

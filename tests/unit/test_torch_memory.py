@@ -113,7 +113,7 @@ def test_a_loaded_model_alone_leaves_the_servers_momentum():
 
 def test_states_that_cannot_be_had_are_refused():
     _, optimizer = start("scatter_reduce", momentum=0.9)
-    with pytest.raises(ConfigurationError, match=r"workers hold slices of what SGD remembers, .* use ps\(bsp\)"):
+    with pytest.raises(ConfigurationError, match=r"workers hold slices of the state of SGD, .* use ps\(bsp\)"):
         optimizer.state_dict()
 
 

@@ -133,7 +133,7 @@ def test_a_server_that_does_not_clip_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_clipping_where_no_node_knows_the_norm_is_refused() -> None:
     model = network()
     optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "scatter_reduce")
-    with pytest.raises(CompositionError, match="none knows its norm; use a strategy with one place"):
+    with pytest.raises(CompositionError, match="none of which knows its norm; use a strategy with one such node"):
         flockstep.clip_grad_norm_(optimizer, 1.0)
 
 
@@ -219,7 +219,10 @@ def test_parameters_without_a_gradient_are_those_of_plain_torch(strategy: str, n
 def test_a_step_inside_no_sync_is_refused() -> None:
     model = network()
     optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
-    with optimizer.no_sync(), pytest.raises(ConfigurationError, match="would step on what other workers have not seen"):
+    with (
+        optimizer.no_sync(),
+        pytest.raises(ConfigurationError, match="would use gradients that other workers have not received"),
+    ):
         optimizer.step()
 
 
@@ -239,7 +242,7 @@ def test_settings_may_change_and_what_is_remembered_may_not() -> None:
     optimizer = flockstep.distribute(model, inner, "asgd")
     inner.param_groups[0]["momentum"] = 0.9
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(ConfigurationError, match="settings of the optimizer may change while it trains, but not what"):
+    with pytest.raises(ConfigurationError, match="settings of the optimizer may change during training, but not"):
         optimizer.step()
 
 

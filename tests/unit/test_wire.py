@@ -109,7 +109,7 @@ def test_the_good_message_of_these_tests_is_good() -> None:
         ({"source": -1}, "worker 1 claims to be server 0"),
         ({"schema": "f" * 16}, f"worker 1 holds a model with schema {'f' * 16}, this is {SCHEMA}"),
         ({"epoch": 1}, "worker 1 is in epoch 1, this is 0"),
-        ({"number": 2}, "worker 1 sent message 2 where 1 was due: one was lost or repeated"),
+        ({"number": 2}, "worker 1 sent message 2 where 1 was expected: one was lost or repeated"),
         ({"number": 0}, "worker 1 sent message 0 where 1 was due"),
         ({"size": WEIGHTS + 1}, "worker 1 announced 44 bytes with 'push'; the model has 40"),
         ({"size": 1 << 62}, "announced 18446744073709551616 bytes"),

@@ -55,5 +55,5 @@ class BareNode(Messenger):
                 self.take(message)
 
     def close(self) -> None:
-        """Close the node's socket."""
+        """Close the socket of the node."""
         self.bus.close(0)

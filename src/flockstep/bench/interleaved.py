@@ -194,7 +194,7 @@ def measure_interleaved(
 
 
 def calls_for(nbytes: int) -> int:
-    """Number of calls in one measurement, so many that differences in the processes' starts matter little."""
+    """Number of calls in one measurement, large enough that differences in the processes' starts matter little."""
     return max(1, min(100, (4 << 20) // max(nbytes, 1)))
 
 

@@ -107,7 +107,7 @@ def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
     ]
     rates = [rate for one in figures for what in SPEEDS if (rate := getattr(one, what))] or [1.0]
     axes = {
-        "xaxis": axis("rate, a copy of the array being 1", type="log", **decades(rates, _plain)),
+        "xaxis": axis("rate relative to a copy of the array", type="log", **decades(rates, _plain)),
         "yaxis": axis(autorange="reversed"),
     }
     height = 120 + 48 * len(figures)

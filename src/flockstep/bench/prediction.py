@@ -189,7 +189,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
     """
     if len(one) != len(other):
         raise ConfigurationError(
-            f"a rank correlation needs two values of each, got {len(one)} and {len(other)}; leave out what has only one"
+            f"a rank correlation needs two values of each, got {len(one)} and {len(other)}; leave out the "
+            f"series that has only one"
         )
     if len(set(one)) < 2 or len(set(other)) < 2:
         return None

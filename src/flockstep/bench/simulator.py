@@ -36,7 +36,7 @@ LOOP, BATCHED = "plain loop", "batched call"
 
 @dataclass
 class SimulatorFigure:
-    """One strategy on so many replicas: medians over rounds."""
+    """One strategy on a given number of replicas: medians over rounds."""
 
     strategy: str
     replicas: int

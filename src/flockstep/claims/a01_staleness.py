@@ -69,7 +69,7 @@ class Staleness(Claim):
     source = "Gupta, Zhang & Wang 2016 (average staleness of n-softsync); Zhang et al. 2016, figure 1"
     setting = (
         "parameter server, 30 workers in virtual time under normal (cv 0.1), exponential and lognormal (sigma 1) "
-        "gradient times, free messages; 4 real processes; both up to where the first worker ends"
+        "gradient times, free messages; 4 real processes; both up to the end of the first worker"
     )
     tolerance = (
         "virtual +-0.5 %, real +-2 %, both without the first 5 updates per worker; the sum of all staleness equals "

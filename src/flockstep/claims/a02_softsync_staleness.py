@@ -21,7 +21,7 @@ class SoftsyncStaleness(Claim):
     steps: int = 1220
     contrast: int = 300
     statement = (
-        "On alike machines the staleness of 1-softsync is 0, 1 or 2, and that of n-softsync exceeds 2 n with "
+        "On identical machines the staleness of 1-softsync is 0, 1 or 2, and that of n-softsync exceeds 2 n with "
         "probability below 1e-4; memoryless service times break both"
     )
     source = "Zhang, Gupta, Lian & Liu 2016, figure 1 (30 learners)"

@@ -95,7 +95,8 @@ class AsynchronyBegetsMomentum(Claim):
     )
     source = "Mitliagkas, Zhang, Hadjis & Re 2016 (momentum from asynchrony, memoryless workers)"
     setting = (
-        "quadratic, exponential gradient times (whoever finishes next is uniformly distributed), M = 2, 4, 8, 16, rate "
+        "quadratic, exponential gradient times (the next worker to finish is uniformly distributed), M = 2, 4, "
+        "8, 16, rate "
         "times curvature 0.5, 0.3, 0.2, 0.1, 60 updates, 150,000 runs, which overlap, for each M, 5 seeds"
     )
     tolerance = "fitted to the mean over all runs: momentum +-0.003, rate +-2 %"

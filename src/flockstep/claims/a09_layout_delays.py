@@ -48,5 +48,5 @@ class LayoutDelays(Claim):
         vgg = Times.of(4 * GOLDEN["VGG-A"][0])
         gain = LAYOUTS["naive server"](WORKERS, vgg) / LAYOUTS["ring"](WORKERS, vgg)
         rows.append(ClaimRow("VGG-A: naive server ÷ ring", "13.4", f"{gain:.1f}", f"{gain:.1f}" == "13.4"))
-        note = "what a simulated exchange takes above its formula are the 64-byte headers of its messages"
+        note = "a simulated exchange exceeds its formula by the 64-byte headers of its messages"
         return Verdict(tuple(rows), note)

@@ -37,7 +37,8 @@ def gpipe(stage: int, stages: int, batches: int) -> list[PipelinePass]:
 
 
 def one_forward_one_backward(stage: int, stages: int, batches: int) -> list[PipelinePass]:
-    """As many forward passes as there are stages from this one to the last, then alternating (Narayanan et al. 2019,
+    """One forward pass for each stage from this one to the last, then alternating backward and forward passes
+    (Narayanan et al. 2019,
     1F1B).
     """
     ahead = min(stages - stage, batches)

@@ -43,7 +43,7 @@ class DataThatDiffer(Claim):
     seeds: int = 5
     statement = (
         "Where the workers' data differ, the error of decentral methods grows the less they communicate, that of each "
-        "worker's own model most; synchronous gradients do not mind, and with mixed data nothing shows"
+        "worker's own model most; synchronous gradients are unaffected, and with mixed data no method is affected"
     )
     source = (
         "Langer, He, Rahayu & Xue 2020, table 2, column R_LBD. The figures to compare with are those of a pilot run in "

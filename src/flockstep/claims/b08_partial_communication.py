@@ -29,7 +29,8 @@ class PartialCommunication(Claim):
     )
     setting = (
         f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of 8 samples, learning rate {LR}; "
-        "data sorted by label, or mixed; who drops moves by the mean of what arrived (rest = average); 5 seeds"
+        "data sorted by label, or mixed; workers that drop updates move by the mean of the updates that arrived "
+        "(rest = average); 5 seeds"
     )
     tolerance = (
         f"medians: full <= {LEARNS:g} %; deferred <= full + 2 points at every share; dropped at 0.5 on sorted "

@@ -59,7 +59,7 @@ class SeedResults(list[Final]):
         return self.median("error")
 
     def worse(self, than: SeedResults) -> str:
-        """On how many seeds the error is higher, and on how many it is lower, as text."""
+        """Text: the number of seeds with a higher error and the number with a lower error."""
         pairs = [(mine.error, other.error) for mine, other in zip(self, than, strict=True)]
         return (
             f"higher on {sum(a > b for a, b in pairs)}, lower on {sum(a < b for a, b in pairs)} of {len(pairs)} seeds"

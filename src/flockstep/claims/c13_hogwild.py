@@ -32,7 +32,7 @@ def job():
 
 
 class Ran(NamedTuple):
-    """Figures of one run."""
+    """Measured figures of one run."""
 
     rate: float
     """Steps per second of all workers together, while all were running."""

@@ -45,20 +45,20 @@ class Resilience(Claim):
 
     statement = (
         "What a dead worker, a lost message and a slow worker do to each family of methods, and when its replicas are "
-        "equal, is what the table of failures says; one slow worker, or link, of n costs everyone as much as itself "
-        "where training is synchronous, and at most an n-th of that where it is not"
+        "equal, is what the table of failures says; one slow worker, or link, of n costs every worker as much "
+        "as itself if training is synchronous, and at most an n-th of that if it is not"
     )
     source = (
         "the cited papers' algorithms, family by family; Langer et al. 2020, table 2, columns RSOI (resilience: low "
         "for synchronous, high for asynchronous methods)"
     )
     setting = (
-        "virtual time: 4 workers, 24 steps, one fault a run; 8 workers for what everyone feels of one slow worker or "
-        "narrow link; real processes: SIGKILL, and a link narrowed between network namespaces"
+        "virtual time: 4 workers, 24 steps, one fault a run; 8 workers for the effect of one slow worker "
+        "or narrow link on the others; real processes: SIGKILL, and a link narrowed between network namespaces"
     )
     tolerance = (
         "every cell as the table says; shares within 0.06 of 1, or at most 1/n + 0.06; those of virtual time and of "
-        "the plan within 0.15 of each other; real narrow link: everyone's share ≥ 0.7 or ≤ 0.5"
+        "the plan within 0.15 of each other; real narrow link: every worker's share ≥ 0.7 or ≤ 0.5"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -84,7 +84,7 @@ class Resilience(Claim):
             f"{count} not{': ' if why.startswith('unexpected') else ', because '}{why}" for why, count in short.items()
         ]
         reasons += [f"not tried on a real link: {why}" for why in (why_not(),) if why]
-        figures["adpsgd, link of one that only answers: everyone loses"] = measured(
+        figures["adpsgd, link of a worker that only answers: every worker loses"] = measured(
             "adpsgd", WORKERS, FAULTS[NARROW].format(VICTIM)
         ).everyone
         return Verdict(tuple(rows), "; ".join(reasons), figures)
@@ -197,7 +197,7 @@ def real(say: Say) -> Iterator[ClaimRow]:
         ours = killed(text)
         yield ClaimRow(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
     for text, everyone in SHAPED.items():
-        what, said = f"{text}, real link a tenth: everyone's share", "≥ 0.7" if everyone else "≤ 0.5"
+        what, said = f"{text}, real link a tenth: every worker's share", "≥ 0.7" if everyone else "≤ 0.5"
         if why := why_not():
             yield ClaimRow(what, said, f"not tried: {why}", False)
             continue

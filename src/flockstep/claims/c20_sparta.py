@@ -24,7 +24,7 @@ COLLECTIVE = "recursive_doubling"
 
 
 class Ended(NamedTuple):
-    """Results of a run."""
+    """Results of a run of this claim."""
 
     perplexity: float
     bytes: float

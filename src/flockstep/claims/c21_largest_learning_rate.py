@@ -19,7 +19,7 @@ WORKERS = (1, 2, 4, 8, 16, 32)
 COMPUTE = "normal(0.01, cv=0.1)"
 LOCAL_STEPS = 50
 SAMPLES = 2**18
-"""Samples times features, so many that each worker's part has nearly the curvature of the whole."""
+"""Number of samples times features, large enough that each worker's part has nearly the curvature of the whole."""
 GONE = 1e9
 """Distance from the optimum at which a model counts as diverged and is no longer updated; it starts at distance 1."""
 

@@ -61,7 +61,8 @@ AS_LR_FADES = Expectation("as lr → 0", (f.DRAWN,))
 NOT_AT_ONCE = Expectation("never", (f.NEVER, f.DRAWN))
 
 NO_REPAIR = Short(
-    "nobody takes over what the dead worker held or did: the run ends with a sentence that names it", (f.ENDS,)
+    "no worker takes over the data or the tasks of the dead worker: the run ends with a sentence that names it",
+    (f.ENDS,),
 )
 NO_REPEAT = Short(
     "messages are not repeated, for the transports lose none; the push asks for parameters, too, so its sender waits",
@@ -73,9 +74,9 @@ NOT_ASKED_AGAIN = Short("the server has everything, but a worker that is done do
 SURVIVORS_GO_ON = (f.GOES_ON, f.WAITS, f.EXACT)
 NONE = Expectation("no effect on the others", (f.FREE,))
 EVERYONE = Expectation("everyone s×", (f.EVERYONE,))
-STALL = Expectation("everyone stalls, or it is noticed", (f.STALLS, f.ENDS))
+STALL = Expectation("all workers stall, or the death is noticed", (f.STALLS, f.ENDS))
 UNAFFECTED = Expectation("the others go on", (f.GOES_ON,))
-EVICTED = Expectation("everyone waits, until it is taken out", (f.WAITS,))
+EVICTED = Expectation("all workers wait until the dead worker is removed", (f.WAITS,))
 
 FAMILIES = (
     Family(
@@ -115,7 +116,7 @@ FAMILIES = (
             Expectation(
                 "free up to 1",
                 (f.NO_EFFECT,),
-                Short("who misses new parameters is a version behind and waits at the end", (f.LATE_STALL,)),
+                Short("a worker that misses new parameters is a version behind and waits at the end", (f.LATE_STALL,)),
             ),
         ),
         Expectation("hidden up to 1", ("hidden up to 1 of 4",)),
@@ -142,7 +143,7 @@ FAMILIES = (
                 "that clock stalls",
                 (f.STALLS,),
                 Short(
-                    "nobody asks, so nobody waits: the next copy makes up for a lost one",
+                    "no worker asks, so none waits: the next copy makes up for a lost one",
                     (f.UPDATE_LOST, f.CONTENT_LOST),
                 ),
             ),
@@ -157,7 +158,7 @@ FAMILIES = (
             (f.DRAINED, f.EVERY_STEP),
             NOT_ASKED_AGAIN,
         ),
-        Expectation("everyone waits at the bound, until it is taken out", (f.WAITS,)),
+        Expectation("all workers wait at the bound until the dead worker is removed", (f.WAITS,)),
         (Expectation("stalls", (f.STALLS,)),),
         Expectation("free up to the bound, then s×", ("free for …", f.EVERYONE)),
     ),
@@ -178,7 +179,7 @@ FAMILIES = (
         Expectation("small", (f.FREE, f.PARTLY)),
     ),
     Family(
-        "everyone to everyone (FAST)",
+        "all to all (FAST)",
         ("broadcast",),
         AFTER_DRAIN,
         Expectation("the others go on, and agree on what it had sent", (f.GOES_ON,)),
@@ -301,7 +302,7 @@ FAMILIES = (
             Expectation(
                 "that round is skipped",
                 (f.CONTENT_LOST, f.NO_EFFECT),
-                Short("the round never ends: everyone trains on, and waits at the end", (f.LATE_STALL,)),
+                Short("the round never ends: all workers continue, and wait at the end", (f.LATE_STALL,)),
             ),
         ),
         NONE,

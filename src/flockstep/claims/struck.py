@@ -25,7 +25,7 @@ from flockstep.testing import failures
 
 WORKERS, VICTIM = 3, 1
 STEPS = 6000
-"""Steps of the runs in which a worker is killed, so many that the kill happens midway."""
+"""Steps of the runs in which a worker is killed, enough for the kill to happen midway."""
 PATIENCE = 60.0
 """Seconds after which an awaited condition counts as never fulfilled."""
 FULL, NARROW = "50mbit", "5mbit"

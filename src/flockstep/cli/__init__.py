@@ -1,4 +1,4 @@
-"""The `flockstep` command."""
+"""The command line of flockstep."""
 
 from __future__ import annotations
 

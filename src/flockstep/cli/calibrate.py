@@ -1,4 +1,4 @@
-"""`flockstep calibrate`: the machines at hand, or those of a record, as a cluster's file."""
+"""`flockstep calibrate`: writes this machine, or the machines of a recorded run, as a cluster file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 if TYPE_CHECKING:
     from flockstep.planning.calibrate import Calibration
 
-Gradients = Annotated[int, typer.Option(help="Gradients of each worker alone, and again with all at once.")]
+Gradients = Annotated[int, typer.Option(help="Gradients to time per worker, alone and with all workers at once.")]
 _MEASURING = ("workers", "job", "transport", "threads", "gradients", "rounds", "codec")
 
 
@@ -25,20 +25,20 @@ def calibrate(
     transport: o.TransportText = "shared_memory",
     threads: o.Threads = 1,
     gradients: Gradients = 30,
-    rounds: Annotated[int, typer.Option(help="Messages to and fro between every two workers.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Round trips of messages between every pair of workers.")] = 20,
     codec: Annotated[list[str] | None, typer.Option(help="A codec to measure; repeatable (default: half).")] = None,
     records: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="Fit the record of a run instead; repeat it for more of the same job."),
+        typer.Option("--from", help="Fit the record of a run instead; repeatable, for several runs of one job."),
     ] = None,
     latency: Annotated[str | None, typer.Option(help="With --from: the latency, if known, such as 100us.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="With --from: the bandwidth, if known, such as 1gbit.")] = None,
     imports: o.Imports = None,
     out: Annotated[Path | None, typer.Option(help="The file to write (default: standard output).")] = None,
-    keep: Annotated[bool, typer.Option(help="Keep what is measured, for plans that name no cluster.")] = True,
+    keep: Annotated[bool, typer.Option(help="Save the measured cluster for plans that name no cluster.")] = True,
     as_json: o.Json = False,
 ) -> None:
-    """Measure the machines at hand, or fit the record of a run; write a cluster's file for `flockstep plan`."""
+    """Measure this machine, or fit the record of a run, and write a cluster file for `flockstep plan`."""
     if out is not None and out.suffix != ".toml":
         raise ConfigurationError(f"--out must be a .toml file, got {str(out)!r}; give it that ending")
     if records:
@@ -49,7 +49,7 @@ def calibrate(
         found = _measured(job, workers, transport, threads, gradients, rounds, codec)
         if keep:
             show.console.print(
-                f"kept as the cluster here: {_kept(found)}", markup=False, highlight=False, soft_wrap=True
+                f"saved as the cluster here: {_kept(found)}", markup=False, highlight=False, soft_wrap=True
             )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def _print(found: Comparison, as_json: bool) -> None:
 
 
 def report(folders: Sequence[Path], out: Path, cluster: str | None, imports: Sequence[str]) -> Path:
-    """Draw a report of runs that were recorded earlier; with what is predicted on `cluster`, if it is given."""
+    """Write a report of recorded runs; with predictions for `cluster`, if given."""
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.check import for_report
     from flockstep.records.folder import RunFolder

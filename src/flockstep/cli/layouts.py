@@ -1,4 +1,4 @@
-"""`flockstep layouts`: the least delay of a step by where the parameters lie, for models by their size."""
+"""`flockstep layouts`: the smallest delay of a step for eight layouts of the parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.simulation import units
 
 MODELS = ("vgg-a", "resnet-152", "googlenet")
-"""Those of the figure."""
+"""Models that the published figure shows."""
 
 
 def show_layouts(

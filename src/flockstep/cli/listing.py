@@ -1,4 +1,4 @@
-"""The registry for people, for --json and for the documentation: a summary, all of a kind, or one component."""
+"""Lists of the registry, for the terminal, JSON and the documentation: a summary, one kind, or one component."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ABOUT = {
     "claim": "a published result that `flockstep reproduce` tries",
     "topology": "which workers are neighbors",
     "codec": "how an array is written on the wire",
-    "feedback": "what becomes of what a codec leaves out",
+    "feedback": "what happens to the part that a codec leaves out",
     "collective": "the algorithm of an all-reduce",
-    "transport": "how processes of a real run talk",
+    "transport": "how processes of a real run exchange messages",
     "optimizer": "the update of a local step",
     "compute": "seconds per gradient in virtual time",
     "network": "links in virtual time",
-    "fault": "what goes wrong in virtual time",
+    "fault": "a fault to inject into virtual time",
     "split": "how data is divided over workers",
     "workload": "a built-in job: model, data and loss",
     "cluster": "machines and links that `flockstep plan` knows",
@@ -40,11 +40,11 @@ ABOUT = {
 }
 """Kind of component → what a component of that kind decides."""
 DESCRIBED = ("cluster", "model")
-"""What a plan takes besides components: descriptions that are built in."""
+"""Kinds of built-in descriptions that a plan takes in addition to components."""
 
 
 def nouns() -> list[str]:
-    """Every kind that has a list."""
+    """All kinds of components and of built-in descriptions."""
     return [*registry.nouns(), *DESCRIBED]
 
 
@@ -56,12 +56,12 @@ def plural(noun: str) -> str:
 
 
 def singular(noun: str) -> str:
-    """The noun of which `noun` is the plural; `noun` itself where it is none."""
+    """The singular of `noun`; `noun` itself if it is not a plural."""
     return next((one for one in nouns() if noun in (one, plural(one))), noun)
 
 
 def names(noun: str) -> list[str]:
-    """The names under `noun`, short names included; nothing is imported for them but the built-in descriptions."""
+    """The names of a kind, including short names. No component is imported."""
     if noun == "cluster":
         from flockstep.costs import clusters
 
@@ -80,7 +80,7 @@ def complete(incomplete: str) -> list[str]:
 
 
 def summary() -> list[dict[str, Any]]:
-    """One row for each kind: how many there are, what a component of that kind decides, and the names."""
+    """One row for each kind: the number of components, what a component of that kind decides, and the names."""
     return [
         {
             "noun": noun,

@@ -1,4 +1,4 @@
-"""The options that commands share, and the configuration they make."""
+"""Options that several commands share, and the run configuration made from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINING, PROCESSES, VIRTUAL, OUTPUT = "Training", "Processes", "Virtual time", 
 
 
 def completed(*nouns: str) -> Callable[[str], list[str]]:
-    """Completion of a word by the names of these nouns: components, short names and published compositions."""
+    """Tab completion by the names of the given kinds: components, short names and published compositions."""
 
     def complete(incomplete: str) -> list[str]:
         known = [
@@ -71,15 +71,13 @@ LrGrid = Annotated[
     str | None,
     typer.Option(
         "--lr-grid",
-        help="Learning rates, as 0.03,0.1,0.3: each strategy is ranked by its best one.",
+        help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best one.",
         rich_help_panel=TRAINING,
     ),
 ]
 Seeds = Annotated[
     int,
-    typer.Option(
-        help="Runs of each strategy, with seeds from --seed on: medians are ranked.", rich_help_panel=TRAINING
-    ),
+    typer.Option(help="Runs per strategy, with seeds from --seed on; medians are ranked.", rich_help_panel=TRAINING),
 ]
 ScheduleText = Annotated[
     str | None,
@@ -123,7 +121,7 @@ TransportText = Annotated[
     str,
     typer.Option(
         "--transport",
-        help="How processes talk: shared_memory, ipc, tcp or namespaces(…).",
+        help="How processes exchange messages: shared_memory, ipc, tcp or namespaces(…).",
         autocompletion=completed("transport"),
         rich_help_panel=PROCESSES,
     ),
@@ -135,7 +133,7 @@ StepTimeout = Annotated[
     float | None,
     typer.Option(
         "--step-timeout",
-        help="Seconds for a step, or for joining, after which the run ends (default: any).",
+        help="Seconds for a step, or for joining, after which the run ends (default: no limit).",
         rich_help_panel=PROCESSES,
     ),
 ]
@@ -152,7 +150,7 @@ ScriptThreads = Annotated[
 ]
 Ranks = Annotated[
     Literal["all", "rank0"],
-    typer.Option("--output", help="Whose output is shown: all or rank0.", rich_help_panel=OUTPUT),
+    typer.Option("--output", help="Ranks whose output is shown: all or rank0.", rich_help_panel=OUTPUT),
 ]
 Prefix = Annotated[
     bool,
@@ -162,7 +160,8 @@ NetworkText = Annotated[
     str,
     typer.Option(
         "--network",
-        help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
+        help="Network between the nodes: Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), "
+        "two_tier(…).",
         autocompletion=completed("network"),
         rich_help_panel=VIRTUAL,
     ),
@@ -182,7 +181,7 @@ ClusterText = Annotated[
     typer.Option(
         "--cluster",
         help="Links and times of a cluster, with what nodes spend on messages and steps, in place of --network and "
-        "--compute: here (as flockstep calibrate keeps it), another name, or a TOML file.",
+        "--compute: here (saved by flockstep calibrate), another name, or a TOML file.",
         rich_help_panel=VIRTUAL,
     ),
 ]
@@ -190,7 +189,7 @@ Faults = Annotated[
     list[str] | None,
     typer.Option(
         "--fault",
-        help="What goes wrong: 'dies(1, at=0.5)', 'drops(0, -1)', 'slows(2, 10)', 'narrows(1, 10)'; repeatable.",
+        help="Faults to inject: 'dies(1, at=0.5)', 'drops(0, -1)', 'slows(2, 10)', 'narrows(1, 10)'; repeatable.",
         rich_help_panel=VIRTUAL,
     ),
 ]
@@ -219,7 +218,7 @@ _NOT_OF = {
 
 
 def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration made of a command's options, by name; those that mean nothing for its kind are left out."""
+    """The run configuration from a command's options by name; options that do not apply to its kind are left out."""
     from flockstep.records.config import RunConfig
 
     names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", "cluster", *_NOT_OF[kind]}
@@ -229,7 +228,7 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
 
 
 def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunConfig:
-    """The configuration with links and times of a cluster, which is recorded so that the run can be repeated."""
+    """The configuration with the links and times of a cluster, recorded so that the run can be repeated."""
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.frameworks.job import import_components
     from flockstep.planning.prospect import on_cluster as modeled
@@ -241,7 +240,7 @@ def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunCo
 
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:
-    """Refuse options that were given although they mean nothing for that kind of run."""
+    """Refuse given options that do not apply to the kind of run."""
     for name, value in given(context, _NOT_OF[kind]):
         raise ConfigurationError(
             f"--{name.removesuffix('s').replace('_', '-')} {value} "
@@ -254,7 +253,7 @@ def refuse_idle(kind: Kind, context: typer.Context) -> None:
 
 
 def given(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Those of the options that stand on the command line, each with its (first) value."""
+    """The options that are given on the command line, each with its first value."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -263,15 +262,15 @@ def given(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, A
 
 
 def rates(grid: str | None, lr: float | None) -> tuple[float, ...]:
-    """The learning rates of a grid; none where there is no grid.
+    """The learning rates of a grid; empty if no grid is given.
 
     Raises:
-        ConfigurationError: a rate that is no number above 0, one that is there twice, or --lr besides.
+        ConfigurationError: a rate is not a number above 0 or occurs twice, or --lr is given too.
     """
     if grid is None:
         return ()
     if lr is not None:
-        raise ConfigurationError(f"--lr {lr:g} and --lr-grid {grid} say different things; give one of them")
+        raise ConfigurationError(f"--lr {lr:g} and --lr-grid {grid} contradict each other; give one of them")
     try:
         found = tuple(float(word) for word in grid.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`flockstep plan`: what every strategy would do on a cluster, and which to take; or whether that was right."""
+"""`flockstep plan`: predicts every strategy on a cluster, recommends one, or checks a prediction against a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Named = Annotated[
     typer.Option(
         "--cluster",
         "-c",
-        help="A name of `flockstep list clusters`, or a TOML file, as of calibrate.",
+        help="A name of `flockstep list clusters`, or a TOML file, such as calibrate writes.",
         show_default="laptop, or here if calibrated; of --check the run's own",
     ),
 ]
@@ -40,23 +40,27 @@ Requirements = Annotated[
 Hours = Annotated[
     float | None,
     typer.Option(
-        help="Hours that the run is to last, for the failures in it.",
+        help="Length of the run in hours, from which failures are predicted.",
         show_default="the job's own passes; 24 without data",
     ),
 ]
 Strategies = Annotated[
     list[str] | None,
-    typer.Option("--strategy", "-s", help="Only these; repeatable (default: all).", autocompletion=o.STRATEGY),
+    typer.Option(
+        "--strategy", "-s", help="Strategies to consider; repeatable (default: all).", autocompletion=o.STRATEGY
+    ),
 ]
 Records = Annotated[
     list[Path] | None, typer.Option("--check", help="Compare with the record of a run of this job; repeatable.")
 ]
 TRIALS_PANEL = "Trials"
-"""The group of options in `--help` that --simulate makes sense of."""
+"""Group in `--help` of the options that apply only with --simulate."""
 Simulate = Annotated[
     bool,
     typer.Option(
-        "--simulate", help="Also try the best in virtual time, with real gradients.", rich_help_panel=TRIALS_PANEL
+        "--simulate",
+        help="Also try the best strategies in virtual time, with real gradients.",
+        rich_help_panel=TRIALS_PANEL,
     ),
 ]
 Trials = Annotated[int | None, typer.Option(help="Trials of each strategy (default: 8).", rich_help_panel=TRIALS_PANEL)]
@@ -72,7 +76,7 @@ Top = Annotated[
 ]
 Target = Annotated[
     float | None,
-    typer.Option(help="The metric that trials are to reach (default: the job's).", rich_help_panel=TRIALS_PANEL),
+    typer.Option(help="The metric that trials must reach (default: the job's).", rich_help_panel=TRIALS_PANEL),
 ]
 Seed = Annotated[
     int | None, typer.Option(help="Seed of trials and of the search (default: 0).", rich_help_panel=TRIALS_PANEL)
@@ -86,7 +90,7 @@ SplitText = Annotated[
 Keep = Annotated[
     Path | None,
     typer.Option(
-        help="Folder where trials are kept; name it again to go on (default: a new one in runs/).",
+        help="Folder in which trials are saved; name it again to continue (default: a new one in runs/).",
         rich_help_panel=TRIALS_PANEL,
     ),
 ]
@@ -95,7 +99,7 @@ FOREMOST, REASONS = 6, 4
 MATTERS = 5
 """Largest rank of a column in the table of a plan; --all shows every one."""
 BUDGET = 120.0
-"""Real seconds of all trials, where neither they nor their time are given."""
+"""Default budget in real seconds for all trials, if neither --trials nor --budget is given."""
 
 
 def plan(
@@ -103,7 +107,9 @@ def plan(
         str, typer.Argument(help="A name of `flockstep list workload` or `list model`; a file with job().")
     ],
     cluster: Named = None,
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers (default: all it has).")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="Workers (default: all workers of the cluster).")
+    ] = None,
     require: Requirements = None,
     strategy: Strategies = None,
     batch: Annotated[
@@ -128,10 +134,12 @@ def plan(
     seed: Seed = None,
     split: SplitText = None,
     keep: Keep = None,
-    out: Annotated[Path | None, typer.Option(help="Also draw it, as one HTML file.", rich_help_panel=o.OUTPUT)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the plan as one HTML file.", rich_help_panel=o.OUTPUT)
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Predict every strategy on a cluster before anything is run, and say which to take."""
+    """Predict every strategy on a cluster without running it, and recommend one."""
     asked: dict[str, Any] = {"trials": trials, "budget": budget, "top": top, "target": target, "seed": seed}
     asked |= {"split": split, "keep": keep}
     _refuse(what, simulate, bool(record), asked, out)

@@ -1,4 +1,4 @@
-"""Published results tried here: what was claimed, what we got, and whether that holds."""
+"""`flockstep reproduce`: published results, the figures measured here, and whether each claim holds."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from flockstep.errors import ConfigurationError
 from flockstep.report.terminal import TableColumn, TextTable
 
 LEGEND = (
-    "quick: a few seconds at most. flockstep reproduce A5 tries one and says how it was set up, what is asserted and "
-    "what came out; --all tries every one (minutes)."
+    "quick: a few seconds at most. flockstep reproduce A5 tries one and prints its setting, its limits and "
+    "its result; --all tries all of them (minutes)."
 )
 
 
 def known() -> list[str]:
-    """The claims' identifiers: by letter, then by number."""
+    """The identifiers of all claims, sorted by letter, then by number."""
     return sorted(registry.names("claim"), key=_order)
 
 
 def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: bool, write: bool = False) -> int:
-    """Try the claims that are named; print them with their verdicts, also into the page of claims; the exit code.
+    """Check the named claims and print their verdicts, also into the page of claims; return the exit code.
 
     Raises:
-        ConfigurationError: no claim is named, or `everything` and names are.
+        ConfigurationError: no claim is named, or both names and `everything` are given.
     """
     if everything == bool(names):
         raise ConfigurationError(f"name claims, or give --all for every one of them; known: {', '.join(known())}")
@@ -54,7 +54,7 @@ def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: boo
 
 
 def list_claims(as_json: bool) -> None:
-    """Print every claim without trying it."""
+    """Print all claims without checking them."""
     rows = [{"claim": name, **_described(Claim.parse(name))} for name in known()]
     if as_json:
         show.json(rows)

@@ -1,4 +1,4 @@
-"""The systems of the literature: the table, and one in detail."""
+"""`flockstep systems`: the table of the systems of the literature, and one system in detail."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HEADINGS = ("system", "parallelism", "optimization", "scheduling", "exchange", "
 
 
 def rows() -> list[dict[str, str]]:
-    """Every system with its place in the taxonomy, derived from its composition."""
+    """Rows of the table: every system with its place in the taxonomy, derived from its composition."""
     return [known.row() for known in systems()]
 
 
 def detail(known: System) -> dict[str, Any]:
-    """All that there is to say about one."""
+    """Print all details of one system."""
     return {
         **known.row(),
         "citation": known.citation,
@@ -34,7 +34,7 @@ def detail(known: System) -> dict[str, Any]:
 
 
 def show_systems(name: str | None, as_json: bool) -> None:
-    """Print the table, or one system."""
+    """Print the table of systems, or the details of one system."""
     if as_json:
         show.json(rows() if name is None else detail(system(name)))
     elif name is None:

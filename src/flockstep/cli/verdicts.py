@@ -1,4 +1,4 @@
-"""The page that keeps the last verdict on every claim: `flockstep reproduce --write`."""
+"""`flockstep reproduce --write`: updates the documentation page with the last verdict on every claim."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PAGE = Path("docs") / "explanation" / "claims.md"
 BEGIN, END = "<!-- verdicts -->\n", "<!-- end verdicts -->"
 HEAD = "| claim | tried on | verdict | figures (published) |\n| --- | --- | --- | --- |\n"
 SHOWN = 3
-"""Figures of a claim that are shown beside those that fall short."""
+"""Number of figures shown for a claim in addition to those that fail."""
 
 
 def require_page(page: Path = PAGE) -> None:
-    """Raise `ConfigurationError` unless there is a page with a place for verdicts."""
+    """Raise `ConfigurationError` unless the page of claims exists and has a place for verdicts."""
     if not page.is_file() or BEGIN not in page.read_text("utf-8"):
         raise ConfigurationError(f"--write needs {page} with its verdicts, got none here; run it in a clone's root")
 
 
 def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE) -> None:
-    """Put one result in the place of the claim's last one; `order` has the names of all claims."""
+    """Replace a claim's row by a new result; `order` holds the names of all claims."""
     before, _, rest = page.read_text("utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
     rows = {line.split("|")[1].strip(): line for line in old.removeprefix(HEAD).splitlines() if line}
@@ -33,7 +33,7 @@ def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE
 
 
 def row(result: Mapping[str, Any]) -> str:
-    """One line of the table: what fell short first, then the first of the other figures."""
+    """One row of the table: figures that fail first, then the first of the others."""
     short = [_figure(one) for one in result["rows"] if not one["holds"]]
     held = [_figure(one) for one in result["rows"] if one["holds"]]
     more = len(held) - SHOWN

@@ -28,7 +28,7 @@ class Qsgd(Levels):
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:
-            raise ConfigurationError(f"qsgd takes 1 to 127 levels, got {self.levels}; more take half or bfloat16")
+            raise ConfigurationError(f"qsgd takes 1 to 127 levels, got {self.levels}; use half or bfloat16 for more")
         if self.bucket < 8 or self.bucket % 8:
             raise ConfigurationError(f"qsgd needs a bucket that is a multiple of 8, got {self.bucket}; 512 is usual")
 

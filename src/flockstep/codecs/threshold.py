@@ -67,7 +67,9 @@ class Threshold(Counted):
 
     def __post_init__(self) -> None:
         if not 0 <= self.t < float("inf"):
-            raise ConfigurationError(f"threshold needs a finite t >= 0, got {self.t}; 0.001 sends all above it")
+            raise ConfigurationError(
+                f"threshold needs a finite t >= 0, got {self.t}; 0.001 sends every element above it"
+            )
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
         """Choose the elements beyond t, or the largest if there is none."""

@@ -31,7 +31,9 @@ class HierarchicalCollective(Collective):
 
     def __post_init__(self) -> None:
         if self.group < 1:
-            raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; take those of one host")
+            raise ConfigurationError(
+                f"group must be >= 1 workers, got {self.group}; use the number of workers on one host"
+            )
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         r, full = self._grid(me.workers)

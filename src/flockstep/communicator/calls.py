@@ -66,7 +66,9 @@ class Calls:
     def packet_or_nothing(
         self, array: Any, codec: str | Codec | None, kind: type[E], use: str = ""
     ) -> tuple[Array | None, E]:
-        """As `packet`, but return the array and a note of the given kind; without an array, None and an empty note."""
+        """Like `packet`, but return the array and a note of the given kind; without an array, None and an empty
+        note.
+        """
         if array is None:
             return None, kind()
         packet = self.packet(array, codec, use)
@@ -108,7 +110,9 @@ class Calls:
         return self._engine.wait(self._engine.start(program), timeout, what)
 
     def together(self, name: str, what: str, program: Callable[[Rank], Awaitable[T]], timeout: float | None) -> T:
-        """As `run`, for a program in which every rank takes part; calls of the same name are matched by their order."""
+        """Like `run`, for a program in which every rank takes part; calls of the same name are matched by their
+        order.
+        """
         self.require_open()
         with self._lock:
             self._uses[f"call {name}"] += 1
@@ -161,7 +165,7 @@ class Calls:
         """
         if any(held() for held in list(self._holders.values())):
             raise ConfigurationError(
-                "a window's local() is held here, for which others wait; leave its with block first"
+                "other ranks wait for a window's local() that is held here; leave its with block first"
             )
 
     def _count(self, use: str) -> int:

@@ -117,7 +117,7 @@ class Communicator(Collectives):
         return self.receive_from(name, source, timeout)[1]
 
     def receive_from(self, name: str, source: int | None = None, timeout: float | None = None) -> tuple[int, Array]:
-        """As `receive`, but return the sender's rank and the array."""
+        """Like `receive`, but return the sender's rank and the array."""
         if source is not None:
             self.check_rank(source)
         message = self.run(lambda me: me.receive(SEND + named(name), source), timeout, repr(name))
@@ -154,7 +154,7 @@ class Communicator(Collectives):
         """
         with self._lock:
             if name in self._servers:
-                raise ConfigurationError(f"{name!r} is served already; choose another name")
+                raise ConfigurationError(f"{name!r} is already served; choose another name")
             server = self._servers[name] = RequestServer(
                 named(name), lambda message: self._handle(message, handler, name)
             )
@@ -233,7 +233,7 @@ class Communicator(Collectives):
         window = Window(self, named(name), array) if shared is None else SharedWindow(self, named(name), shared)
         with self._lock:
             if window.tag in self._holders:
-                raise ConfigurationError(f"there is a window {name!r} already; close it first, or choose another name")
+                raise ConfigurationError(f"there is already a window {name!r}; close it first, or choose another name")
             self._holders[window.tag] = window.held_here
         self._engine.ask(lambda: node.handle(window.tag, lambda message: window.hear(message, node)))
         try:
@@ -263,7 +263,9 @@ class Communicator(Collectives):
         late, waiting = "", {}
         try:
             if self._engine.failure is None:
-                self.run(self._leave, timeout, "the others to take what was sent, and to close their communicators")
+                self.run(
+                    self._leave, timeout, "the other ranks to receive all messages and to close their communicators"
+                )
         except TimedOut as error:
             late = str(error)
         finally:

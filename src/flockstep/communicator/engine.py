@@ -138,7 +138,7 @@ class ProgressEngine(Messenger):
         except TimeoutError:
             if future.done():
                 return future.result()  # the call's own error, or the call has just ended
-        error = TimedOut(f"worker {self.node.rank} waited {timeout:g} s for {what}; the others may be late or stopped")
+        error = TimedOut(f"worker {self.node.rank} waited {timeout:g} s for {what}; other ranks may be late or stopped")
         self.ask(lambda: self.node.give_up(future, error))
         return future.result()
 

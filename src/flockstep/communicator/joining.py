@@ -158,7 +158,7 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
             "this process has left the run; call flockstep.join after flockstep.distribute and before finish()"
         )
     elif membership.close_communicator is not None:
-        raise ConfigurationError("this process has joined already; call flockstep.join once in a script")
+        raise ConfigurationError("this process has already joined; call flockstep.join once in a script")
     try:
         beside = sockets_beside(membership.member, max_bytes)
     except FlockstepError as error:

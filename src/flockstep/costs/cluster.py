@@ -54,7 +54,7 @@ class ClusterShape:
                 raise WrongValue(f"{key} must be >= 0 seconds, got {got:g}; leave it out for none", key)
         if self.law.sharing is not None:
             raise WrongValue(
-                f"compute must be the law of a worker on a core of its own, got {self.law}; say cores = "
+                f"compute must be the law of a worker on its own core, got {self.law}; say cores = "
                 f"{self.law.sharing} in [nodes.…] instead",
                 "compute",
             )
@@ -147,7 +147,8 @@ class ClusterShape:
         """
         if self.operations is None:
             raise ConfigurationError(
-                f"{self.name} does not say how many operations its workers get through; add operations = '10G/s', or "
+                f"{self.name} does not say how many operations per second its workers perform; add operations = "
+                f"'10G/s', or "
                 "measure the job there with flockstep calibrate"
             )
         return self.overhead + work / self.operations
@@ -222,7 +223,7 @@ class ClusterShape:
             ConfigurationError: both numbers name the same worker.
         """
         if one == other:
-            raise ConfigurationError(f"worker {one} sends itself nothing over a link; name two workers")
+            raise ConfigurationError(f"worker {one} has no link to itself; name two workers")
         ranks = [i for i, (_, size) in enumerate(self.placed(workers)) for _ in range(size)]
         groups = self.groups_by_rank(workers)
         here, there = groups[one].name, groups[other].name

@@ -65,7 +65,9 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigurationError(f"there is no file {path}; give that of a cluster, or one of {_or(names())}") from None
+        raise ConfigurationError(
+            f"there is no file {path}; give the file of a cluster, or one of {_or(names())}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read {path} as text: {error}; give the TOML file of a cluster") from None
     return read_cluster(text, str(name) if path.parent == FOLDER else str(path), path.stem)
@@ -82,7 +84,7 @@ def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") 
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"line (\d+)", str(error))
         line = found[1] if found else text.count("\n") + 1
-        raise ConfigurationError(f"{where}, line {line}: no TOML document: {error}; correct that place") from None
+        raise ConfigurationError(f"{where}, line {line}: not valid TOML: {error}; correct that line") from None
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
         raise _too_deep(text, where) from None
     try:

@@ -92,7 +92,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ConfigurationError("a layer needs a name, got ''; call it by what it does, such as conv1")
+            raise ConfigurationError("a layer needs a name, got ''; name it by its function, such as conv1")
         for name in ("parameters", "reads", "writes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(

@@ -56,7 +56,7 @@ class MachineGroup:
         for key in ("count", "workers", "cores"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                raise WrongValue(f"{key} must be >= 1, got {value}; leave it out for the usual", key)
+                raise WrongValue(f"{key} must be >= 1, got {value}; leave it out for the default", key)
             if value is not None and value > MOST:
                 raise WrongValue(f"{key} must be <= {MOST}, got {shown(value)}; describe a part of the cluster", key)
         if self.size > MOST:
@@ -66,10 +66,11 @@ class MachineGroup:
         for key in ("speed", "memory"):
             value = getattr(self, key)
             if value is not None and not 0 < value < math.inf:
-                raise WrongValue(f"{key} must be > 0 and finite, got {value:g}; leave it out for the usual", key)
+                raise WrongValue(f"{key} must be > 0 and finite, got {value:g}; leave it out for the default", key)
         if not SLOWEST <= self.speed <= FASTEST:
             raise WrongValue(
-                f"speed must be >= {SLOWEST:g} and <= {FASTEST:g}, got {self.speed:g}; 1 is that of compute", "speed"
+                f"speed must be >= {SLOWEST:g} and <= {FASTEST:g}, got {self.speed:g}; 1 is the speed of compute",
+                "speed",
             )
         for key in ("failures", "restart"):
             value = getattr(self, key)

@@ -34,7 +34,7 @@ MODELS = {
     ),
     "gpt-2-small": Reference(gpt_2_small, 124e6, 145.8e9, "Radford et al. 2019: 124 million parameters as released"),
 }
-"""Name → reference model."""
+"""Reference models by name."""
 
 
 def reference(name: str) -> ModelShape:

@@ -48,7 +48,7 @@ class BatchedGradients:
         self.batches[rank].restore(state)
 
     def forget(self, rank: int) -> None:
-        """Cancel that worker's request."""
+        """Cancel the pending request of one worker."""
         self._needs.pop(rank, None)
 
     def keep(self, rank: int) -> None:

@@ -31,7 +31,8 @@ class ShardedBatches(Generic[B]):
             self._told = True
             warnings.warn(
                 f"flockstep.shard leaves out {len(turn)} of the last batches of an epoch, which are fewer than the "
-                f"{self._workers} workers, so that all take as many steps; yield a multiple of {self._workers} of "
+                f"{self._workers} workers, so that all workers take equally many steps; yield a multiple of "
+                f"{self._workers} of "
                 "them, or split them by flockstep.rank() and train under optimizer.join()",
                 UserWarning,
                 stacklevel=2,

@@ -220,7 +220,9 @@ class Member:
         not notice.
         """
         if peer in self.bus.broken(2 * self.ticket.heartbeat):
-            raise PeerLost(f"the connection to {node_name(peer)} broke before the run began, though both live")
+            raise PeerLost(
+                f"the connection to {node_name(peer)} broke before the run began, although both processes are alive"
+            )
 
     def _sent(self, to: Address, message: Message) -> bool:
         """Try to send a message; false if the queue is full or the node is dead, which the supervisor will report."""

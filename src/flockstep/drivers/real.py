@@ -107,7 +107,7 @@ class Seat(Messenger):
         self.snapshots.hand_in(self.node, tick, self.now(), self.runner.account.traffic.sent_bytes)
 
     def salvage(self) -> None:
-        """Send what there is, because the run fails."""
+        """Send the messages that are ready, because the run is failing."""
         with contextlib.suppress(FlockstepError):
             self.reports.flush()
         self.snapshots.salvage(self.node, self.now(), self.runner.account.traffic.sent_bytes)

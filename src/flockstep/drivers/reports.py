@@ -27,7 +27,7 @@ class Teller(Protocol):
     """Sends messages to the supervisor."""
 
     def tell(self, tag: str, array: FlatArray | None = None) -> None:
-        """Queue a message."""
+        """Queue a message for the supervisor."""
 
 
 class Reports:

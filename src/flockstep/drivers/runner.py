@@ -45,7 +45,7 @@ class OneProcess:
         self.runners: dict[Address, Runner] = {}
 
     def send(self, to: Address, message: Message) -> None:
-        """Deliver the message."""
+        """Deliver a message to another node of this process."""
         runner = self.runners[to]
         if message.array is not None:
             message.array = beside(message.array, runner.node.params)
@@ -195,7 +195,7 @@ class Runner:
         need = self.waiting
         if gradient is not None:
             if not isinstance(need, NeedGradient):
-                raise RunError("a step was interrupted in its middle, and cannot be gone on with; start the run again")
+                raise RunError("a step was interrupted and cannot be resumed; start the run again")
             if need.unless is None or not self._needless():
                 self.give(gradient, loss, 0 if whole else self.awaited)
         self._driver.drive(self)

@@ -29,7 +29,7 @@ def taken_over(node: Node, message: Message) -> bool:
     optimizer = Optimizer.parse(str(message.note["optimizer"]))
     if _remembered(optimizer, node) != _remembered(node.optimizer, node):
         raise ConfigurationError(
-            f"settings of the optimizer may change while it trains, but not what it remembers, got {optimizer} after "
+            f"settings of the optimizer may change during training, but not its state, got {optimizer} after "
             f"{node.optimizer}; set them before flockstep.distribute"
         )
     node.optimizer = optimizer

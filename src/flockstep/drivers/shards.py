@@ -23,7 +23,7 @@ def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
     samples are repeated instead, unless its loader has `drop_last`. Random numbers of torch's own generator for the
     order are equal on every worker and in every run, whatever seed a script sets: they depend on the number of the
     epoch. Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next one, so that
-    a script that goes on from a checkpoint does not draw the order of its first epochs again.
+    a script that continues from a checkpoint does not draw the order of its first epochs again.
 
     Raises:
         ConfigurationError: the loader has a custom sampler, which already assigns the samples, `epoch` is negative,

@@ -43,7 +43,7 @@ def from_bytes(data: bytes) -> Any:
     try:
         return _Reader().value(msgspec.msgpack.decode(data))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ProtocolError(f"what was saved cannot be read: {type(error).__name__}: {error}") from None
+        raise ProtocolError(f"the saved state cannot be read: {type(error).__name__}: {error}") from None
 
 
 class _Writer:

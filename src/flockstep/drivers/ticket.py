@@ -50,8 +50,8 @@ def require_own_process(name: str) -> None:
     anew = getattr(multiprocessing.current_process(), "_inheriting", False)
     if ticket is not None and ticket.process != os.getpid() and not anew:
         raise ConfigurationError(
-            f"this process was started by the script of worker {ticket.address}, and flockstep.{name} would take part "
-            f"in no run here but go over everything alone; call it in the script's own process, or unset {TICKET} "
+            f"this process was started by the script of worker {ticket.address}, and flockstep.{name} would "
+            f"belong to no run here and process all data alone; call it in the script's own process, or unset {TICKET} "
             "where that is meant"
         )
 
@@ -94,8 +94,8 @@ def refuse_other_launchers(environment: Mapping[str, str]) -> None:
         if TICKET not in environment and size.isdecimal() and int(size) > 1:
             by = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else launcher
             raise ConfigurationError(
-                f"this process is one of {size} that {by} started ({name}={size}), and each of them would train alone "
-                f"on everything; start the script with flockstep launch -n {size} SCRIPT, or unset {name} where "
+                f"this process is one of {size} that {by} started ({name}={size}), and each of them would train "
+                f"alone on all data; start the script with flockstep launch -n {size} SCRIPT, or unset {name} where "
                 "training alone is meant"
             )
 

@@ -103,7 +103,7 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
     with contextlib.suppress(PeerLost):
         return on_host((await me.receive("buffers", rank)).payload)
     if rank not in me.lost:
-        raise ConfigurationError(f"rank {rank} has called finish(); call sync_buffers() on every rank before")
+        raise ConfigurationError(f"rank {rank} has called finish(); call sync_buffers() on every rank before that that")
     return None
 
 
@@ -114,6 +114,6 @@ def _set(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
     elif not np.array_equal(bytes_of(tensor), bytes_of(value.to(tensor.dtype))):
         raise ConfigurationError(
-            f"the elements of buffer {name} must have memory of their own where ranks' values differ, got an expanded "
+            f"the elements of buffer {name} must have separate memory if the ranks' values differ, got an expanded "
             "tensor; register it with .expand(...).clone(), or with persistent=False"
         )

@@ -100,7 +100,7 @@ class Clip:
         if self.refused:
             raise RuntimeError(
                 f"the total norm of order {self.norm_type} of the gradients is non-finite ({float(self.norm)}), so it "
-                "cannot be clipped; to clip all the same, pass error_if_nonfinite=False"
+                "cannot be clipped; to clip anyway, pass error_if_nonfinite=False"
             )
 
     def same(self, other: Clip) -> bool:
@@ -133,8 +133,9 @@ class Clipping:
         traits = self.strategy.traits
         if traits.clips == "none":
             raise CompositionError(
-                f"{self.strategy} steps parts of the combined gradient in several places, and none knows its norm; use "
-                f"a strategy with one place, such as all_reduce or bsp, or clip each worker's own gradient with "
+                f"{self.strategy} steps parts of the combined gradient on several nodes, none of which knows "
+                f"its norm; use a strategy with one such node, such as all_reduce or bsp, or clip each worker's "
+                f"own gradient with "
                 f"torch.nn.utils.clip_grad_norm_"
             )
         if traits.clips == "own":
@@ -162,7 +163,7 @@ class Clipping:
             return
         self._told = True
         if self.strategy.traits.server_optimizer:
-            how = f"stays NaN on workers, for the server of {self.strategy} clips; leave out what reads it"
+            how = f"stays NaN on workers, for the server of {self.strategy} clips; remove the code that reads it"
         else:
             how = f"was read before step(), where {self.strategy} combines all workers' gradients; read it after step()"
         warnings.warn(
@@ -268,8 +269,9 @@ class GradientChangeDetector:
         self._left -= 1
         if changed:
             warnings.warn(
-                f"gradients were changed between backward() and step(): {self._strategy} combines them in step(), so "
-                f"that each worker's own gradient was changed and not the combined one; if they were clipped, use "
+                f"gradients were changed between backward() and step(): {self._strategy} combines them in "
+                f"step(), so the change affected each worker's own gradient, not the combined one; if they were "
+                f"clipped, use "
                 f"flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient",
                 UserWarning,
                 stacklevel=_script_level(),
@@ -278,7 +280,7 @@ class GradientChangeDetector:
             self.end()
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks that watch the gradients."""
         while self._hooks:
             self._hooks.pop().remove()
 

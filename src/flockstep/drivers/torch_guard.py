@@ -53,8 +53,8 @@ class Guard:
         self.check_structure()
         if self.unsent:
             raise ConfigurationError(
-                "optimizer.load_state_dict() has loaded what servers or other ranks do not have; call optimizer.sync() "
-                "on every rank before the next step: all go on from what rank 0 has loaded"
+                "optimizer.load_state_dict() has loaded a state that servers or other ranks do not have; call "
+                "optimizer.sync() on every rank before the next step: all ranks then continue with the state of rank 0"
             )
         flat = self._flat
         for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
@@ -135,7 +135,7 @@ class Guard:
             if key in self._all:
                 raise ConfigurationError(
                     f"parameter {name} was unfrozen after flockstep.distribute, which does not exchange it; leave it "
-                    "trainable at distribute, and let it rest in a parameter group with lr=0"
+                    "trainable at distribute, and keep it in a parameter group with lr=0"
                 )
             raise ConfigurationError(
                 f"the module got parameter {name} after flockstep.distribute; replace layers before that, or "
@@ -146,15 +146,15 @@ class Guard:
             if id(parameter) not in trained:
                 how = "was frozen" if id(parameter) in here else "was taken out of the module"
                 raise ConfigurationError(
-                    f"parameter {entry.name} {how} after flockstep.distribute, which goes on exchanging it; do that "
-                    "before distribute, or let it rest in a parameter group with lr=0"
+                    f"parameter {entry.name} {how} after flockstep.distribute, which still exchanges it; do that "
+                    "before distribute, or keep it in a parameter group with lr=0"
                 )
 
 
 def _changed(name: str) -> str:
     return (
-        f"parameter {name} was changed between two steps, of which the strategy does not know; call optimizer.sync() "
-        "on every rank after loading or changing parameters: all ranks then go on from those of rank 0"
+        f"parameter {name} was changed between two steps, without the strategy knowing; call optimizer.sync() "
+        "on every rank after loading or changing parameters: all ranks then continue with those of rank 0"
     )
 
 
@@ -172,7 +172,7 @@ def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) 
         if key not in trained and parameter.requires_grad:
             raise ConfigurationError(
                 f"the optimizer holds a trainable parameter of shape {tuple(parameter.shape)} that is not one of the "
-                "module's, so that nobody would exchange it; pass to distribute a module that holds all of them, such "
+                "module's, so no worker would exchange it; pass to distribute a module that holds all of them, such "
                 "as a torch.nn.ModuleList, before it gets them"
             )
 

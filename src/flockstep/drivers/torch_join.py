@@ -53,7 +53,7 @@ class Consent:
         reached it.
         """
         if self._joining:
-            raise CompositionError("join() is open already; leave it before it is entered again")
+            raise CompositionError("join() is already open; leave it before entering it again")
         self._by_active, self._joining = by_active, True
         try:
             yield

@@ -132,7 +132,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._backward.paused:
             raise ConfigurationError(
-                "step() inside no_sync() would step on what other workers have not seen; leave the context before the "
+                "step() inside no_sync() would use gradients that other workers have not received; leave the "
+                "context before the "
                 "last backward() of a step"
             )
         loss = None

@@ -54,7 +54,7 @@ class WorkerMemory:
         """Do nothing: the torch optimizer has the whole state."""
 
     def finish(self) -> None:
-        """End the run."""
+        """End the run on this worker."""
         self._loop.finish()
 
     def take_from(self, source: int) -> None:
@@ -138,7 +138,7 @@ class ServerMemory:
         self._require_servers()
         if self._loop.finished:
             raise ConfigurationError(
-                "after finish() what the servers remembered is held by rank 0 alone, and only if that rank had called "
+                "after finish() only rank 0 holds the servers' optimizer state, and only if that rank had called "
                 "state_dict() or loaded a state before; call state_dict() before finish()"
             )
         self._asked = True
@@ -166,6 +166,6 @@ class ServerMemory:
             )
         if not self._loop.held:
             raise ConfigurationError(
-                f"with {self._loop.strategy} workers hold slices of what {type(self._optimizer).__name__} remembers, "
+                f"with {self._loop.strategy} workers hold slices of the state of {type(self._optimizer).__name__}, "
                 "which cannot be saved or loaded; use ps(bsp), or all_reduce, whose workers hold all of it"
             )

@@ -110,7 +110,8 @@ class Simulation:
         self._steps = 0
         if restarts and not plan.strategy.traits.restarts:
             raise CompositionError(
-                f"{plan.strategy} keeps what no node alone remembers, got a restart in mid-run; let it run to its end"
+                f"{plan.strategy} keeps state that no single node holds, got a restart in mid-run; let it run "
+                f"to its end"
             )
         self._restarts = restarts
         self._steppers: dict[int, LocalOptimizer] = {}
@@ -148,7 +149,7 @@ class Simulation:
         stuck = [runner for runner in self.runners.values() if not runner.done]
         if stuck:
             waits = "; ".join(f"{node_name(r.node.address)} for {r.waiting} at step {r.node.step}" for r in stuck[:4])
-            raise RunError(f"deadlock: every program waits for a message that nobody will send: {waits}")
+            raise RunError(f"deadlock: every program waits for a message that no program will send: {waits}")
         self.tracker.close()
 
     def stop(self) -> None:
@@ -227,8 +228,8 @@ class Simulation:
             other = ", and what it has differs" if differs else ""
             raise RunError(
                 f"{node_name(node.address)} began anew and waits for {runner.waiting} at step {node.step}, where it "
-                f"had waited for {waited} at step {old.step}{other}: what a program remembers between steps belongs "
-                "into me.state"
+                f"had waited for {waited} at step {old.step}{other}: state that a program keeps between steps "
+                f"belongs in me.state"
             )
 
     def _state(self, runner: Runner) -> bytes:

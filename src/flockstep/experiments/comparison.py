@@ -253,7 +253,7 @@ def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
     """
     if grid and lr is not None:
         text = ",".join(f"{rate:g}" for rate in grid)
-        raise ConfigurationError(f"lr {lr:g} and lr_grid {text} say different things; give one of them")
+        raise ConfigurationError(f"lr {lr:g} and lr_grid {text} contradict each other; give one of them")
     if not all(0 < rate < math.inf for rate in grid) or len(set(grid)) < len(grid):
         raise ConfigurationError(f"lr_grid must be different numbers > 0, got {tuple(grid)}; give 0.03, 0.1, 0.3")
     return tuple(grid)
@@ -311,7 +311,7 @@ def carry_out_all(
             if any(RunFolder(run.folder).config_file.exists() for run in planned):
                 conclude(_ranked(groups, grid, out))
             raise Interrupted(
-                f"interrupted; finished runs are kept: repeat the command with --out {out} to go on"
+                f"interrupted; finished runs are kept: repeat the command with --out {out} to continue"
             ) from None
         found = _ranked(groups, grid, out)
         conclude(found)

@@ -102,7 +102,8 @@ def predicted(
     length: float | None = None,
     say: ProgressCallback = silent,
 ) -> Outlook:
-    """Predict every strategy, or only `strategies`, for a job on a cluster; `say` hears what is looked at.
+    """Predict every strategy, or only `strategies`, for a job on a cluster; `say` receives a line about the current
+    task.
 
     `length`: seconds that the run lasts; None: the job's own length.
 

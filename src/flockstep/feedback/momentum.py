@@ -50,12 +50,10 @@ class Momentum(Feedback):
         if not 0 <= self.m < 1:
             raise ConfigurationError(f"momentum needs m from 0 to below 1, got {self.m}; 0.9 is usual")
         if self.clip is not None and not self.clip > 0:
-            raise ConfigurationError(
-                f"momentum needs a clip above 0, got {self.clip}; none leaves gradients as they are"
-            )
+            raise ConfigurationError(f"momentum needs a clip above 0, got {self.clip}; none leaves gradients unchanged")
 
     needs_contraction = True
-    """Otherwise the memory could grow without bound."""
+    """True, because with another codec the feedback memory could grow without bound."""
 
     def among(self, workers: int) -> Feedback:
         """Return the feedback with clip·N^-1/2, so that the sum of N independent gradients would be clipped at

@@ -185,7 +185,7 @@ class Engine(ABC):
         replica: int,
         step: int,
     ) -> float:
-        """As `gradient`, with the gradients of `layers` as factors: `Packing(K, layers)` at the beginning of `out`.
+        """Like `gradient`, with the gradients of `layers` as factors: `Packing(K, layers)` at the beginning of `out`.
 
         Raises:
             CompositionError: this framework computes no factors.
@@ -206,7 +206,7 @@ class Engine(ABC):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
     ) -> float:
-        """As `gradient`, of the loss plus the weighted distance to the mean prediction of the lesson's teachers.
+        """Like `gradient`, of the loss plus the weighted distance to the mean prediction of the lesson's teachers.
 
         With classes, the distance is the cross-entropy with the mean of the teachers' probabilities, otherwise the mean
         squared difference of the outputs. Returns the mean loss without the distance.

@@ -253,7 +253,7 @@ class NumpyEngine(Engine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
     ) -> float:
-        """As `gradient`, of the loss plus the weighted cross-entropy with the mean probabilities of the teachers.
+        """Like `gradient`, of the loss plus the weighted cross-entropy with the mean probabilities of the teachers.
 
         Raises:
             CompositionError: the model has no classes.

@@ -205,7 +205,7 @@ class FlatModule:
         return self.grads
 
     def gather_gradient(self, index: int) -> None:
-        """As `gather_gradients`, for one parameter."""
+        """Like `gather_gradients`, for one parameter."""
         self._bring(index)
         if self.schema.entries[index].dtype:
             part = self.schema.slices[index]
@@ -250,7 +250,7 @@ class FlatModule:
         return [flat[..., e.offset : e.offset + e.size].view(*lead, *e.shape) for e in self.schema.entries]
 
     def values(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """As `views`, with copies in the parameters' own dtypes for narrower parameters, as the module computes with
+        """Like `views`, with copies in the parameters' own dtypes for narrower parameters, as the module computes with
         them.
         """
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]

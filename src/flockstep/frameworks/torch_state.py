@@ -87,8 +87,8 @@ def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep:
             elif not torch.equal(own[name].to(value), value):
                 raise ConfigurationError(
                     f"the loaded state has {name} of a parameter in {_short(value.dtype)}, as servers remember it, "
-                    f"which {_short(parameter.dtype)} would round; load it under a strategy whose servers step, or go "
-                    "on from the model alone"
+                    f"which {_short(parameter.dtype)} would round; load it under a strategy whose servers step, "
+                    f"or continue from the model alone"
                 )
 
 
@@ -97,7 +97,7 @@ def _require_whole(entry: Entry, name: str, value: torch.Tensor, dtype: str) -> 
         raise ConfigurationError(
             f"servers remember {name} in {dtype}, the state loaded for {entry.name} has it rounded to "
             f"{_short(value.dtype)}; load what servers remembered after flockstep.distribute, with "
-            "optimizer.load_state_dict() of what that returned, or go on from the model alone"
+            "optimizer.load_state_dict() of what that returned, or continue from the model alone"
         )
 
 
@@ -148,7 +148,7 @@ def _plain(value: Any, tensors: list[torch.Tensor], whole: bool) -> Any:
     if not whole:
         return type(value).__name__
     raise ConfigurationError(
-        f"what an optimizer remembers must be tensors, numbers and strings, got a {type(value).__name__}; load it on "
+        f"the state of an optimizer must be tensors, numbers and strings, got a {type(value).__name__}; load it on "
         "every rank before flockstep.distribute"
     )
 

@@ -49,7 +49,7 @@ class Child(Protocol):
     pid: int
 
     def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs, -n if signal n ended it."""
+        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
 
     def kill(self) -> None:
         """End the process at once, even if it is stopped."""
@@ -63,7 +63,7 @@ class Forked:
         self.pid = process.pid or 0
 
     def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs, -n if signal n ended it."""
+        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
         return self._process.exitcode
 
     def kill(self) -> None:
@@ -98,7 +98,7 @@ class Script:
             thread.start()
 
     def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs, -n if signal n ended it."""
+        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
         return self._process.poll()
 
     def kill(self) -> None:
@@ -223,7 +223,7 @@ def refuse_program() -> None:
     if path is not None and getattr(main, "__spec__", None) is None and not Path(path).is_file():
         raise ConfigurationError(
             f"the processes of a run import the program that starts it, which must be a file, got {path}; "
-            "write it into a .py file and run that, or take python -c or a notebook"
+            "write it into a .py file and run that, or use python -c or a notebook"
         )
 
 

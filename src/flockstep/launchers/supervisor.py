@@ -134,7 +134,9 @@ class Supervisor:
         except FlockstepError as error:
             self.outcome.error = error
         except KeyboardInterrupt as stop:
-            self.outcome.error = Interrupted(f"{str(stop) or 'interrupted'}; what was computed is in the record")
+            self.outcome.error = Interrupted(
+                f"{str(stop) or 'interrupted'}; everything computed so far is in the record"
+            )
         except Exception as error:  # noqa: BLE001 - of the system: no folder for the sockets, no more processes, …
             self.outcome.error = RunError(f"the run could not be supervised: {in_short(error)}")
             self.outcome.error.__cause__ = error

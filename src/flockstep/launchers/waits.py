@@ -87,7 +87,7 @@ class Waits:
         limited = self._stepping or any(rank not in joined for rank in late)
         if limited and self._limit is not None and longest >= self._limit:
             raise RunError(
-                f"{told}; that is longer than --step-timeout {self._limit:g}: mend what hangs, or allow more"
+                f"{told}; that is longer than --step-timeout {self._limit:g}: fix what hangs, or raise the limit"
             )
         if self._is_awaited(late, waiting, joined, ended) and min(longest, now - self._said) >= self._period:
             self._said = now

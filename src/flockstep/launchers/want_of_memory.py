@@ -38,7 +38,9 @@ class WantOfMemory:
         self._before = count()
 
     def explain(self, code: int) -> str:
-        """Addition to the message about that exit code; empty unless it was SIGKILL and the counter has risen."""
+        """Addition to the message about an exit code: empty unless SIGKILL ended the process and the kernel has
+        killed processes for lack of memory.
+        """
         if code != -signal.SIGKILL or self._count() <= self._before:
             return ""
-        return ", probably by the kernel for lack of memory; take fewer workers, or a smaller model or batch"
+        return ", probably by the kernel for lack of memory; use fewer workers, or a smaller model or batch"

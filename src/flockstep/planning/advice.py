@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 REQUIREMENTS = {
     "unbalanced": "the workers' data differ in kind or size, as if sorted by label",
-    "reproducible": "the same run again has to give the same result",
+    "reproducible": "repeating the run must give the same result",
     "elastic": "workers come and go",
     "private": "data may not leave the machines that hold them",
-    "slow-links": "links are slower at times than the cluster's description says",
+    "slow-links": "links are sometimes slower than the cluster's description says",
 }
 """Need that a user can name → its meaning."""
-DROPS = "drops part of what it means to send, and nothing feeds it back: accuracy is lost (feedback=residual keeps it)"
+DROPS = "drops part of each gradient without error feedback, which costs accuracy (feedback=residual avoids that)"
 """Reason for which a strategy is not advised, whatever the requirements."""
-UNCOUNTED = "records no updates: what its samples are worth is not known"
+UNCOUNTED = "records no updates, so the worth of its samples is not known"
 """Reason for which a strategy without trials is not advised on its speed."""
 LEAVING = {
     "others": "its workers compute on samples of other workers",
@@ -146,7 +146,7 @@ def require_known(requirements: Iterable[str]) -> None:
     """Refuse a requirement that does not exist.
 
     Raises:
-        UnknownName: one that is not known.
+        UnknownName: a need does not exist.
     """
     for name in requirements:
         if name not in REQUIREMENTS:
@@ -185,11 +185,11 @@ def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) 
     if untried:
         were = "none was" if not tried else "only 1 was" if len(tried) == 1 else f"only {len(tried)} were"
         rest = ", ".join(map(short, untried))
-        said.append(f"This is partial: of {len(untried) + len(tried)} strategies {were} tried; {rest} not.")
+        said.append(f"This advice is partial: of {len(untried) + len(tried)} strategies {were} tried; {rest} not.")
     if tried and choice.name not in tried:
-        said.append(f"None that was tried reached the target; {short(choice.name)} is what the plan alone says.")
+        said.append(f"No strategy that was tried reached the target; the plan alone recommends {short(choice.name)}.")
     elif untried and planned.name not in tried:
-        said.append(f"By the plan alone it would be {short(planned.name)}, which was not tried.")
+        said.append(f"The plan alone would recommend {short(planned.name)}, which was not tried.")
     return tuple(said)
 
 
@@ -229,11 +229,11 @@ def unfit(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> s
         return "the data are on other machines" if "private" in requirements else None
     cell, traits = found.strategy.cell, found.strategy.traits
     if (found.workers > 1 and not combines(found)) or "ensemble" in traits.results:
-        return "trains a model on every worker, not one"
+        return "trains a separate model on every worker"
     if "private" in requirements and traits.samples != "own":
         return LEAVING[traits.samples]
     if "unbalanced" in requirements and not (is_central(cell) and is_synchronous(cell, traits)):
-        return "needs data that are alike on all workers"
+        return "needs similar data on all workers"
     if "unbalanced" in requirements and traits.completeness == 4:
         return "drops the gradients of slow workers, whose data then count less"
     if "reproducible" in requirements and not is_synchronous(cell, traits):
@@ -241,7 +241,7 @@ def unfit(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> s
     if "reproducible" in requirements and not is_repeatable(cell, traits):
         return "the order of arrival decides whose gradients are dropped"
     if traits.curvature:
-        return "steps by curvature: how many steps it takes to a target is not known"
+        return "uses curvature: the number of steps to a target is not known"
     if "elastic" in requirements and (why := unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None

@@ -134,16 +134,14 @@ def _described(
     if workers > 1:
         message = _message(events)
         wires.append(_wire(_figures(events), message, notes))
-        notes.append(
-            "links were measured one pair at a time: what many messages at once cost each other is not in them"
-        )
+        notes.append("links were measured one pair at a time: the slowdown of simultaneous messages is not included")
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     group = MachineGroup("here", 1, workers, cores=cores, memory=memory)
     overhead = 0.0
     if machine.work is not None:
         overhead = max(0.0, mean_of(fit.law) - machine.work / machine.operations)
     notes.append(
-        "operations are those of a product of matrices, overhead what a gradient of this job takes besides its own: a "
+        "operations are measured on a matrix product, and overhead is the rest of this job's gradient time: a "
         "rough guess for other jobs"
     )
     notes.append("failures are not measured")
@@ -187,7 +185,7 @@ def _sharing(alone: list[float], together: list[float], workers: int, notes: lis
         return cores, together
     scale = slowdown * cores / workers
     if abs(scale - 1) > NEAR:
-        notes.append(f"that is the slow-down of no whole number of cores: durations are {scale:.2f} times those alone")
+        notes.append(f"no whole number of cores explains that slowdown: durations are {scale:.2f} times those alone")
     return cores, [scale * one for one in alone]
 
 
@@ -219,12 +217,12 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
         (small, short), (large, long) = sorted(next(iter(found.values())).items())
         raise ConfigurationError(
             f"a message of {large:,} bytes must take longer than one of {small}, got {words.seconds(long)} and "
-            f"{words.seconds(short)}, which tells no bandwidth; calibrate an idle machine, or with more --rounds"
+            f"{words.seconds(short)}, which determines no bandwidth; calibrate an idle machine, or with more --rounds"
         )
     if len(told) < len(found):
         notes.append(
-            f"{many(len(found) - len(told), 'pair')} left out: a large message took no longer than a small one, which "
-            "tells no bandwidth"
+            f"{many(len(found) - len(told), 'pair')} left out: a large message took no longer than a small one, "
+            f"which determines no bandwidth"
         )
     latencies, bandwidths = [], []
     for (small, short), (large, long) in told.values():
@@ -239,7 +237,7 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
         notes.append(f"{name} of {many(len(values), 'pair')}: {low:.3g} to {high:.3g} {unit}, the median is taken")
         if high > UNEQUAL * low:
             factor = words.number(high / max(low, 1e-12), 2)
-            notes.append(f"pairs differ in {name} by a factor of {factor}: one link says that badly")
+            notes.append(f"pairs differ in {name} by a factor of {factor}: one link describes them poorly")
     latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)
     if not latency:
         notes.append("latency is 0: a small message takes no longer than its handling at both ends")

@@ -144,7 +144,9 @@ def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
     ]
     if not own:
         return ()
-    return (f"the run was simulated with {' and '.join(own)}: how {site.cluster.name} differs is in the error",)
+    return (
+        f"the run was simulated with {' and '.join(own)}: the error includes the difference to {site.cluster.name}",
+    )
 
 
 def for_report(

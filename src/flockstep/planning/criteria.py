@@ -137,13 +137,13 @@ def departures(found: Prospect, site: Site) -> tuple[str, ...]:
     cell, traits = found.strategy.cell, found.strategy.traits
     said = [f"{found.workers} times the batch" if is_synchronous(cell, traits) else f"{found.workers} workers at once"]
     if approximates(found):
-        said.append("what is sent is an approximation")
+        said.append("messages are approximations")
         if drops(found):
-            said.append("what it leaves out is lost, as nothing feeds it back")
+            said.append("the part left out is lost, because there is no error feedback")
     if not is_synchronous(cell, traits):
         said.append(f"updates are late by {number(lateness(found, site), 2)} versions on average")
     if not is_central(cell):
-        said.append(f"workers have models of their own, which meet every {number(horizon(found, site), 2)} steps")
+        said.append(f"workers have separate models, which synchronize every {number(horizon(found, site), 2)} steps")
     return tuple(said)
 
 

@@ -69,7 +69,7 @@ def sentence(found: Prospect, outlook: Outlook) -> str:
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
     return (
         f"Of {many(found.workers, 'worker')} {_lost(deaths(found, outlook))} in the "
-        f"{_lasting(length(found, outlook))} that the run is taken to last{_why(outlook)}, and none can "
+        f"{_lasting(length(found, outlook))} that the run is assumed to last{_why(outlook)}, and none can "
         f"join in their place; {found.name} {ends}, so that {_of_runs(risk(found, outlook))} early."
     )
 

@@ -175,8 +175,13 @@ def fit_records(
             f"with these a step takes longer than in the record(s) by {', '.join(f'{e:+.1%}' for e in errors)}"
         )
         if max(map(abs, errors)) > POOR:
-            notes.append("that is a poor fit: something else than latency and bandwidth tells between these strategies")
-    notes.append("cores, memory, failures and the rates of codecs are in no record; computing is as slow as it was")
+            notes.append(
+                "that is a poor fit: something other than latency and bandwidth distinguishes these strategies"
+            )
+    notes.append(
+        "cores, memory, failures and the rates of codecs are in no record; computing is assumed to be as slow "
+        "as in the run"
+    )
     shape = ClusterShape(
         "fitted", groups, wires, law, None, 0.0, f"as in the record of {first.config.job}", identity(first.config.job)
     )
@@ -295,27 +300,30 @@ def _link(
     shares = [1 - base / one.seconds for one, base in zip(runs, free, strict=True)]
     notes.append(f"share of a step that is messages: {', '.join(f'{max(share, 0.0):.0%}' for share in shares)}")
     if max(shares) < NOTHING:
-        notes.append("that is too little to tell latency or bandwidth from: the link stands for one that costs nothing")
+        notes.append("that is too little to determine latency or bandwidth: the link is assumed to cost nothing")
         return latency or 0.0, bandwidth or FAST
     if latency is None and bandwidth is None:
         found = _both(runs, free)
         if found is not None:
-            notes.append("latency and bandwidth were told apart by how bytes and messages differ between the records")
+            notes.append(
+                "latency and bandwidth were separated by the different numbers of bytes and messages in the records"
+            )
             return found
         latency = 0.0
         notes.append(
-            "latency cannot be told from bandwidth in these records: it counts as 0, and the bandwidth is an effective "
+            "latency cannot be separated from bandwidth in these records: it counts as 0, and the bandwidth is "
+            "an effective "
             "one, right for messages of these sizes; add the record of a strategy with others, or give --latency"
         )
     if bandwidth is None:
         assert latency is not None
         known = latency
         value = _solve(lambda x: _misfit(runs, known, x), FAST, SLOW, notes, "bandwidth")
-        notes.append("bandwidth is effective: what copies and protocols take is in it")
+        notes.append("bandwidth is effective: it includes the cost of copies and protocols")
         return known, value
     if latency is None:
         value = _solve(lambda x: _misfit(runs, x, bandwidth), SHORT, LONG, notes, "latency")
-        notes.append("latency is effective: what processes take to look after a message is in it")
+        notes.append("latency is effective: it includes the processes' handling of a message")
         return value, bandwidth
     return latency, bandwidth
 
@@ -382,11 +390,11 @@ def _solve(misfit: Callable[[float], float], quick: float, slow: float, notes: l
     low, high = math.log(quick), math.log(slow)
     below, above = misfit(quick), misfit(slow)
     if abs(below) < NOTHING:
-        notes.append(f"steps hardly depend on the {what}: the best there is is taken")
+        notes.append(f"steps hardly depend on the {what}: the best possible value is used")
         return quick
     if below >= 0 or above <= 0:
         least, most = ("shorter", "best") if below >= 0 else ("longer", "worst")
-        notes.append(f"steps are {least} than rehearsals with the {most} {what}: it is taken, and fits badly")
+        notes.append(f"steps are {least} than rehearsals with the {most} {what}: that value is used, and fits poorly")
         return quick if below >= 0 else slow
     side = 0
     for _ in range(SEARCH):

@@ -50,10 +50,10 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
     limit = NEAR / math.sqrt(len(times)) + SLACK
     apart = f"{len(times)} durations, whose distribution is {distance:.2f} away from a lognormal law's"
     if distance <= limit:
-        return Fit(law, f"lognormal, which fits {apart}: up to {limit:.2f} would pass for chance")
+        return Fit(law, f"lognormal, which fits {apart}: a distance of up to {limit:.2f} can be chance")
     return Fit(
         Empirical(_quantiles(times)),
-        f"given by quantiles, for no named law fits {apart}: only up to {limit:.2f} would pass for chance",
+        f"given by quantiles, because no named law fits {apart}: only up to {limit:.2f} can be chance",
     )
 
 

@@ -60,7 +60,7 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
         drawings.append(Drawing("scaling", "How it scales", SCALING, scaling_picture(outlook)))
         listings.append(scaling_table(outlook))
     if outlook.workers > 1 and math.isfinite(outlook.site.link[1]) and (best_there := best_map(outlook, advice)):
-        drawings.append(Drawing("map", "Where what is best", MAP, best_there.picture(outlook)))
+        drawings.append(Drawing("map", "Best strategy by bandwidth and parameters", MAP, best_there.picture(outlook)))
         listings.append(best_there.table())
     return Page(
         brand="flockstep plan",
@@ -180,7 +180,7 @@ class Map:
         """The map as a table of letters, with the largest model first as in the figure."""
         rows = [(amount(size), *map(self.letter, row)) for size, row in zip(self.sizes, self.names, strict=True)]
         headings = ("parameters", *map(speed, self.bandwidths))
-        return Listing("Where what is best, in letters", self.key, headings, rows[::-1])
+        return Listing("Best strategies, in letters", self.key, headings, rows[::-1])
 
     def picture(self, outlook: Outlook) -> Figure:
         """The map as a figure with a colored cell and a letter for each point."""

@@ -249,8 +249,8 @@ def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]
     if site.cluster.failures:
         daily = words.number(site.cluster.failures * 86400, 2)
         said.append(
-            f"failures: about {daily} a day on all machines together; the advice reckons with them, and takes servers "
-            "not to fail"
+            f"failures: about {daily} a day on all machines together; the advice includes them, and assumes "
+            f"that servers do not fail"
         )
     said.append("strategies were rehearsed for some tens or hundreds of steps with one set of random times")
     return tuple(said)
@@ -260,7 +260,7 @@ def _more(cluster: ClusterShape, workers: int) -> str:
     """Sentence that the cluster has fewer workers than requested, and where the others are assumed to be."""
     machines = len(cluster.placed(workers))
     if machines > cluster.nodes:
-        taken = f"taken to be on more machines of the same, {machines:,} instead of {cluster.nodes:,}"
+        taken = f"assumed to be on more machines of the same kind, {machines:,} instead of {cluster.nodes:,}"
     else:
-        taken = "taken to share its machines"
+        taken = "assumed to share its machines"
     return f"{cluster.name} has {cluster.workers:,} workers: {workers:,} are {taken}"

@@ -21,7 +21,7 @@ from flockstep.strategies.base import Strategy, Traits
 BURST = 200
 """Number of successive messages in a measurement of message handling."""
 LARGE = 1 << 20
-"""Least size in bytes of the large message: that of a small model takes hardly longer than one of a single element."""
+"""Smallest size in bytes of the large message: a message of a small model takes hardly longer than a single element."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Prospect:
     memory: float
     """Bytes on a worker: parameters, gradient, optimizer, and the strategy's state."""
     source: Literal["rehearsal", "extrapolation"]
-    """Source of the figures."""
+    """Origin of the figures: a rehearsal or an extrapolation."""
     notes: tuple[str, ...] = ()
     updates: bool = True
     """Whether the rehearsal recorded any update, by which a sample's worth is judged."""

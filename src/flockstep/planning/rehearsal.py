@@ -341,7 +341,7 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         count = more
     if silent:
         raise Unrehearsed(
-            f"{stage.strategy} sent nothing in {steps} steps, and rehearsals have no more; let workers exchange more "
+            f"{stage.strategy} sent nothing in {steps} steps, and a rehearsal has no more; let workers exchange more "
             "often, or try it with flockstep simulate"
         )
     if abreast and found.seconds_per_step:

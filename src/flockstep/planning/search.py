@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 TRIALS = 8
-"""Trials of each strategy."""
+"""Number of trials per strategy."""
 TOP = 5
 """Number of strategies that are searched, besides one worker."""
 SLACK = 2.0
@@ -80,7 +80,7 @@ class SearchProgress:
     strategy: str
     number: int
     trials: int
-    """Trials of each strategy."""
+    """Number of trials per strategy."""
     done: int
     all_trials: int
     steps: float

@@ -58,7 +58,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
     others = list(why.values())
     said = [single, *(f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))]
     way = "plan for machines with more memory" if too_large else "leave out a --require"
-    return (f"Nothing here meets what is asked: {'; '.join(said)}.", f"To get advice, {way}.")
+    return (f"No strategy meets the needs: {'; '.join(said)}.", f"To get advice, {way}.")
 
 
 def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
@@ -76,15 +76,15 @@ def _take(case: Case, choice: Prospect) -> str:
     worth = case.worth(choice)
     take = f"Take {short(choice.name)} on {many(choice.workers, 'worker')}"
     more = as_much(choice.samples_per_second / case.outlook.alone.samples_per_second)
-    more = f"{more} as one worker gets through"
+    more = f"{more} as one worker"
     rate = f"{words.number(choice.samples_per_second)} samples a second"
     if case.tried:
         return f"{take}: in trials it reached the target first."
     if case.alone is None or worth >= 1:
-        return f"{take}: it is taken to advance {as_much(worth, 'quickly')} as one worker ({rate}, {more})."
+        return f"{take}: it is predicted to advance {as_much(worth, 'quickly')} as one worker ({rate}, {more})."
     return (
-        f"One worker would get to the target sooner, in {words.share(worth)} of the time, but is ruled out: "
-        f"{case.alone}. {take} only if it has to be so: {rate} are {more}, but {_dear(case, choice)}."
+        f"One worker would reach the target sooner, in {words.share(worth)} of the time, but is ruled out: "
+        f"{case.alone}. {take} only if that is required: {rate} are {more}, but {_dear(case, choice)}."
     )
 
 
@@ -92,13 +92,13 @@ def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
     """Sentences on why the strategy with the most samples per second is not recommended."""
     rivals = [one for one in case.left if one.strategy is not None and combines(one)]
     if not rivals:
-        return ("Nothing else here meets what is asked.",)
+        return ("No other strategy meets the needs.",)
     if case.outlook.workers == 1:
         return ()
     best = max(rivals, key=lambda one: one.samples_per_second)
     ratio = best.samples_per_second / choice.samples_per_second
     said = (
-        f"The most that {many(best.workers, 'worker')} of {case.outlook.site.cluster.name} get through is "
+        f"The most that {many(best.workers, 'worker')} of {case.outlook.site.cluster.name} process is "
         f"{words.number(best.samples_per_second)}, with {short(best.name)}, or {as_much(ratio)}"
     )
     if ratio < 1 or case.worth(best) >= case.worth(choice):
@@ -109,7 +109,8 @@ def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
 def _dear(case: Case, found: Prospect) -> str:
     relative_samples = words.number(case.outlook.relative_samples(found))
     return (
-        f"{relative_samples} of those are taken to do the work of one of plain training, so that it advances "
+        f"{relative_samples} of those are predicted to do the work of one sample of plain training, so that it "
+        f"advances "
         f"{as_much(case.worth(found), 'quickly')} as one worker"
     )
 
@@ -127,7 +128,7 @@ def _uncompressed(case: Case, choice: Prospect) -> tuple[str, ...]:
         slower = as_much(case.worth(best) / case.worth(choice), "quickly")
         return (f"Do not compress: the best that does, {short(best.name)}, would advance {slower}.",)
     said = (
-        f"Compression would get through {as_much(ratio)} samples, with {short(best.name)}, but {_dear(case, best)}, "
+        f"Compression would process {as_much(ratio)} samples, with {short(best.name)}, but {_dear(case, best)}, "
         f"and {short(choice.name)} {as_much(case.worth(choice), 'quickly')}."
     )
     return (said,)
@@ -141,7 +142,7 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
     if bandwidth < float("inf"):
         takes = outlook.task.nbytes / bandwidth
         said.append(
-            f"The model has {words.size(outlook.task.nbytes)}, which the slowest link passes in "
+            f"The model has {words.size(outlook.task.nbytes)}, which take the slowest link "
             f"{words.seconds(takes + latency)}; a gradient takes "
             f"{words.seconds(outlook.alone.seconds)} on the fastest worker."
         )
@@ -152,13 +153,14 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
         said.append(
             f"It departs from plain training: {', '.join(departs)}. {words.number(outlook.relative_samples(choice))} "
             "of its "
-            "samples are taken to do the work of one, so that it advances "
+            "samples are predicted to do the work of one sample of plain training, so that it advances "
             f"{as_much(case.worth(choice), 'quickly')} as one worker."
         )
     if case.second is not None:
         said.append(
             f"The runner-up is {short(case.second.name)} with {words.number(case.second.samples_per_second)} samples "
-            f"a second and {words.number(outlook.relative_samples(case.second))} of them to one of plain training."
+            f"a second and {words.number(outlook.relative_samples(case.second))} of them to one sample of plain "
+            f"training."
         )
     said += [f"It counts that {one}." for one in case.meanings]
     if choice.strategy is not None and outlook.site.cluster.failures:
@@ -180,15 +182,15 @@ def _graded(outlook: Outlook, choice: Prospect) -> str:
     parts = [f"the learning rate {_RATES[row.learning_rate]}"]
     if versions:
         parts.append(f"updates are {words.number(versions, 2)} versions late on average")
-    parts.append(many(row.hyper_parameters, "more hyper-parameter") if row.hyper_parameters else _NO_MORE)
+    parts.append(many(row.hyper_parameters, "additional hyper-parameter") if row.hyper_parameters else _NO_MORE)
     if row.exposure is not None:
-        parts.append(f"everyone waits for {exposed(row.exposure)} of the slowest one's delay")
-    parts.append(f"the same result again is {row.reproducible} to get")
+        parts.append(f"all workers wait for {exposed(row.exposure)} of the slowest worker's delay")
+    parts.append(f"repeating a result is {row.reproducible}")
     return f"By Table 2 it is {row.technique}: {', '.join(parts)}."
 
 
-_NO_MORE = "there are no more hyper-parameters"
-_RATES = {"higher": "may grow with the workers", "likely": f"is {RATES['likely']}", "lower": "has to be lower"}
+_NO_MORE = "there are no additional hyper-parameters"
+_RATES = {"higher": "may grow with the workers", "likely": f"is {RATES['likely']}", "lower": "must be lower"}
 
 
 def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
@@ -203,8 +205,9 @@ def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried
     ratio = second.samples_per_second / choice.samples_per_second
     if case.outlook.relative_samples(second) > case.outlook.relative_samples(choice) and ratio > 1.005:
         said.append(
-            f"if lateness, approximation and models apart cost this job nothing, {short(second.name)} would be better: "
-            f"it gets through {as_much(ratio)} samples"
+            f"if staleness, approximation and separate models cost this job nothing, {short(second.name)} would "
+            f"be better: "
+            f"it processes {as_much(ratio)} samples"
         )
     elif 0 < case.worth(second) <= case.worth(choice):
         said.append(f"{short(second.name)} would have to become {_faster(case.worth(choice) / case.worth(second))}")
@@ -213,7 +216,7 @@ def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried
 
 def _faster(ratio: float) -> str:
     if ratio < 1.001:
-        return "less than 0.1 % faster: the two are as good as equal"
+        return "less than 0.1 % faster: the two are practically equal"
     return f"{words.share(ratio - 1)} faster" if ratio < CLOSE else f"{words.number(ratio, 2)} times as fast"
 
 

@@ -184,23 +184,23 @@ class Site:
 
     def assumptions(self) -> list[str]:
         """Sentences about assumptions, where neither job nor cluster has the information."""
-        said = ["memory is without what layers put out, which flockstep layers tells"]
+        said = ["memory does not include activations, which flockstep layers shows"]
         if len({group.speed for group in self.cluster.groups}) > 1:
             said.append("one worker has the fastest machine to itself; the first of several may have a slower one")
         if self.seconds is not None:
             said.append(
-                f"a gradient is taken to last {words.seconds(self.seconds)} at speed 1, for its operations and the "
+                f"a gradient is assumed to last {words.seconds(self.seconds)} at speed 1, for its operations and the "
                 f"overhead; what {self.cluster.name} calls compute says only how much that varies"
             )
         elif not self._measured:
             mean = mean_of(self.cluster.law)
             said.append(
-                f"a gradient is taken to last {words.seconds(mean)} as on {self.cluster.name}, whatever the job: "
+                f"a gradient is assumed to last {words.seconds(mean)} as on {self.cluster.name}, whatever the job: "
                 + ("the work of the model is not known" if self.task.work is None else "the cluster has no operations")
             )
         if not self.cluster.rates.encode:
             said.append(
-                f"encoding is taken to cost {WORK['encode']:.0f} operations an element and decoding "
+                f"encoding is assumed to cost {WORK['encode']:.0f} operations an element and decoding "
                 f"{WORK['decode']:.0f}: {self.cluster.name} has no measured rates (flockstep calibrate measures them)"
             )
         return said

@@ -38,10 +38,10 @@ FINE = 200
 DEAR = 2
 """Training samples per test sample between two evaluations, to limit the real time of evaluations."""
 LEFT_OUT = (
-    "in trials adding up what arrives, and what servers compute, takes no time",
-    "in trials whoever encodes does so with the whole model at every gradient",
-    "where workers' models differ, trials end with averaging them once, on the slowest link",
-    "nothing fails in trials, and each has one set of random times",
+    "in trials, adding received arrays and the servers' computations take no time",
+    "in trials, a sender encodes the whole model at every gradient",
+    "if workers' models differ, a trial ends by averaging them once, over the slowest link",
+    "no node fails in a trial, and each trial has one set of random times",
 )
 """Effects that the virtual seconds of a trial ignore."""
 

@@ -164,7 +164,7 @@ class RunConfig:
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ConfigurationError(f"{where} is no TOML document: {error}; run again to write it anew") from None
+            raise ConfigurationError(f"{where} is not a TOML document: {error}; run again to write a new one") from None
         known = [f.name for f in dataclasses.fields(cls)]
         for key in data:
             if key not in known:

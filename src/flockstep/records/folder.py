@@ -57,7 +57,7 @@ class EventWriter:
 
     def __init__(self, path: Path | str, flush_every: int = 8):
         if flush_every < 1:
-            raise ConfigurationError(f"flush_every must be >= 1, got {flush_every}; use 1 to hold nothing back")
+            raise ConfigurationError(f"flush_every must be >= 1, got {flush_every}; use 1 to write every event at once")
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
         self._held = 0
@@ -186,8 +186,7 @@ class RunFolder:
         for file in (self.config_file, *map(self.node_events_file, nodes)):
             if not file.exists():
                 raise RunError(
-                    f"{file} was removed while its run was going on, so the record is not whole; repeat the run with "
-                    "--overwrite"
+                    f"{file} was removed during its run, so the record is incomplete; repeat the run with --overwrite"
                 )
 
     def holds_finished(self, config: RunConfig) -> bool:
@@ -257,7 +256,7 @@ class RunFolder:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 _require_fields(msgspec.json.decode(self.summary_file.read_bytes()), Summary, str(self.summary_file))
             raise ConfigurationError(
-                f"{self.summary_file} is not readable: {error}; delete it to have it computed anew"
+                f"{self.summary_file} is not readable: {error}; delete it to compute it again"
             ) from None
 
     def read(self) -> Record:
@@ -332,7 +331,7 @@ def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
     except (OSError, ValueError, TypeError, EOFError) as error:
-        raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to have it written anew") from None
+        raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to write it again") from None
 
 
 def _gone(file: Path) -> bool:

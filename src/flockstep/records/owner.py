@@ -44,8 +44,8 @@ def check(folder: Path) -> None:
     """
     if not is_ours(folder):
         raise RunError(
-            f"{folder} was removed or replaced while its run was going on; what is there now is not the whole record, "
-            "so delete it and repeat the run"
+            f"{folder} was removed or replaced during its run, so the record is incomplete; delete it and "
+            f"repeat the run"
         )
 
 

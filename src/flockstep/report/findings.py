@@ -97,7 +97,7 @@ def _why(fast: _Hit, slow: _Hit) -> str:
     speed = _ratio(fast.samples * slow.time, fast.time * slow.samples)
     took = words.share(_ratio(fast.time, slow.time))
     head = f"The slowest run that reached it, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of that: "
-    pace = f"it went through {words.times(speed)} as many samples a second"
+    pace = f"it processed {words.times(speed)} as many samples a second"
     if samples > 1.03:
         return f"{head}it needed {words.times(samples)} the samples, but {pace}."
     if samples < 0.97:
@@ -116,7 +116,7 @@ def _step(hit: _Hit) -> str:
     }
     total = sum(spent.values())
     if not total or not summary.steps:
-        return f"{hit.label} has no times on the record"
+        return f"{hit.label} has no times in the record"
     parts = _and([f"{words.share(seconds / total)} {name}" for name, seconds in spent.items()])
     sent = summary.sent_bytes_per_worker * summary.workers / summary.steps
     return f"{hit.label} {words.seconds(total / summary.steps)}, {parts}, with {words.size(sent)} sent"
@@ -167,7 +167,8 @@ def _caveats(series: Sequence[Series], repeated: int) -> list[str]:
     found = []
     if repeated > 1:
         found.append(
-            f"Figures are medians over {repeated} seeds; curves, bars and counts are those of the run nearest to them."
+            f"Figures are medians over {repeated} seeds; curves, bars and counts are those of the run nearest "
+            f"to the medians."
         )
     elif len(seeds) == 1:
         found.append(

@@ -137,7 +137,7 @@ def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
     first = (
         f"{model.name}: {model.parameters:,} parameters, {amount(model.multiply_adds)} multiply-adds a sample forward; "
         f"a gradient of {batch} samples takes {amount(model.work(batch))} floating-point operations, "
-        f"{model.depth(batch):,} deep: on average {amount(model.parallelism(batch))} can go on at once."
+        f"{model.depth(batch):,} deep: on average {amount(model.parallelism(batch))} can run at the same time."
     )
     said = [first]
     if workers > 1 and model.gradients:

@@ -110,8 +110,8 @@ def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> l
     said = []
     if len(groups) > len(chosen):
         said.append(
-            "the learning rates marked * were chosen on these same runs, so their figures are too good: run the "
-            "chosen ones with another --seed before quoting them"
+            "the learning rates marked * were chosen on these same runs, so their figures are optimistic: run "
+            "the chosen ones with another --seed before quoting them"
         )
     for group in chosen:
         rates = sorted(
@@ -125,8 +125,8 @@ def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> l
     seeds = [tuple(run.seed for run in group.runs) for group in groups]
     if len(set(seeds)) > 1:
         said.append(
-            f"medians are over different seeds, from {min(map(len, seeds))} to {max(map(len, seeds))} runs each, and "
-            "do not compare; repeat the command to complete them"
+            f"medians are over different seeds, from {min(map(len, seeds))} to {max(map(len, seeds))} runs "
+            f"each, and are not comparable; repeat the command to complete them"
         )
     return said
 

@@ -243,8 +243,8 @@ class Empirical(ComputeModel):
             raise ConfigurationError(
                 f"quantiles must be two or more durations in ascending order, got {known}; write (0.01, 0.012, 0.02)"
             )
-        _above(known[0], 0, "the least quantile", "gradients take time; use constant(0) where they do not")
-        _above(known[-1], 0, "the largest quantile", "leave what never ended out")
+        _above(known[0], 0, "the least quantile", "gradients take time; use constant(0) for gradients without duration")
+        _above(known[-1], 0, "the largest quantile", "leave out gradients that never ended")
 
     @property
     def mean(self) -> float:

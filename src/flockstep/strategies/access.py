@@ -239,7 +239,7 @@ class CopyAccess(Access):
 
 @dataclass(frozen=True)
 class SentCopies(CopyAccess):
-    """As `CopyAccess`, except that workers request nothing: when the slowest clock advances, the servers send every
+    """Like `CopyAccess`, except that workers request nothing: when the slowest clock advances, the servers send every
     worker a copy.
     """
 

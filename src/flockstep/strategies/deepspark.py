@@ -53,7 +53,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
             )
         if self.beta is not None and self.beta > self.smallest:
             raise ConfigurationError(
-                f"beta must be <= smallest = {self.smallest}, the least that alpha may become, got {self.beta}; lower "
+                f"beta must be <= smallest = {self.smallest}, the smallest value of alpha, got {self.beta}; lower "
                 "it or raise smallest"
             )
         if self.largest is not None and not self.alpha <= self.largest <= 0.5:

@@ -50,8 +50,8 @@ class ElasticMomentum(ElasticAveraging):
         """
         if not isinstance(me.optimizer, SGD) or me.optimizer.dampening:
             raise CompositionError(
-                f"eamsgd brings the momentum itself and needs sgd without dampening, got {me.optimizer}; use for "
-                f"example sgd(lr=0.01), or easgd with the optimizer that you have"
+                f"eamsgd has its own momentum and needs sgd without dampening, got {me.optimizer}; use for "
+                f"example sgd(lr=0.01), or easgd with your optimizer"
             )
         return Velocity(namespace(me.params).zeros_like(me.params))
 

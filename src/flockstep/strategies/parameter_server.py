@@ -69,8 +69,8 @@ class ParameterServer(Strategy):
             )
         if self.filters and (isinstance(access, GivesUp) or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
-                "filters keep what they withhold, for a push that is certain: they go without feedback, and without a "
-                f"rule that gives up gradients, got {self.feedback} and {self.consistency}; leave one out"
+                "filters send withheld elements in a later push, so they need a strategy without feedback whose "
+                "consistency gives up no gradients, got {self.feedback} and {self.consistency}; leave one out"
             )
         check_filters(self.filters, self.codec)
         check_composition(self.codec, self.feedback)

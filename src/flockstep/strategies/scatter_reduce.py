@@ -53,7 +53,7 @@ class ScatterReduce(Strategy):
         return SliceState(me.optimizer.init_slice(me.params, own), [None] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute a gradient, send its slices, average and step the own slice, receive the other slices."""
+        """Compute a gradient, send its slices, average and step this worker's slice, receive the other slices."""
         parts = slices(len(me.params), me.workers)
         own = me.params[parts[me.rank]]
         while me.training:

@@ -92,7 +92,7 @@ def check_untouched(codec: Codec, arrays: Iterable[FlatArray]) -> None:
         kept = data.copy()
         assert same_bits(mine, array), f"{_on(codec, array)}: changes the array that it encodes"
         mine += numpy_dtype(array.dtype.name).type(1)
-        assert np.array_equal(data, kept), f"{_on(codec, array)}: hands out the memory of the array that it encodes"
+        assert np.array_equal(data, kept), f"{_on(codec, array)}: returns the memory of the array that it encodes"
 
 
 def check_repeatable(codec: Codec, arrays: Iterable[FlatArray]) -> None:

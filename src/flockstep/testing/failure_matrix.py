@@ -61,7 +61,7 @@ WORDS = {
     failures.FREE: "All workers but one may be slow: the others keep their pace.",
     "hidden up to b of n": "With b slow workers the others keep their pace, with b + 1 they do not.",
     failures.EVERYONE: "After at most two steps, every worker is as slow as the slow one.",
-    "free for k steps, then everyone s×": (
+    "free for k steps, then all s×": (
         "The other workers take k steps at their own pace, then slow down to that of the slow worker."
     ),
     failures.SPREADS: "Some workers slow down to the slow worker's pace at once, others, further away, later.",

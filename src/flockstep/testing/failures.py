@@ -58,8 +58,8 @@ UPDATES_LOST = "the updates in it are lost"
 CONTENT_LOST = "what it carried is lost"
 NO_MESSAGES = "nothing travels"
 FREE = "no effect on the others"
-EVERYONE = "everyone s×"
-SPREADS = "spreads from neighbor to neighbor, then everyone s×"
+EVERYONE = "all s×"
+SPREADS = "spreads from neighbor to neighbor, then all s×"
 GROUP = "its group s×, the others as before"
 PARTLY = "hidden in part"
 EVERY_STEP = "at every step"
@@ -255,7 +255,7 @@ def slow_worker(strategy: Strategy | str) -> str:
         return GROUP
     if min(free) < max(free):
         return SPREADS
-    return EVERYONE if free[0] <= 2 else f"free for {free[0]} steps, then everyone s×"
+    return EVERYONE if free[0] <= 2 else f"free for {free[0]} steps, then all s×"
 
 
 def _delay(strategy: Strategy | str, whole: Observed, count: int) -> tuple[list[float], list[int]]:

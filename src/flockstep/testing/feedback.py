@@ -52,7 +52,7 @@ def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: F
         f"{what}: keeps an error of {error[copied][np.argmax(error[copied] != 0)]} where it sends the value itself"
     )
     unsent = (decoded == 0) & ~copied
-    assert (error[unsent] == total[unsent]).all(), f"{what}: keeps something else than what it does not send"
+    assert (error[unsent] == total[unsent]).all(), f"{what}: keeps something other than the part it does not send"
 
 
 def check_feedback(feedback: Feedback, codec: Codec) -> None:

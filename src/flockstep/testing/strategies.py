@@ -154,7 +154,7 @@ def check_restart(whole: SimulatedRun) -> None:
     resumed = run_or_fail(strategy, workers, steps, restarts=times)
     who = f"{strategy} on {workers} workers, begun anew at {', '.join(f'{t:.3g}' for t in times)} virtual seconds,"
     differ = _differences(whole, resumed)
-    assert not differ, f"{who} ends differently on {differ}; what it remembers between steps belongs into me.state"
+    assert not differ, f"{who} ends differently on {differ}; state that it keeps between steps belongs in me.state"
     assert whole.events == resumed.events, f"{who} has other events"
 
 

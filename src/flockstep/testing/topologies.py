@@ -48,7 +48,7 @@ def exists(topology: Topology, n: int) -> bool:
         topology.graph(n)
     except ConfigurationError as error:
         refusal = str(error)
-    assert refusal != "", f"{topology} refuses {n} workers without a word"
+    assert refusal != "", f"{topology} refuses {n} workers without a message"
     return refusal is None
 
 

@@ -77,4 +77,4 @@ def _off(topology: Topology, n: int) -> str:
     matrices = mixing(topology, n)
     rows, columns = (max(float(np.abs(w.sum(axis) - 1).max()) for w in matrices) for axis in (1, 0))
     least = min(float(w.min()) for w in matrices)
-    return f"row sums off by {rows:.2g}, column sums off by {columns:.2g} and a least weight of {least:.2g}"
+    return f"row sums off by {rows:.2g}, column sums off by {columns:.2g} and a smallest weight of {least:.2g}"

@@ -65,7 +65,7 @@ class Tcp(Transport):
 
     @property
     def lends(self) -> bool:
-        """The field `memory`."""
+        """Whether the transport lends shared memory, as its field `memory` says."""
         return self.memory
 
     @property

@@ -108,7 +108,7 @@ class Joining:
         """
         self._thread.join(seconds)
         if isinstance(self._error, RuntimeError):
-            raise PeerLost(f"no process group came about: {_first_line(self._error)}")
+            raise PeerLost(f"no process group could be made: {_first_line(self._error)}")
         if self._error is not None:
             raise self._error
         return not self._thread.is_alive()

@@ -142,7 +142,7 @@ class SharedGroup:
     def _pause(self, answer: int, meanwhile: Callable[[], None]) -> None:
         if answer == MISMATCH:
             raise ProtocolError(
-                f"worker {self.rank} adds up another array than others at the same time; call the collectives in the "
+                f"worker {self.rank} adds up a different array than the other workers; call the collectives in the "
                 "same order, with arrays of the same size and dtype, on every worker"
             )
         meanwhile()

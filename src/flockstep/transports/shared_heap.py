@@ -132,7 +132,7 @@ class Borrowed:
         token, _, address = told.partition("@")
         self._memory = SharedMemory.attach(address, FRONT)
         if self._memory.array(np.uint8, TOKEN).tobytes().hex() != token:
-            raise CompositionError(f"the memory at {address} is not what it should be; use --transport ipc or tcp")
+            raise CompositionError(f"the memory at {address} is not as expected; use --transport ipc or tcp")
         self._done = _table(self._memory)
         self._me = me % NODES
 

@@ -107,11 +107,11 @@ def _opened(path: str, size: int) -> int:
     Any other file is refused, so that a peer cannot make this process write to it.
     """
     if not (_PLACE.fullmatch(path) and str(Path(path).readlink()).startswith(f"/memfd:{_NAME} ")):
-        raise OSError(f"{path[:80]!r} is no segment of flockstep's")
+        raise OSError(f"{path[:80]!r} is not a segment of flockstep")
     descriptor = os.open(path, os.O_RDWR)
     if (there := os.fstat(descriptor).st_size) < max(size, 1):
         os.close(descriptor)
-        raise OSError(f"it has {there} bytes, where {size} are due")
+        raise OSError(f"it has {there} bytes instead of {size}")
     return descriptor
 
 

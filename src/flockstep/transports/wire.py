@@ -172,7 +172,7 @@ def decode_greeting(header: bytes, me: SenderIdentity) -> Message:
     """
     head = _read(header, "somebody")
     if head.tag != GREETING or head.dtype:
-        raise ProtocolError(f"somebody sent {head.tag!r} instead of a greeting")
+        raise ProtocolError(f"an unknown process sent {head.tag!r} instead of a greeting")
     _check(head, head.source, me)
     return Message(head.source, head.tag, None, _note(head, me, "somebody"))
 
@@ -204,7 +204,7 @@ def _check(head: Header, sender: Address, me: SenderIdentity) -> None:
         (head.epoch == me.epoch, f"is in epoch {head.epoch}, this is {me.epoch}"),
         (
             head.number == expected,
-            f"sent message {head.number} where {expected} was due: one was lost or repeated",
+            f"sent message {head.number} where {expected} was expected: one was lost or repeated",
         ),
     )
     for holds, what in rules:

@@ -21,7 +21,7 @@ def jit(function: F) -> F:
 
 
 def fast(function: F) -> F:
-    """As `jit`, but sums may be reordered to use vector registers; the order is the same in every call."""
+    """Like `jit`, except that sums may be reordered to use vector registers; the order is the same in every call."""
     reordered = {"reassoc", "contract"}
     return cast(F, _kept(numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=reordered)(function)))
 

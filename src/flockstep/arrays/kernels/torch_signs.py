@@ -23,7 +23,7 @@ def signs(x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Ten
 
 
 def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `signs`, for the columns of a row-major matrix: bits row after row, and sums (3, columns)."""
+    """Like `signs`, for the columns of a row-major matrix: bits row after row, and sums (3, columns)."""
     if matrix.device.type == "cpu":
         plain = None if added is None else added.detach().numpy()
         return _made(numpy_signs.column_signs(matrix.detach().numpy(), plain))
@@ -31,7 +31,7 @@ def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tup
 
 
 def device_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `column_signs`, on any device; sums may differ in their last place."""
+    """Like `column_signs`, on any device; sums may differ in their last place."""
     if added is not None:
         matrix += added
     wide = matrix.to(torch.float64)

@@ -57,7 +57,8 @@ def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
     """
     if filters and not (codec.exact_size and codec.wire_bytes(2, "float32") > codec.wire_bytes(1, "float32")):
         raise CompositionError(
-            f"filters need a codec whose bytes tell how many elements they are, got {codec}; use identity or half"
+            f"filters need a codec whose number of bytes determines the number of elements, got {codec}; use "
+            f"identity or half"
         )
     if filters and codec.at(0) != codec.at(FAR):
         raise CompositionError(

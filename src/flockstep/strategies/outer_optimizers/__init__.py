@@ -1,1 +1,1 @@
-"""OuterOptimizer optimizers: how the mean of the replicas becomes the next model."""
+"""Outer optimizers: how the mean of the replicas becomes the next model."""

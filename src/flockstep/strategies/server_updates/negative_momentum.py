@@ -1,4 +1,4 @@
-"""Explicit momentum below zero."""
+"""Server update with negative explicit momentum, against the momentum that asynchrony adds."""
 
 from __future__ import annotations
 

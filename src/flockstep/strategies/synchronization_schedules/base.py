@@ -19,7 +19,7 @@ class SynchronizationSchedule(Component):
 
     @property
     def every_step(self) -> bool:
-        """Whether H is always 1."""
+        """Whether the period H is always 1."""
         return False
 
     def start(self, me: Worker) -> Any:
