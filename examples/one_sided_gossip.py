@@ -1,4 +1,4 @@
-"""A new exchange scheme in twenty lines: whoever has taken a step pulls itself and a random other half way together."""
+"""A new exchange scheme in twenty lines: after a step, a rank and a random peer move half way toward each other."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ with flockstep.join() as comm:
     model = comm.window("model", np.zeros(20))
     for _ in range(400):
         batch = random.integers(0, 500, 8)
-        with model.local() as params:  # nobody adds to it in the middle of a step
+        with model.local() as params:  # no rank adds to it during a step
             params -= 0.01 * data[batch].T @ (data[batch] @ params - target[batch])
         peer = int(random.integers(comm.workers))
         difference = model.array - model.get(peer)
