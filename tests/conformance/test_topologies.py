@@ -175,7 +175,7 @@ class RefusesAll(RingGraph):
         (NotItsMean, "not the mean of a period"),
         (FromOne, "nodes of"),
         (Looped, "loops"),
-        (OneWay, "not everyone that 0 hears"),
+        (OneWay, "a worker from which 0 receives does not"),
         (TakesNobody, "takes 0 workers"),
         (CrashesOnNobody, "ZeroDivisionError"),
         (RefusesAll, "refuses every number"),

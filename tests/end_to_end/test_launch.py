@@ -283,7 +283,7 @@ def test_workers_with_different_models(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_script_takes_part_once(tmp_path: Path) -> None:
     once = "call flockstep.distribute once in a script, and flockstep.join after it"
-    pattern = f"this process takes part in a run already; {once}"
+    pattern = f"this process is already part of a run; {once}"
     failed(outcome("start(); steps(2); start()", tmp_path), pattern, code=2)
 
 

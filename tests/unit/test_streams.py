@@ -75,7 +75,7 @@ def join(first: StreamBus, second: StreamBus) -> None:
 
 
 def arrived(bus: StreamBus, *others: StreamBus) -> Message:
-    """The next message; the others go on meanwhile."""
+    """The next message; the others continue meanwhile."""
     while (message := bus.poll(0.01)) is None:
         for other in others:
             assert other.poll(0) is None

@@ -110,7 +110,7 @@ def test_the_good_message_of_these_tests_is_good() -> None:
         ({"schema": "f" * 16}, f"worker 1 holds a model with schema {'f' * 16}, this is {SCHEMA}"),
         ({"epoch": 1}, "worker 1 is in epoch 1, this is 0"),
         ({"number": 2}, "worker 1 sent message 2 where 1 was expected: one was lost or repeated"),
-        ({"number": 0}, "worker 1 sent message 0 where 1 was due"),
+        ({"number": 0}, "worker 1 sent message 0 where 1 was expected"),
         ({"size": WEIGHTS + 1}, "worker 1 announced 44 bytes with 'push'; the model has 40"),
         ({"size": 1 << 62}, "announced 18446744073709551616 bytes"),
         ({"size": -1}, "worker 1 announced -4 bytes"),
@@ -149,7 +149,7 @@ def test_gaps_and_repetitions_in_the_sequence_are_refused() -> None:
     for number in (1, 2, 3):
         decode(header(number=number), GOOD, 1, receiver)
     for wrong in (3, 1, 5, -1):
-        with pytest.raises(ProtocolError, match=f"sent message {wrong} where 4 was due"):
+        with pytest.raises(ProtocolError, match=f"sent message {wrong} where 4 was expected"):
             decode(header(number=wrong), GOOD, 1, receiver)
     decode(header(number=4), GOOD, 1, receiver)
     decode(header(number=1, source=0), GOOD, 0, receiver)  # every sender counts for itself
@@ -273,7 +273,7 @@ def test_nothing_is_allocated_because_somebody_announced_it(data: bytes) -> None
 def test_a_greeting_has_no_number() -> None:
     sender, receiver = identity(1), identity(2)
     decode(encode(Message(1, GREETING), sender), None, 1, receiver)
-    with pytest.raises(ProtocolError, match="sent message 1 where 0 was due"):
+    with pytest.raises(ProtocolError, match="sent message 1 where 0 was expected"):
         decode(encode(Message(1, GREETING, number=1), sender), None, 1, receiver)
     assert decode(encode(Message(1, "a", number=1), sender), None, 1, receiver).number == 1
 

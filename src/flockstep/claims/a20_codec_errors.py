@@ -62,7 +62,8 @@ class CodecErrors(Claim):
     )
     tolerance = (
         f"means within {SIGMAS:.0f} standard errors, element by element; mean squared errors <= bound, within "
-        f"{SIGMAS:.0f} standard errors; decoding one percent short, and a damped codec undamped, are noticed"
+        f"{SIGMAS:.0f} standard errors; a decoding that is one percent too small, and a codec without its "
+        f"damping, fail the check"
     )
 
     def check(self, say: Say) -> Verdict:

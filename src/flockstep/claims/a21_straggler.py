@@ -28,7 +28,8 @@ class Straggler(Claim):
         "closed form: synchronous P gradients in s seconds, otherwise P - 1 + 1/s a second"
     )
     setting = (
-        f"bowl, adpsgd(ring) and all_reduce, one second a gradient, virtual {BANDWIDTH} network of {LATENCY} latency, "
+        f"bowl, adpsgd(ring) and all_reduce, one second per gradient, virtual {BANDWIDTH} network of {LATENCY} "
+        f"latency, "
         f"gradients of {SECONDS} seconds counted"
     )
     tolerance = "within 3 % of the closed form, for s = 2, 10, 100 at P = 8 and s = 10 at P = 16"

@@ -1,4 +1,4 @@
-"""Two runs with the same seed: which strategies end in the same bits."""
+"""Strategies for which two runs with the same seed end in the same bits."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Finals:
 
     @property
     def diverged(self) -> int:
-        """Number of runs that diverged until nothing could be computed."""
+        """Number of runs that diverged: their parameters were no longer finite."""
         return int(np.isinf(self.loss).sum())
 
 

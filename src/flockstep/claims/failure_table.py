@@ -75,7 +75,7 @@ SURVIVORS_GO_ON = (f.GOES_ON, f.WAITS, f.EXACT)
 NONE = Expectation("no effect on the others", (f.FREE,))
 EVERYONE = Expectation("everyone s×", (f.EVERYONE,))
 STALL = Expectation("all workers stall, or the death is noticed", (f.STALLS, f.ENDS))
-UNAFFECTED = Expectation("the others go on", (f.GOES_ON,))
+UNAFFECTED = Expectation("the others continue", (f.GOES_ON,))
 EVICTED = Expectation("all workers wait until the dead worker is removed", (f.WAITS,))
 
 FAMILIES = (
@@ -182,7 +182,7 @@ FAMILIES = (
         "all to all (FAST)",
         ("broadcast",),
         AFTER_DRAIN,
-        Expectation("the others go on, and agree on what it had sent", (f.GOES_ON,)),
+        Expectation("the others continue, and agree on what it had sent", (f.GOES_ON,)),
         (Expectation("replicas no longer agree", (f.UPDATE_LOST,)),),
         NONE,
     ),
@@ -242,7 +242,7 @@ FAMILIES = (
         "SGP",
         ("sgp",),
         AS_LR_FADES,
-        Expectation("its mass is lost, the others go on", (f.WAITS, f.GOES_ON)),
+        Expectation("its mass is lost, the others continue", (f.WAITS, f.GOES_ON)),
         (Expectation("parameters and weight are lost together", (f.UPDATE_LOST,)),),
         Expectation("out-peers wait", (f.SPREADS,)),
     ),
@@ -250,7 +250,7 @@ FAMILIES = (
         "GoSGD",
         ("gossip(p=0.5)",),
         AS_LR_FADES,
-        Expectation("its weight is lost, the others go on", (f.GOES_ON,)),
+        Expectation("its weight is lost, the others continue", (f.GOES_ON,)),
         (Expectation("its weight is lost", (f.UPDATE_LOST,)),),
         NONE,
     ),

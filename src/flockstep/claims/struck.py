@@ -103,7 +103,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:
-            raise RunError(f"waited {PATIENCE:.0f} s in vain for {what}")
+            raise RunError(f"waited {PATIENCE:.0f} s without success for {what}")
         time.sleep(0.01)
 
 

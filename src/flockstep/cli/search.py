@@ -102,7 +102,7 @@ def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
     if search.out_of_budget:
         said.append(
             f"the budget of {asked.budget:g} s was used up after {search.done} of "
-            f"{search.trials * len(search.candidates)} trials; the same command with --keep {asked.keep} goes on"
+            f"{search.trials * len(search.candidates)} trials; the same command with --keep {asked.keep} continues"
         )
     return tuple(said)
 

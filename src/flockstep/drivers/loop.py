@@ -180,7 +180,7 @@ class Loop:
         """Refuse an exchange whose waiting ranks would delay steps of other ranks."""
         if self.strategy.traits.held_up(self.workers) and self._worker.step:
             raise CompositionError(
-                f"{self.strategy} has steps wait for some others, whoever comes first, got an exchange of all "
+                f"steps of {self.strategy} wait for the first workers that arrive, got an exchange of all "
                 f"ranks ({name}) that would hold them up; use it before the first step(), or a strategy such as ps(bsp)"
             )
 

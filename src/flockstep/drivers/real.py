@@ -254,4 +254,4 @@ class Seat(Messenger):
 
     def _doing(self) -> str:
         who = f"{node_name(self.node.address)} at step {self.node.run_step}"
-        return f"{who} waited for {self._wanted}" if self._wanted else f"{who} could not go on"
+        return f"{who} waited for {self._wanted}" if self._wanted else f"{who} could not continue"

@@ -59,7 +59,7 @@ class OneProcess:
         if type(runner.waiting) is Wanted:
             node = runner.node
             raise RunError(
-                f"{node_name(node.address)} waits for {runner.waiting} at step {node.run_step}, which nobody will send"
+                f"{node_name(node.address)} waits for {runner.waiting} at step {node.run_step}, which no node will send"
             )
 
 

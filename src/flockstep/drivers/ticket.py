@@ -61,7 +61,7 @@ def claim_ticket() -> Ticket | None:
     ticket = ticket_from_environment()
     if ticket is not None and ticket.claimed:
         raise ConfigurationError(
-            "this process takes part in a run already; call flockstep.distribute once in a script, and flockstep.join "
+            "this process is already part of a run; call flockstep.distribute once in a script, and flockstep.join "
             "after it"
         )
     if ticket is not None:

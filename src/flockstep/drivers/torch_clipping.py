@@ -204,7 +204,7 @@ class Clipping:
         whole = {id(p) for p in parameters} >= {id(p) for p in self.flat.parameters}
         if not whole or float(norm_type) != 2.0 or strict:
             raise CompositionError(
-                f"the server of {self.strategy} clips the Euclidean norm of the whole gradient and goes on, got "
+                f"the server of {self.strategy} clips the Euclidean norm of the whole gradient and continues, got "
                 f"{len(parameters)} of {len(self.flat.parameters)} parameters, norm_type={norm_type}, "
                 f"error_if_nonfinite={strict}; use a strategy whose workers step, such as all_reduce"
             )

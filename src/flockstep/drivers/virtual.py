@@ -184,7 +184,7 @@ class Simulation:
         """Do nothing, because messages are delivered at their time of arrival."""
 
     def drive(self, runner: Runner) -> None:
-        """Refuse to wait for one node alone."""
+        """Raise an error: in virtual time a node cannot wait alone, because all programs run together."""
         raise RunError("in virtual time all programs run together; call Simulation.run")
 
     def save(self) -> dict[Address, Saved]:
@@ -227,7 +227,7 @@ class Simulation:
         if differs or str(runner.waiting) != str(waited):
             other = ", and what it has differs" if differs else ""
             raise RunError(
-                f"{node_name(node.address)} began anew and waits for {runner.waiting} at step {node.step}, where it "
+                f"{node_name(node.address)} restarted and waits for {runner.waiting} at step {node.step}, where it "
                 f"had waited for {waited} at step {old.step}{other}: state that a program keeps between steps "
                 f"belongs in me.state"
             )

@@ -409,7 +409,7 @@ class Supervisor:
         loss = self._losses[address] = NodeLost(address, reason, self._view)
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits
         if address >= 0 and self._view.ranks and traits is not None and traits.survives and traits.results:
-            on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers go on")
+            on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers continue")
         self._tell_others("lost", address, loss)
 
     def _tell_others(self, tag: str, address: Address, note: Beside) -> None:

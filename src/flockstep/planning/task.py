@@ -64,7 +64,7 @@ class JobProfile:
     file: Path | None = field(default=None, compare=False)
     """The Python file of the job; None for a built-in job, or one given as an object."""
     identity: str | None = None
-    """What `identity` says of the job; None if it has no name by which it could be loaded."""
+    """The job's entry in a cluster file, see `identity`; None if the job has no name by which it could be loaded."""
 
     @cached_property
     def lessons(self) -> Lessons:

@@ -160,7 +160,7 @@ def best(groups: Sequence[RepeatedRuns]) -> RepeatedRuns:
 def title(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> str:
     """Title of the table of ranges."""
     seeds = max(len(group.runs) for group in groups)
-    over = f"Medians over {seeds} seeds [least to largest]" if seeds > 1 else "Every learning rate"
+    over = f"Medians over {seeds} seeds [smallest to largest]" if seeds > 1 else "Every learning rate"
     return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
 
 

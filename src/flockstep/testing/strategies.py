@@ -148,11 +148,11 @@ def check_restart(whole: SimulatedRun) -> None:
     if not strategy.traits.restarts:
         with contextlib.suppress(CompositionError):
             run_strategy(strategy, workers, steps, restarts=[0.0])
-            raise AssertionError(f"{strategy} is declared to have no restarts, and begins anew")
+            raise AssertionError(f"{strategy} is declared to have no restarts, but restarts")
         return
     times = [whole.seconds * share for share in RESTARTS]
     resumed = run_or_fail(strategy, workers, steps, restarts=times)
-    who = f"{strategy} on {workers} workers, begun anew at {', '.join(f'{t:.3g}' for t in times)} virtual seconds,"
+    who = f"{strategy} on {workers} workers, restarted at {', '.join(f'{t:.3g}' for t in times)} virtual seconds,"
     differ = _differences(whole, resumed)
     assert not differ, f"{who} ends differently on {differ}; state that it keeps between steps belongs in me.state"
     assert whole.events == resumed.events, f"{who} has other events"

@@ -81,7 +81,9 @@ def check_neighbors(topology: Topology, n: int) -> None:
     for rank, others in enumerate(heard):
         known = sorted(set(nx.all_neighbors(graph, rank)))
         assert others == known, f"{topology} for n={n}: neighbors of {rank} are {others}"
-        assert all(rank in heard[j] for j in others), f"{topology} for n={n}: not everyone that {rank} hears hears it"
+        assert all(rank in heard[j] for j in others), (
+            f"{topology} for n={n}: a worker from which {rank} receives does not receive from {rank}"
+        )
 
 
 def check_weights(topology: Topology, n: int, both: bool = True) -> None:

@@ -29,7 +29,7 @@ class Kkt(Filter):
     slack: float = 0.0
 
     def __post_init__(self) -> None:
-        require(0 <= self.l1 < math.inf, "l1 of kkt", ">= 0 and finite", self.l1, "use that of proximal")
+        require(0 <= self.l1 < math.inf, "l1 of kkt", ">= 0 and finite", self.l1, "use the l1 of proximal")
         require(0 <= self.slack <= self.l1, "slack of kkt", "in [0, l1]", self.slack, "use 0 for none")
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
