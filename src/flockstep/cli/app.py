@@ -1,4 +1,4 @@
-"""Commands and their options; what they do is elsewhere."""
+"""The commands and their options; other modules implement them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,9 @@ def compare(
         typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.", autocompletion=o.STRATEGY),
     ],
     workers: o.Workers = 4,
-    simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time instead of on real processes.")] = False,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run in virtual time instead of on real processes.")
+    ] = False,
     network: o.NetworkText = USUAL_NETWORK,
     compute: o.ComputeText = USUAL_COMPUTE,
     faults: o.Faults = None,
@@ -228,7 +230,7 @@ def compare(
     out: o.Out = None,
     as_json: o.Json = False,
 ) -> None:
-    """Run a matrix of strategies; a ranked table, and one self-contained report.html."""
+    """Run several strategies, print a ranked table, and write one self-contained report.html."""
     from flockstep.cli.compare import compare_all
     from flockstep.experiments.comparison import Grid
 
@@ -272,7 +274,7 @@ def list_components(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="A kind, such as strategies, codecs or clusters, or one name, such as topk; none: a summary.",
+            help="A kind, such as strategies, codecs or clusters, or a component, such as topk (default: a summary).",
             autocompletion=listing.complete,
         ),
     ] = None,
@@ -280,7 +282,7 @@ def list_components(
     imports: o.Imports = None,
     as_json: o.Json = False,
 ) -> None:
-    """What there is to choose from: a summary of the kinds, all of one kind, or one component with its arguments."""
+    """List the components: a summary of all kinds, all components of one kind, or one component with its arguments."""
     if imports:
         from flockstep.frameworks.job import import_components
 
@@ -290,10 +292,10 @@ def list_components(
 
 @app.command(rich_help_panel=LOOK_UP)
 def systems(
-    name: Annotated[str | None, typer.Argument(help="One of them, for all that there is to say about it.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of one system, to show all its details.")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """The systems of the literature, each with its place in the taxonomy, derived from what runs here."""
+    """List the systems of the literature, each with its place in the taxonomy, derived from its composition here."""
     from flockstep.cli.systems import show_systems
 
     show_systems(name, as_json)
@@ -301,16 +303,21 @@ def systems(
 
 @app.command(rich_help_panel=PLAN)
 def layers(
-    what: Annotated[str, typer.Argument(help="A job, a file with model() and inputs(), or a reference such as vgg-a.")],
+    what: Annotated[
+        str, typer.Argument(help="A job, a file with model() and inputs(), or a reference model such as vgg-a.")
+    ],
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples for each worker.")] = 32,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Workers that share the data, or the layer.")] = 16,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Number of workers that share the data, or a layer.")
+    ] = 16,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every layer: a table of many leaves out those without parameters.")
+        bool,
+        typer.Option("--all", help="Show every layer (default: a long table leaves out layers without parameters)."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Also draw a picture, as one HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """A model's layers: parameters, work, depth, and what sharing the data or the layer would send."""
+    """Show a model's layers: parameters, work, depth, and the bytes sent if the data, or the layer, were divided."""
     from flockstep.cli.layers import show_layers
 
     show_layers(what, batch, workers, as_json, out, everything)
@@ -323,11 +330,13 @@ def layouts(
         typer.Argument(help="Jobs, files or references (default: vgg-a, resnet-152 and googlenet)."),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Workers.")] = 16,
-    bandwidth: Annotated[str, typer.Option(help="Of everyone's link, such as 1gbit.")] = "10gbit",
-    out: Annotated[Path | None, typer.Option(help="Also draw it over workers and bandwidth, as one HTML file.")] = None,
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
+    out: Annotated[
+        Path | None, typer.Option(help="Also draw the delay over workers and bandwidth, as one HTML file.")
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """The least delay of a step by where the parameters lie: naive server, tree, ring and five others."""
+    """Show the smallest delay of a step for eight layouts of the parameters: naive server, tree, ring and others."""
     from flockstep.cli.layouts import show_layouts
 
     show_layouts(what or [], workers, bandwidth, as_json, out)
@@ -337,13 +346,13 @@ def layouts(
 def reproduce(
     claims: Annotated[list[str] | None, typer.Argument(help="Claims to try, such as A5; none: list them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Try every claim (minutes).")] = False,
-    strict: Annotated[bool, typer.Option(help="Exit code 1 if a claim falls short.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with code 1 if a claim does not hold.")] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Keep the verdicts in docs/explanation/claims.md of a clone.")
+        bool, typer.Option("--write", help="Write the verdicts to docs/explanation/claims.md of a clone.")
     ] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Try published results: their number, ours, and whether that holds."""
+    """Reproduce published results: print the published figure, the measured figure, and whether the claim holds."""
     from flockstep.cli.reproduce import list_claims
     from flockstep.cli.reproduce import reproduce as try_claims
 
@@ -359,11 +368,16 @@ def report(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", "-c", help="Also what is predicted on it: lab-1gbit, …, or a file of calibrate."),
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="Also show predictions for this cluster: a name such as lab-1gbit, or a file that calibrate "
+            "has written.",
+        ),
     ] = None,
     imports: o.Imports = None,
 ) -> None:
-    """Draw a report of runs that were recorded earlier."""
+    """Write an HTML report of recorded runs."""
     from flockstep.cli.compare import report as draw
 
     print(draw(folders, out, cluster, imports or ()))
@@ -376,7 +390,9 @@ app.add_typer(bench.app, name="bench", rich_help_panel=HERE)
 
 @app.command(rich_help_panel=HERE)
 def doctor(as_json: o.Json = False) -> None:
-    """Try what is installed, every transport and every extra; say what to install. For bug reports."""
+    """Test the installation, every transport and every extra; say what to install. Paste the output into bug
+    reports.
+    """
     from flockstep.cli import show
     from flockstep.doctor import examine
 
@@ -393,7 +409,7 @@ def doctor(as_json: o.Json = False) -> None:
 def show_help(
     command: Annotated[list[str] | None, typer.Argument(help="A command, such as train or bench codecs.")] = None,
 ) -> None:
-    """Say what a command does and which options it takes."""
+    """Show what a command does, and its options."""
     app([*(command or []), "--help"], prog_name=NAME, standalone_mode=False)
 
 

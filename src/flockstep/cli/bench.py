@@ -1,4 +1,4 @@
-"""`flockstep bench`: how fast what moves arrays is on this machine, beside what else could move them."""
+"""`flockstep bench`: the speed of transports, collectives, codecs and the simulator, and that of alternatives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.report import words
 
 ELEMENTS = 4 << 20
-"""Of the array whose codecs are measured, if nobody says."""
+"""Default number of elements of the array that the codecs encode."""
 NOISY = 0.5
 """Distance of the quartiles, as a share of the median, above which a row counts as noisy."""
 LEGEND = (
@@ -34,7 +34,10 @@ RANKS = {
 }
 """Heading → rank of its column: in a narrow terminal the columns of the highest rank are left out."""
 
-app = typer.Typer(no_args_is_help=True, help="Measure transports, collectives, codecs and the simulator beside others.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure transports, collectives, codecs and the simulator against other implementations.",
+)
 Rounds = Annotated[int, typer.Option("--rounds", "-r", help="Repetitions; medians are shown.")]
 Sizes = Annotated[str, typer.Option("--sizes", help="Bytes of the array, such as 4096,1048576.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -43,7 +46,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Also draw a picture, as
 
 @app.command()
 def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, as_json: Json = False) -> None:
-    """One-way push with the receiver adding: ours, raw sockets and a memory copy."""
+    """Measure one-way pushes that the receiver adds up: flockstep's transports, raw sockets and a memory copy."""
     from flockstep.bench import plots
     from flockstep.bench.transport import COPY, measure
 
@@ -64,7 +67,7 @@ def collectives(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """All-reduce of float32: ours, gloo's and OpenMPI's."""
+    """Measure all-reduces of float32 arrays: flockstep's, gloo's and OpenMPI's."""
     from flockstep.bench import plots
     from flockstep.bench.collectives import IMPLEMENTATIONS, SHOWN, candidates, measure, table_of
     from flockstep.collectives.table import write_table
@@ -85,13 +88,15 @@ def collectives(
 
 @app.command()
 def codecs(
-    codec: Annotated[list[str] | None, typer.Argument(help="Codecs to measure; all that are registered.")] = None,
+    codec: Annotated[
+        list[str] | None, typer.Argument(help="Codecs to measure (default: all registered codecs).")
+    ] = None,
     elements: Annotated[int, typer.Option(help="Elements of the array.")] = ELEMENTS,
     rounds: Rounds = 20,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Encoding and decoding rates, relative to a copy of the same float32 array."""
+    """Measure encoding and decoding rates of codecs, relative to a copy of the same float32 array."""
     from flockstep.bench import plots
     from flockstep.bench.codecs import measure
     from flockstep.codecs.base import Codec
@@ -108,9 +113,9 @@ def codecs(
         cells = [words.number(one.bits), *map(words.number, speeds), ms]
         rows.append([one.codec, *(["", one.missing, "", "", ""] if one.missing else cells)])
     if out is not None:
-        title, caption = "Rates of codecs, a copy being 1", plots.OF_COPIES
+        title, caption = "Rates of codecs relative to a copy", plots.OF_COPIES
         plots.page(title, caption, plots.of_codecs(figures), headings, rows).write(out)
-    legend = f"rates as shares of a copy's of {elements:,} float32, more is faster; medians of {rounds} rounds"
+    legend = f"rates relative to a copy of {elements:,} float32, more is faster; medians of {rounds} rounds"
     _print(figures, as_json, headings, rows, legend)
 
 
@@ -119,11 +124,11 @@ def simulator(
     replicas: Annotated[str, typer.Option("--replicas", "-n", help="Numbers of replicas.")] = "16,64,256",
     rounds: Rounds = 20,
     steps: Annotated[int, typer.Option(help="Of each worker in a simulation.")] = 20,
-    workload: Annotated[str, typer.Option("--workload", "-w", help="What is trained, such as tabular.")] = "softmax",
+    workload: Annotated[str, typer.Option("--workload", "-w", help="Workload to train, such as tabular.")] = "softmax",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Worker-steps per second in virtual time, beside a plain loop over the same gradients and the batched call."""
+    """Measure simulated worker-steps per second, next to a plain loop over the same gradients and the batched call."""
     from flockstep.bench import plots
     from flockstep.bench.simulator import STRATEGIES, measure
 
@@ -150,13 +155,17 @@ def prediction(
     bandwidths: Annotated[str, typer.Option("--bandwidths", help="Of the links.")] = "20mbit,100mbit,1gbit",
     job: Annotated[str | None, typer.Option(help="What is trained (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Processes, each on a host of its own.")] = 4,
-    draw: Annotated[int, typer.Option(help="Draw so many combinations of strategy, job, workers, bandwidth.")] = 0,
+    draw: Annotated[
+        int, typer.Option(help="Number of combinations of strategy, job, workers and bandwidth to draw.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     rounds: Rounds = 1,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Steps of real processes on shaped links, beside those predicted from one run; Linux, as root, some minutes."""
+    """Compare predicted steps with steps of real processes on shaped links. Needs Linux and root; takes some
+    minutes.
+    """
     from flockstep.bench import plots
     from flockstep.bench import prediction as bench
 
@@ -249,7 +258,7 @@ def _numbers(name: str, text: str) -> list[int]:
         least = 4 if name == "sizes" else 2 if name == "workers" else 1
         if number < least:
             raise ConfigurationError(
-                f"{name} must be whole numbers >= {least} with commas between them, got {text!r}; write it like 16,64"
+                f"{name} must be whole numbers >= {least} separated by commas, got {text!r}; write it like 16,64"
             )
     return numbers
 

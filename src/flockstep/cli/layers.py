@@ -1,4 +1,4 @@
-"""`flockstep layers`: a job's model, a file's or a reference model, layer by layer."""
+"""`flockstep layers`: the model of a job, of a file, or a reference model, layer by layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.workloads.base import Workload
 
 MANY = 40
-"""Layers above which the table leaves out those without parameters."""
+"""Number of layers above which the table leaves out layers without parameters."""
 RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 2)
 """Ranks of the columns: in a narrow terminal those of the highest rank are left out."""
 

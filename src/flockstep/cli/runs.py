@@ -22,7 +22,7 @@ from flockstep.report.table import one_by_one, table
 
 
 def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
-    """Train or simulate, with its progress under that title."""
+    """Train or simulate, and show the progress under a title."""
     if config.kind == "simulate":
         with show.bar(title) as progress:
             return carry_out(config, folder, overwrite, watch=progress).summary
@@ -31,7 +31,7 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary
 
 
 def run_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
-    """Train or simulate, and say how it went."""
+    """Train or simulate, and print the outcome."""
     with _record_told(folder):
         summary = run(config, folder, f"{config.job}, {config.strategy}", overwrite)
     conclude(summary, folder, as_json, must_reach)
@@ -65,7 +65,7 @@ def launch_one(
     prefix: bool,
     overwrite: bool,
 ) -> None:
-    """Run a user's script, and show of its output what is asked for."""
+    """Run a user's script, and show the output of the selected ranks."""
     from flockstep.launchers.script import Output, launch
 
     with _record_told(folder):
@@ -77,7 +77,7 @@ def launch_one(
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:
-    """Print the outcome; exit code 1 if the run diverged, or a target that was asked for was not reached."""
+    """Print the outcome; return exit code 1 if the run diverged or missed the target given by the user."""
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:
@@ -94,12 +94,12 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
 
 
 def missed(summary: Summary) -> str | None:
-    """The sentence about a target that was not reached; None if it was, or there is none."""
+    """Sentence about a missed target; None if the target was reached or there is none."""
     if summary.target is None or summary.seconds_to_target is not None or summary.best_metric is None:
         return None
     return (
         f"{summary.strategy} did not reach the target {summary.target:g}: its best {summary.metric} was "
-        f"{words.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr if it went astray, or "
+        f"{words.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr if training diverged, or "
         "change --target"
     )
 

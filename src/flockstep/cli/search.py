@@ -1,4 +1,4 @@
-"""What `flockstep plan --simulate` adds: trials with their progress, kept as they finish, and a table of the best."""
+"""`flockstep plan --simulate`: trials with their progress, saved as they finish, and a table of the best."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Tried:
-    """What trials found, and why there are no more."""
+    """Results of the trials, and the reason why there are no more trials."""
 
     found: tuple[Found, ...]
     target: float | None
-    """None where it was interrupted before that was known."""
+    """Metric that trials must reach; None if the search was interrupted before the target was known."""
     notes: tuple[str, ...]
     interrupted: str | None
-    """What to say at the end where the user interrupted it."""
+    """Sentence to print at the end if the user interrupted the trials; None otherwise."""
     candidates: tuple[str, ...] = ()
-    """Strategies that were to be tried."""
+    """Strategies selected for trials."""
 
 
 def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
@@ -64,7 +64,7 @@ def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: S
             search.run(say)
     except KeyboardInterrupt:
         done = "finished trials are kept" if search is not None else "no trial has begun"
-        interrupted = f"interrupted; {done}: repeat the command with --keep {asked.keep} to go on"
+        interrupted = f"interrupted; {done}: repeat the command with --keep {asked.keep} to continue"
         if search is None:
             return Tried((), asked.target, (), interrupted)
         return _made(search, asked, interrupted)
@@ -108,14 +108,14 @@ def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
 
 
 def table(tried: Tried) -> TextTable:
-    """Time to target of what was tried, the shortest first."""
+    """Table of the tried strategies by their time to target, the shortest first."""
     columns = [TableColumn(one, one in ("strategy", "with"), rank) for one, rank in zip(HEADINGS, RANKS, strict=True)]
     return TextTable(columns, _rows(tried), _title(tried))
 
 
 def listing(tried: Tried) -> Listing:
-    """The same for a page."""
-    note = f"Time to target: {_title(tried)}. Also to know: {'; '.join((*tried.notes, *left_out()))}."
+    """The same table as a listing of an HTML page."""
+    note = f"Time to target: {_title(tried)}. Note: {'; '.join((*tried.notes, *left_out()))}."
     return Listing("Trials", note, HEADINGS, _rows(tried))
 
 
@@ -150,7 +150,7 @@ def _with(one: Found, best: Trial) -> str:
 
 
 def outcome(trial: Trial) -> str:
-    """How a trial ended, in few words."""
+    """Text of a trial's outcome: its time to target, 'diverged', or the time that was not enough."""
     if trial.seconds_to_target is not None:
         return words.seconds(trial.seconds_to_target)
     if trial.end == "diverged":
@@ -159,12 +159,12 @@ def outcome(trial: Trial) -> str:
 
 
 def left_out() -> Sequence[str]:
-    """What trials do not know."""
-    return (*LEFT_OUT, "the best of several trials with one seed is a little lucky")
+    """Sentences about effects that trials leave out."""
+    return (*LEFT_OUT, "the best of several trials with one seed is partly luck")
 
 
 def document(tried: Tried) -> dict[str, Any]:
-    """As plain data."""
+    """The trials as plain data, for JSON."""
     return {
         "target": tried.target,
         "found": [one.document() for one in tried.found],

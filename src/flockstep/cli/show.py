@@ -29,7 +29,7 @@ def page() -> Console:
 
 
 def json(value: object) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document on standard output."""
     import msgspec
 
     print(msgspec.json.encode(value).decode())
@@ -38,7 +38,7 @@ def json(value: object) -> None:
 BAR = 16
 """Columns of a progress bar."""
 SHOWN = 16
-"""Workers in the live table; more are counted."""
+"""Number of workers in the live table; further workers are only counted."""
 
 
 @contextmanager
