@@ -42,7 +42,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/flockstep compare digits -n 4 --out runs/demo \
+	$(BIN)/flockstep compare digits -n 4 --seeds 3 --out runs/demo \
 		-s all_reduce -s bsp -s "ps(consistency=ssp(3))" -s asgd -s local_sgd -s easgd -s gossip -s dpsgd -s broadcast
 
 test: $(READY)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import flockstep
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
@@ -45,6 +46,7 @@ from flockstep.planning.words import (
     scaling_sentence,
     short,
 )
+from flockstep.records.folder import RunFolder
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 
@@ -340,7 +342,13 @@ def test_a_plan_that_names_no_cluster_is_for_this_machine_once_it_was_calibrated
     assert run(words) == 0
     said = capsys.readouterr()
     assert "softmax on 1 worker of here" in said.out
+    assert flockstep.plan("softmax", workers=1, strategies=["all_reduce"]).outlook.site.cluster.name == "here"
     assert f"calibrated in {kept}" in " ".join(said.err.split())
+    ran = ["simulate", "softmax", "-s", "all_reduce", "-n", "2", "--steps", "2", "--cluster", "here"]
+    assert run([*ran, "--out", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith("softmax on 2 workers, VIRTUAL seconds: on the cluster here\n")
+    record = RunFolder(tmp_path / "run")
+    assert (record.read_config().cluster, record.read_summary().cluster) == ("here", "here")
     assert run([*words, "--cluster", "laptop"]) == 0
     assert "of laptop" in capsys.readouterr().out
 
@@ -392,3 +400,22 @@ def test_lateness_is_the_same_in_the_table_and_in_the_text() -> None:
     assert any(f"late by {row['late']} versions" in said for said in found.departures(found.named("gossip")))
     assert dict(zip(TABLE_2, row_of_table_2(found, found.named("gossip")), strict=True))["late"] == row["late"]
     assert dict(zip(HEADINGS, cells(found, found.named("ensemble"), 1.0), strict=True))["late"] == "–"
+
+
+def test_a_plan_begins_with_its_advice_and_shows_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "vgg-a", "-c", "lab-1gbit", "-n", "2"]
+    assert run(words) == 0
+    short = capsys.readouterr().out
+    lines = short.splitlines()
+    assert lines[0] == "vgg-a on 2 workers of lab-1gbit:"
+    table = next(number for number, line in enumerate(lines) if line.startswith("strategy"))
+    assert lines[1].startswith(("Take ", "Train on one worker"))
+    assert 1 < table < 8
+    assert "--all shows them" in short
+    assert "memory" not in lines[table]
+    assert len(lines) < 50
+    assert run([*words, "--all"]) == 0
+    whole = capsys.readouterr().out
+    assert "memory" in whole
+    assert "not in these figures:" in whole
+    assert len(whole.splitlines()) > 2 * len(lines)

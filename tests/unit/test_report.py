@@ -3,6 +3,7 @@ import gzip
 import html
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from flockstep.errors import ConfigurationError
@@ -19,7 +21,7 @@ from flockstep.records.events import EvaluationEvent, Event, LostEvent, UpdateEv
 from flockstep.records.folder import Record
 from flockstep.report import words
 from flockstep.report.activity import per_step, per_worker, timeline
-from flockstep.report.figures import progress, staleness
+from flockstep.report.figures import progress, ranges, staleness
 from flockstep.report.findings import findings
 from flockstep.report.html import render, write_report
 from flockstep.report.ranking import labels
@@ -382,3 +384,68 @@ def test_a_table_of_no_runs_is_empty() -> None:
 )
 def test_figures_read_well(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_keyboards_and_screen_readers_reach_tables_and_plots(page: str) -> None:
+    tags = read(page).tags
+    named = {attributes["id"] for _, attributes in tags if attributes.get("id")}
+    cells = [attributes for tag, attributes in tags if tag == "th"]
+    assert cells
+    assert {attributes.get("scope") for attributes in cells} == {"col", "row"}
+    scrolled = [attributes for _, attributes in tags if attributes.get("class") == "scroll"]
+    assert scrolled
+    for attributes in scrolled:
+        assert (attributes.get("tabindex"), attributes.get("role")) == ("0", "region")
+        assert attributes["aria-labelledby"] in named
+    plots = [attributes for _, attributes in tags if "plot" in str(attributes.get("class")).split()]
+    assert len(plots) == 5
+    for attributes in plots:
+        assert attributes.get("role") == "img"
+        assert len(str(attributes.get("aria-label"))) > 40
+    assert "caption" in [tag for tag, _ in tags]
+    assert next(tag for tag, _ in tags if re.fullmatch("h[1-6]", tag)) == "h1"
+    assert ":focus-visible" in page
+
+
+@pytest.mark.parametrize("color", ["#1d2733", "#44505d", "#525d6a", "#175c33", "#8a5300", "#a3161f", "#7a4a00"])
+def test_text_stands_out(page: str, color: str) -> None:
+    assert color in page
+    assert all(contrast(color, behind) >= 4.5 for behind in ("#ffffff", "#f4f6f8", "#f2f8ff", "#eef2f6"))
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colors (WCAG 2.2)."""
+
+    def light(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_axes_show_where_useful_runs_end_and_the_whole_range_shows_all(records: list[Record]) -> None:
+    found = ranges(series_of(records))
+    assert set(found) == {"yaxis", "yaxis2", "yaxis3", "yaxis4", "yaxis5", "yaxis6"}
+    shots = [(r, [e for e in r.events if isinstance(e, EvaluationEvent)]) for r in records]
+    for value, name in ((lambda e: e.metric, "yaxis"), (lambda e: math.log10(e.loss), "yaxis4")):
+        (low, high), (least, most) = found[name].ends, found[name].whole
+        assert all(least <= value(event) <= most for _, events in shots for event in events)
+        assert all(low <= value(events[-1]) <= high for r, events in shots if r.summary.useful)
+        assert high - low < 0.6 * (most - least)
+    assert found["yaxis"].ends[0] <= 0.95 <= found["yaxis"].ends[1]
+    layout = progress(series_of(records))["layout"]
+    assert layout["yaxis"]["range"] == found["yaxis"].ends
+
+
+def test_narrow_pages_have_layouts_for_equal_data(records: list[Record]) -> None:
+    for draw in (progress, per_step, per_worker, staleness):
+        wide, narrow = draw(series_of(records)), draw(series_of(records), True)
+        assert wide is not None
+        assert narrow is not None
+        assert wide["data"] == narrow["data"]
+        used = {trace.get("yaxis", "y").replace("y", "yaxis") for trace in wide["data"]}
+        assert used <= set(narrow["layout"])
+        names = [a["text"] for a in narrow["layout"].get("annotations", ())]
+        assert all(cell_len(line) <= 60 for text in names for line in re.sub("<span.*?</span>", "", text).split("<br>"))

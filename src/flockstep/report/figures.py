@@ -197,7 +197,7 @@ def _ends(runs: Sequence[Sequence[float]], aim: Sequence[float], high: bool) -> 
     ends = [sign * value for value in (*(run[-1] for run in runs), *aim)]
     worst, best = min(ends), max(*(sign * value for run in runs for value in run), *ends)
     width = best - worst or 0.1 * (best - min(sign * value for run in runs for value in run))
-    return sorted((sign * (worst - (width if aim else 3 * width)), sign * (best + 0.15 * width)))
+    return sorted((sign * (worst - (width if aim else 2 * width)), sign * (best + 0.15 * width)))
 
 
 def staleness(series: Sequence[Series], narrow: bool = False) -> Figure | None:

@@ -1,0 +1,50 @@
+"""Progress on standard error: all parts and the time left where somebody watches, nothing elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from flockstep.cli import show
+from flockstep.launchers.standing import Standing
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """A terminal of 100 columns on standard error."""
+    file = io.StringIO()
+    monkeypatch.setattr(show, "console", Console(file=file, force_terminal=True, color_system=None, width=100))
+    return file
+
+
+def test_parts_are_counted_and_the_rest_is_told(screen: io.StringIO) -> None:
+    with show.status() as say:
+        for number in range(4):
+            say(f"part [{number}]", number, 4)
+    assert re.search(r" 3/4 0:00:\d\d left part \[3\] ", screen.getvalue())
+
+
+def test_a_simulation_counts_worker_steps(screen: io.StringIO) -> None:
+    with show.bar("softmax, gossip") as tell:
+        for done in range(0, 401, 100):
+            tell(done, 400, done / 100)
+    assert "400/400 worker-steps" in screen.getvalue()
+    assert "left" in screen.getvalue()
+
+
+def test_a_real_run_counts_the_mean_steps_of_its_workers(screen: io.StringIO) -> None:
+    with show.standings("digits, bsp") as tell:
+        tell({0: Standing("running", 10), 1: Standing("running", 20), -1: Standing("running", 999)}, 60)
+    assert "15/60 steps" in screen.getvalue()
+    assert "worker 1" in screen.getvalue()
+
+
+def test_nothing_is_shown_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    with show.status() as say, show.bar("a") as tell, show.standings("b") as stand:
+        say("part", 1, 4)
+        tell(1, 4, 0.5)
+        stand({0: Standing()}, 4)
+    assert tuple(capsys.readouterr()) == ("", "")
