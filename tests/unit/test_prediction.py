@@ -116,7 +116,15 @@ def test_two_records_tell_what_a_byte_takes_and_the_latency(fitted: ClusterShape
     (wire,) = known.at(40e6).wires
     assert wire.bandwidth == pytest.approx(0.9 * 40e6, rel=0.03)
     assert wire.latency == pytest.approx(3e-4, rel=0.1)
-    late = replace(probed, shape=replace(fitted, wires=(replace(wire, latency=1e-3),)))
+
+
+@pytest.mark.full
+def test_a_latency_of_the_probe_is_the_least_and_frames_are_the_least_share(
+    fitted: ClusterShape, tmp_path: Path
+) -> None:
+    ends = [(record(tmp_path / text, "all_reduce", text, latency=3e-4), CARDS[text]) for text in ("20mbit", "1gbit")]
+    (wire,) = fitted.wires
+    late = Calibration(replace(fitted, wires=(replace(wire, latency=1e-3),)), ())
     assert prediction.Known.of(late, *ends).at(40e6).wires[0].latency == 1e-3
     assert prediction.Known.of(late, (ends[0][0], 2e6), ends[1]).share == prediction.FRAMES
 
