@@ -45,7 +45,6 @@ atexit.register(gc.freeze)
 """What a process does first: looking for garbage in torch takes 0.2 s while it is imported, and 0.6 s at the end."""
 WITHOUT_COMPILER = """
 import sys, types
-sys.modules["torch._meta_registrations"] = types.ModuleType("torch._meta_registrations")
 dynamo = sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
 dynamo.disable = lambda function=None, *_, **__: function
 dynamo.graph_break = lambda: None
