@@ -43,9 +43,9 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import FlockstepError
 from flockstep.frameworks.base import Job
 from flockstep.planning import advice, trials
+from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, combines, plan
 from flockstep.planning.prospect import ALONE, Prospect
-from flockstep.planning.task import JobProfile, task_of
 
 CASES = Path(__file__).with_name("advice_cases.toml")
 COARSE = (1.0, 4.0, 0.25)

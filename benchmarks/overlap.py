@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flockstep
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 
 BUCKETS = "cap=1, first=0.25"  # megabytes; DDP gets the same
 WAYS = {
@@ -73,10 +73,10 @@ def measure(processes: int, rounds: int, steps: int, batch: int) -> dict[str, fl
 def worker(out: Path, rounds: int, steps: int, batch: int, strategy: str) -> None:
     """One process: no exchange, DDP and one way of flockstep, in turn."""
     torch.set_num_threads(1)
-    ticket = ticket_from_environment()
-    assert ticket is not None
+    node_spec = spec_from_environment()
+    assert node_spec is not None
     dist.init_process_group(
-        "gloo", init_method=f"file://{out.with_name('store')}", rank=ticket.address, world_size=ticket.workers
+        "gloo", init_method=f"file://{out.with_name('store')}", rank=node_spec.address, world_size=node_spec.workers
     )
     ways = {name: build(name, strategy, batch) for name in ("alone", "ddp", "ours")}
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -90,7 +90,7 @@ def worker(out: Path, rounds: int, steps: int, batch: int, strategy: str) -> Non
             dist.barrier()
             if number:  # the first round warms up
                 times[name].append((time.perf_counter() - start) * 1000 / steps)
-    if ticket.address == 0:
+    if node_spec.address == 0:
         ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["ddp"], strict=True)]
         medians = {name: statistics.median(values) for name, values in times.items()}
         out.write_text(json.dumps({**medians, "ratio": statistics.median(ratios)}))

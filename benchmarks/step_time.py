@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flockstep
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 from flockstep.launchers.script import launch
 from flockstep.records.config import RunConfig
 from flockstep.workloads.digits import Digits
@@ -66,10 +66,10 @@ def measure(processes: int, rounds: int, steps: int) -> dict[str, float]:
 def worker(out: Path, rounds: int, steps: int) -> None:
     """One process: all three ways, in turn."""
     torch.set_num_threads(1)
-    ticket = ticket_from_environment()
-    assert ticket is not None
+    node_spec = spec_from_environment()
+    assert node_spec is not None
     dist.init_process_group(
-        "gloo", init_method=f"file://{out.with_name('store')}", rank=ticket.address, world_size=ticket.workers
+        "gloo", init_method=f"file://{out.with_name('store')}", rank=node_spec.address, world_size=node_spec.workers
     )
     ways = {name: build(name) for name in WAYS}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -83,7 +83,7 @@ def worker(out: Path, rounds: int, steps: int) -> None:
             dist.barrier()
             if number:  # the first round warms up
                 times[name].append((time.perf_counter() - start) * 1000 / steps)
-    if ticket.address == 0:
+    if node_spec.address == 0:
         ratios = [ours / theirs for ours, theirs in zip(times["flockstep"], times["ddp"], strict=True)]
         medians = {name: statistics.median(values) for name, values in times.items()}
         out.write_text(json.dumps({**medians, "ratio": statistics.median(ratios)}))

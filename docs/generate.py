@@ -48,7 +48,6 @@ WORKERS, STEPS = 4, 100
 """The run that the traffic column is taken from."""
 OPTIMIZATIONS, SCHEDULINGS = typing.get_args(Optimization), typing.get_args(Scheduling)
 WORDS = {"central": "gradients or updates, for one model", "decentral": "models, of replicas that differ"}
-CLASSES = {1: "1 synchronous", 2: "2 bounded delay", 3: "3 unbounded delay", 4: "4 partial"}
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -80,7 +79,7 @@ def main() -> None:
 
 def strategies() -> str:
     """One row for each strategy, and for each of its variants that promises something else."""
-    heading = ("strategy", "completeness", "what travels", "models a step", "deaths survived", "clips", "after")
+    heading = ("strategy", "delivery", "what travels", "models a step", "deaths survived", "clips", "after")
     return table(heading, [row for name in registry.names("strategy") for row in _strategy_rows(name)])
 
 
@@ -88,7 +87,7 @@ def families() -> str:
     """The strategies by their place in the taxonomy, shortly."""
     found: dict[tuple[str, str], list[str]] = {}
     for name in registry.names("strategy"):
-        cell = registry.load("strategy", name)().cell
+        cell = registry.load("strategy", name)().taxonomy_entry
         if cell is not None:
             found.setdefault((cell.optimization, cell.scheduling), []).append(_code(name))
     order = sorted(found.items(), key=lambda item: (OPTIMIZATIONS.index(item[0][0]), SCHEDULINGS.index(item[0][1])))
@@ -102,12 +101,12 @@ def _strategy_rows(name: str) -> Iterator[tuple[str, ...]]:
     promised: list[tuple[object, ...]] = []
     for strategy, what in [(kind(), kind), *_variants(kind)]:
         traits = strategy.traits
-        promise = (traits.completeness, _deaths(traits))
+        promise = (traits.delivery, _deaths(traits))
         if promise in promised:
             continue
         text = _code(to_text(strategy) if promised else write)
         promised.append(promise)
-        yield text, CLASSES[traits.completeness], *_traffic(strategy), _deaths(traits), _clips(strategy), _sources(what)
+        yield text, traits.delivery, *_traffic(strategy), _deaths(traits), _clips(strategy), _sources(what)
 
 
 def _deaths(traits: Traits) -> str:
@@ -162,13 +161,13 @@ def _sources(kind: type) -> str:
 
 def failures() -> str:
     """The failure and consistency matrix."""
-    heading = ("strategy", "class", "replicas equal", "dead worker", "lost message", "slow worker", "why")
+    heading = ("strategy", "delivery", "replicas equal", "dead worker", "lost message", "slow worker", "why")
     return table(heading, [tuple(_failure_cells(row)) for row in failure_matrix.rows()])
 
 
 def _failure_cells(row: failure_matrix.FailureRow) -> Iterator[str]:
     lost = row.lost if isinstance(row.lost, str) else "; ".join(f"{_code(k)}: {v}" for k, v in row.lost.items())
-    yield from (_code(row.strategy), str(row.completeness), row.equal, row.dead, lost, row.slow, row.why)
+    yield from (_code(row.strategy), row.delivery, row.equal, row.dead, lost, row.slow, row.why)
 
 
 def components(noun: str) -> Callable[[], str]:
@@ -351,9 +350,9 @@ def _codec_cells(name: str) -> tuple[str, ...]:
     sizes = []
     for shape in ((1000,), (1024, 1024)):
         size = math.prod(shape)
-        most = codec.on((shape,)).at(0).wire_bytes(size, "float32")
+        most = codec.bind_shapes((shape,)).bind_step(0).wire_bytes(size, "float32")
         sizes.append(f"{'' if codec.exact_size else '≤ '}{most:,}")
-    bits = 8 * codec.on(((1024, 1024),)).at(0).wire_bytes(1 << 20, "float32") / (1 << 20)
+    bits = 8 * codec.bind_shapes(((1024, 1024),)).bind_step(0).wire_bytes(1 << 20, "float32") / (1 << 20)
     promises = [words for words, holds in _promised(codec) if holds]
     summary_of = (inspect.getdoc(type(codec)) or "").split("\n\n")[0].replace("\n", " ")
     return _code(name), summary_of, f"{'' if codec.exact_size else '≤ '}{bits:.4g}", *sizes, ", ".join(promises)

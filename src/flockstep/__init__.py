@@ -102,19 +102,19 @@ def distribute(
             script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.drivers.ticket import place_of_script, refuse, require_own_process, ticket_from_environment
+    from flockstep.drivers.node_spec import place_of_script, refuse, require_own_process, spec_from_environment
     from flockstep.errors import FlockstepError
     from flockstep.frameworks.job import import_components
     from flockstep.strategies.base import Strategy
 
     place_of_script()
     require_own_process("distribute")
-    ticket = ticket_from_environment()
+    node_spec = spec_from_environment()
     try:
         _require_torch("distribute")
         from flockstep.drivers.torch_loop import DistributedOptimizer
 
-        import_components(ticket.imports if ticket is not None else ())
+        import_components(node_spec.imports if node_spec is not None else ())
         return DistributedOptimizer(model, optimizer, Strategy.parse(strategy), buffers)
     except FlockstepError as error:
         refuse(error)
@@ -130,7 +130,7 @@ def rank() -> int:
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """
-    from flockstep.drivers.ticket import place_of_script
+    from flockstep.drivers.node_spec import place_of_script
 
     return place_of_script()[0]
 
@@ -141,7 +141,7 @@ def workers() -> int:
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """
-    from flockstep.drivers.ticket import place_of_script
+    from flockstep.drivers.node_spec import place_of_script
 
     return place_of_script()[1]
 

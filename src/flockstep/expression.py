@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union
 
 from flockstep import registry
-from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.errors import RENAMED, ConfigurationError, UnknownName
 
 C = TypeVar("C", bound="Component")
 Resolve = Callable[[Any, Any, str], Any]
@@ -67,6 +67,12 @@ class Component(ABC):
     """
 
     noun: ClassVar[str]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls):
+            if RENAMED.get(name) in dir(cls):
+                raise UnknownName.among(f"method of a {cls.noun}", name, dir(cls))
 
     def __str__(self) -> str:
         return to_text(self)

@@ -33,7 +33,7 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of a message besides its array: one subclass per kind of message, declared by the strategy in `notes`."""
 
 
-Beside = Note | Fields
+AnyNote = Note | Fields
 Notes = Mapping[str, type[Note]]
 """Tag with its channel, or "reply to " and a tag → kind of note that these messages carry."""
 NO_NOTES: Notes = {}

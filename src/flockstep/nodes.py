@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays.factors import FactoredWeight, Packing
-from flockstep.arrays.namespace import beside, on_host
+from flockstep.arrays.namespace import to_device_of, to_host
 from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
 from flockstep.messages import (
     ANYTHING,
     BYE,
     Address,
+    AnyNote,
     Array,
-    Beside,
     Mailbox,
     Message,
     Note,
@@ -189,21 +189,23 @@ class Node:
             return ((stop - start,),)
         return self.schema.shapes_within(self.held.start + start, self.held.start + stop)
 
-    def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
+    def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message; the array is copied, so it may change afterwards."""
         self._post(to, tag, array, note)
 
-    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
+    def send_all(
+        self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
+    ) -> None:
         """Send the same message to several nodes; the array is copied once."""
         copy = None if array is None else self.freeze(array)
         for address in to:
             self._post(address, tag, copy, note, copied=True)
 
-    def reply(self, message: Message, array: Array | None = None, note: Beside | None = None) -> None:
+    def reply(self, message: Message, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Reply to a request."""
         self._post(message.source, message.tag, array, note, reply_to=message.number)
 
-    def reply_all(self, requests: Iterable[Message], array: Array | None, note: Beside | None = None) -> None:
+    def reply_all(self, requests: Iterable[Message], array: Array | None, note: AnyNote | None = None) -> None:
         """Reply to several requests with the same array, which is copied once."""
         copy = None if array is None else self.freeze(array)
         for message in requests:
@@ -218,11 +220,13 @@ class Node:
         """
         return (yield from self._await(Wanted(None if tag is None else tag + self._channel, source)))
 
-    async def ask(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> Message:
+    async def ask(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> Message:
         """Send a request and wait for its reply."""
         return (await self.ask_all(tag, [(to, array, note)]))[0]
 
-    async def ask_all(self, tag: str, requests: Sequence[tuple[Address, Array | None, Beside | None]]) -> list[Message]:
+    async def ask_all(
+        self, tag: str, requests: Sequence[tuple[Address, Array | None, AnyNote | None]]
+    ) -> list[Message]:
         """Send several requests at once and wait for all replies, in the order of the requests."""
         numbers = [(to, self._post(to, tag, a, note)) for to, a, note in requests]
         return [await self._await(Wanted(source=to, reply_to=number)) for to, number in numbers]
@@ -315,7 +319,7 @@ class Node:
             self._channel = outer
 
     def _post(
-        self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0, copied: bool = False
+        self, to: Address, tag: str, array: Array | None, note: AnyNote | None, reply_to: int = 0, copied: bool = False
     ) -> int:
         if array is not None and not copied and (not self.port_copies or to == self.address):
             array = self.freeze(array)
@@ -406,21 +410,21 @@ class Peer(Node):
         """Number of workers in the run (n in the literature)."""
         self.rendezvous: Rendezvous | None = None
         """Where workers in separate processes open connections other than messages; set by the driver."""
-        self.together: SharedSum | None = None
+        self.shared_sum: SharedSum | None = None
         """Sums over all workers in shared memory, if all of them share memory with this one; set by the driver."""
 
-    def sum_together(self, array: Array, divisor: int = 1) -> bool:
+    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
         """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; false if there is none.
 
         Adds in the order of a ring all-reduce. All workers must call this at the same point; background tasks may not,
         because they may not wait.
         """
-        if self.together is None or self._channel:
+        if self.shared_sum is None or self._channel:
             return False
-        here = on_host(array)
-        summed = self.together.all_reduce(here, divisor)
+        here = to_host(array)
+        summed = self.shared_sum.all_reduce(here, divisor)
         if summed and here is not array:
-            array[:] = beside(here, array)
+            array[:] = to_device_of(here, array)
         return summed
 
 

@@ -12,8 +12,8 @@ from flockstep.claims.a14_pipeline_schedules import Pipeline, PipelinePass, gpip
 from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
 from flockstep.claims.base import Claim
 from flockstep.claims.c13_hogwild import rate
-from flockstep.claims.clockwork import timed, trace_of
 from flockstep.claims.sparse_logistic import COEFFICIENTS, SparseLogistic
+from flockstep.claims.update_trace import timed, trace_of
 from flockstep.records.events import StepEvent, UpdateEvent
 from support.matrix import each, few
 

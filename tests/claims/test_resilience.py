@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flockstep.claims import c19_resilience, slowed, struck
+from flockstep.claims import c19_resilience, delay_share, real_faults
 from flockstep.claims.failure_table import FAMILIES, Expectation, Short
 from flockstep.strategies.base import Strategy
 from flockstep.testing import failures
@@ -60,13 +60,13 @@ def test_a_word_may_go_on_where_its_cell_says_so() -> None:
 
 @pytest.mark.parametrize(("strategy", "share"), [("ps(bsp)", 1.0), ("asgd", 1 / 4), ("gossip", 1 / 4)])
 def test_the_share_of_a_slow_worker(strategy: str, share: float) -> None:
-    loss = slowed.measured(strategy, 4, "slows(1, 4)")
+    loss = delay_share.measured(strategy, 4, "slows(1, 4)")
     assert loss.exercised
     assert loss.share == pytest.approx(share, abs=0.03)
 
 
 def test_a_fault_that_costs_its_victim_nothing_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = slowed.measured("gossip", 4, "narrows(1, 40)")
+    loss = delay_share.measured("gossip", 4, "narrows(1, 40)")
     assert not loss.exercised
     assert np.isnan(loss.share)
     monkeypatch.setattr(c19_resilience, "SLOWED", {("central", "asynchronous"): ("asgd",)})
@@ -77,9 +77,9 @@ def test_a_fault_that_costs_its_victim_nothing_says_nothing(monkeypatch: pytest.
 
 
 def test_the_link_of_who_asks_matters_to_itself_and_that_of_who_answers_to_those_who_ask() -> None:
-    asks = slowed.measured("adpsgd", 8, "narrows(2, 40)", victim=2)
+    asks = delay_share.measured("adpsgd", 8, "narrows(2, 40)", victim=2)
     assert asks.share == pytest.approx(1 / 8, abs=0.03)
-    answers = slowed.measured("adpsgd", 8, "narrows(1, 40)", victim=1)
+    answers = delay_share.measured("adpsgd", 8, "narrows(1, 40)", victim=1)
     assert not answers.exercised
     assert answers.everyone > 0.1
 
@@ -107,11 +107,11 @@ def test_a_reason_is_of_what_it_explains_only() -> None:
 
 def test_paces_are_of_the_time_in_which_all_train() -> None:
     times = [np.arange(1.0, 41), np.arange(2.0, 202, 2)]
-    assert slowed.paces(times) == pytest.approx([1, 0.5])
+    assert delay_share.paces(times) == pytest.approx([1, 0.5])
 
 
 def test_what_no_link_can_be_narrowed_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(struck.os, "geteuid", lambda: 1000)
-    assert "root" in struck.why_not()
-    monkeypatch.setattr(struck.sys, "platform", "darwin")
-    assert "Linux" in struck.why_not()
+    monkeypatch.setattr(real_faults.os, "geteuid", lambda: 1000)
+    assert "root" in real_faults.why_not()
+    monkeypatch.setattr(real_faults.sys, "platform", "darwin")
+    assert "Linux" in real_faults.why_not()

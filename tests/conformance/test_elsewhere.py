@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from flockstep import registry
-from flockstep.arrays.namespace import on_host
+from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
@@ -54,7 +54,7 @@ def both(
 def check_equal(plain: SimulatedRun, away: SimulatedRun) -> None:
     """The same models, but for the last bits of roots and quotients, which the two libraries may round in two ways."""
     for address, params in plain.params.items():
-        np.testing.assert_allclose(on_host(away.params[address]), params, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(to_host(away.params[address]), params, rtol=1e-4, atol=1e-5)
     assert len(away.events) == len(plain.events)
     assert [replace(total, hash="") for total in away.totals.values()] == [
         replace(total, hash="") for total in plain.totals.values()
@@ -86,7 +86,7 @@ def test_optimizer(name: str) -> None:
 
     away = stepped(elsewhere(start), [elsewhere(slope) for slope in slopes])
     assert type(away) is Elsewhere
-    np.testing.assert_allclose(on_host(away), stepped(start.copy(), list(slopes)), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(to_host(away), stepped(start.copy(), list(slopes)), rtol=1e-5, atol=1e-7)
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,10 @@ def test_restart_with_other_settings(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Waits(Strategy):
+class WaitMonitor(Strategy):
     """Worker 0 computes; the others give up when it says so, and wait for more of it in the same step."""
 
-    traits = Traits(completeness=4, survives=False, results=("rank0",))
+    traits = Traits(delivery="partial", survives=False, results=("rank0",))
 
     async def worker(self, me: Worker) -> None:
         while me.training:
@@ -68,9 +68,9 @@ class Waits(Strategy):
 def test_restart_between_a_gradient_that_was_given_up_and_the_next_step() -> None:
     """What was noted of it before is not noted again."""
     setting = {"compute": "speeds(constant(1), (1, 3, 3, 3))", "network": "link(bandwidth=100, latency=0.3)"}
-    whole = run_strategy(Waits(), 4, 6, **setting)
+    whole = run_strategy(WaitMonitor(), 4, 6, **setting)
     for share in np.linspace(0.05, 0.95, 12):
-        again = run_strategy(Waits(), 4, 6, restarts=[float(share) * whole.seconds], **setting)
+        again = run_strategy(WaitMonitor(), 4, 6, restarts=[float(share) * whole.seconds], **setting)
         assert again.events == whole.events
 
 
@@ -104,7 +104,7 @@ class Remembers(AllReduce):
 class Collects(Strategy):
     """A server that keeps the round's gradients in a local."""
 
-    traits = Traits(completeness=1, survives=False, results=("server",))
+    traits = Traits(delivery="synchronous", survives=False, results=("server",))
 
     @property
     def servers(self) -> int:

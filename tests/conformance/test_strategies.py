@@ -123,7 +123,7 @@ def test_what_differs_alone_is_noticed(name):
 class Sound(Strategy):
     """A strategy of a user's own: the mean of all gradients, each sent to everyone."""
 
-    claims: ClassVar[Traits] = Traits(completeness=1, survives=False, results=("rank0", "mean"))
+    claims: ClassVar[Traits] = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"))
 
     @property
     def traits(self):
@@ -230,7 +230,7 @@ class DoublesTheStep(Sound):
 class KeepsSome(Sound):
     """Says that it is complete, and sends every other update only."""
 
-    claims: ClassVar[Traits] = Traits(completeness=3, survives=True, results=("mean",))
+    claims: ClassVar[Traits] = Traits(delivery="unbounded delay", survives=True, results=("mean",))
 
     async def worker(self, me):
         while me.training:
@@ -241,7 +241,7 @@ class KeepsSome(Sound):
 
 @dataclass(frozen=True)
 class CountsTwice(Sound):
-    claims: ClassVar[Traits] = Traits(completeness=4, survives=True, results=("mean",))
+    claims: ClassVar[Traits] = Traits(delivery="partial", survives=True, results=("mean",))
 
     async def worker(self, me):
         await super().worker(me)
@@ -288,18 +288,13 @@ class AnswersTooFew(ParameterServer):
 
 
 @dataclass(frozen=True)
-class AnotherClass(Sound):
-    claims: ClassVar[Traits] = Traits(completeness=5, survives=False, results=("rank0",))
-
-
-@dataclass(frozen=True)
 class NoResult(Sound):
-    claims: ClassVar[Traits] = Traits(completeness=1, survives=False, results=())
+    claims: ClassVar[Traits] = Traits(delivery="synchronous", survives=False, results=())
 
 
 @dataclass(frozen=True)
 class NoSuchServer(Sound):
-    claims: ClassVar[Traits] = Traits(completeness=1, survives=False, results=("server",))
+    claims: ClassVar[Traits] = Traits(delivery="synchronous", survives=False, results=("server",))
 
 
 @dataclass(frozen=True)
@@ -351,7 +346,6 @@ class Asynchronous(Sound):
             AnswersTooFew(),
             "on 2 workers fails: deadlock.*: worker 1 for a reply from server 0 at step 20; server 0 for",
         ),
-        (AnotherClass(), "is of class 5"),
         (NoResult(), "names no policy"),
         (NoSuchServer(), "takes its result from a server, but has none"),
         (RefusesAll(), "refuses every number of workers"),

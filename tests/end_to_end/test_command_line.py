@@ -19,7 +19,7 @@ from flockstep.costs.clusters import names
 from flockstep.costs.reference import MODELS
 from flockstep.expression import fields_of
 from flockstep.launchers import supervisor
-from flockstep.launchers.waits import Waits
+from flockstep.launchers.wait_monitor import WaitMonitor
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 
@@ -35,7 +35,7 @@ def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervisor, "Waits", partial(Waits, period=3600.0))  # a busy machine is not told of
+    monkeypatch.setattr(supervisor, "WaitMonitor", partial(WaitMonitor, period=3600.0))  # a busy machine is not told of
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.drivers.account import fingerprint
+from flockstep.drivers.node_metrics import fingerprint
 from flockstep.experiments.comparison import runs_in
 from flockstep.records.folder import RunFolder
 from flockstep.report.medians import RepeatedRuns, caveats

@@ -29,10 +29,10 @@ from pathlib import Path
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
-rank = ticket_from_environment().address
+rank = spec_from_environment().address
 """
 NUMPY = """
 import os, subprocess, sys, time
@@ -40,13 +40,13 @@ from pathlib import Path
 import numpy as np
 from flockstep.arrays.schema import Schema
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 
 HERE = Path(__file__).parent
-rank = ticket_from_environment().address
+rank = spec_from_environment().address
 
 def until(name):
     while not (HERE / name).exists():
@@ -104,7 +104,7 @@ def test_gossip_ends_where_its_collector_is_killed_while_it_tells_the_others(tmp
     body = """
 start("gossip(0.5)")
 steps(20)
-worker, send, close = optimizer._worker, optimizer._worker.send, optimizer._seat.close
+worker, send, close = optimizer._worker, optimizer._worker.send, optimizer._connection.close
 def dying(to, tag, *rest, **named):
     send(to, tag, *rest, **named)
     if tag == "senders":
@@ -116,7 +116,7 @@ def ending():
 if rank == 0:
     worker.send = dying
 elif rank == 1:
-    optimizer._seat.close = ending
+    optimizer._connection.close = ending
 optimizer.finish()
 """
     ended = outcome(body, tmp_path, 4)
@@ -317,7 +317,7 @@ def test_what_a_script_starts_does_not_belong_to_the_run(tmp_path: Path) -> None
     body = """
 start(); steps(2)
 if rank:
-    program = "from flockstep.drivers.ticket import ticket_from_environment; print(ticket_from_environment())"
+    program = "from flockstep.drivers.node_spec import spec_from_environment; print(spec_from_environment())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     (HERE / "said").write_text(said.stdout + said.stderr)
 steps(2)

@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from flockstep.cli.app import run
-from flockstep.report.words import pieces
+from flockstep.report.formatting import pieces
 
 FAST = ["--steps", "8", "--compute", "constant(0.01)", "-n", "4"]
 PLAN = ["plan", "softmax", "--cluster", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "ps(consistency=ssp(3))"]

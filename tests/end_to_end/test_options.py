@@ -26,7 +26,7 @@ from flockstep.strategies.base import Strategy, Traits
 class Drawn(Strategy):
     @property
     def traits(self):
-        return Traits(completeness=1, survives=False, results=("server",))
+        return Traits(delivery="synchronous", survives=False, results=("server",))
 
     @property
     def servers(self):

@@ -12,9 +12,9 @@ from flockstep import registry
 from flockstep.cli.app import run
 from flockstep.costs.cluster_reading import load_cluster
 from flockstep.planning.advice import UNCOUNTED
+from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.plan import candidates, plan
-from flockstep.planning.space import knobs
-from flockstep.planning.task import Site, task_of
+from flockstep.planning.search_space import knobs
 from flockstep.strategies.base import Strategy
 
 SOURCE = '''
@@ -37,7 +37,7 @@ class Relay(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(completeness=4, survives=False, results=("mean", "rank0"))
+        return Traits(delivery="partial", survives=False, results=("mean", "rank0"))
 
     @property
     def cell(self) -> TaxonomyEntry:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import flockstep
-from flockstep.drivers.ticket import SIZES
+from flockstep.drivers.node_spec import SIZES
 from flockstep.errors import ConfigurationError
 from support.matrix import few
 from support.processes import Ended, RealRun

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
-rank = ticket_from_environment().address
+rank = spec_from_environment().address
 torch.set_num_threads(1)
 
 def model_of(seed=0):

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
-rank = ticket_from_environment().address
+rank = spec_from_environment().address
 
 def weights(values=(0.0, 0.0)):
     return nn.Parameter(torch.tensor(values))

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
-rank = ticket_from_environment().address
+rank = spec_from_environment().address
 
 def batch(step, of=None, shift=0.0):
     stream = torch.Generator().manual_seed(1000 * step + (rank if of is None else of))
@@ -228,12 +228,12 @@ import numpy as np
 from pathlib import Path
 from flockstep.arrays.schema import Schema
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.ticket import ticket_from_environment
+from flockstep.drivers.node_spec import spec_from_environment
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 
-rank = ticket_from_environment().address
+rank = spec_from_environment().address
 params, gradient = np.full(24, 8.0, np.float32), np.zeros(24, np.float32)
 arguments = Schema.of({"w": (24,)}), Strategy.parse("STRATEGY"), LocalOptimizer(SGD(lr=0.02), params), SGD(lr=0.02)
 loop = Loop(params, gradient, *arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flockstep.drivers.reports import PERIOD
+from flockstep.drivers.event_sender import PERIOD
 from flockstep.drivers.setup import prepare
 from flockstep.launchers import supervisor
 from flockstep.launchers.supervisor import GRACE

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from flockstep.drivers.member import Ticket
+from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.setup import prepare
 from flockstep.launchers.children import Forked, fork, kill_all
 from flockstep.launchers.entry import worker_main
-from flockstep.launchers.standing import Standing
+from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.records.config import RunConfig
 from flockstep.transports.kinds import Ipc
@@ -151,10 +151,10 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
     config = prepare(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, steps=1_000_000))[2]
     workers, struck = list[Forked](), list[signal.Signals]()
 
-    def start(ticket: Ticket) -> None:
-        workers.append(fork(worker_main, (replace(ticket, supervisor=0), 1, config.to_toml())))
+    def start(node_spec: NodeSpec) -> None:
+        workers.append(fork(worker_main, (replace(node_spec, supervisor=0), 1, config.to_toml())))
 
-    def strike(standings: dict[int, Standing]) -> None:
+    def strike(standings: dict[int, NodeProgress]) -> None:
         if min(one.step for one in standings.values()) > 50 and not struck:
             struck.append(kind)
             os.kill(workers[1].pid, kind)

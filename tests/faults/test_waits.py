@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.launchers.draws import GradientFingerprints
-from flockstep.launchers.waits import Waits
+from flockstep.launchers.duplicate_batches import GradientFingerprints
+from flockstep.launchers.wait_monitor import WaitMonitor
 from support.matrix import few
 from support.processes import MEMORY, PATIENCE, RealRun, wait_until
 
@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self, workers: int = 3, limit: float | None = None):
         self.time, self.lines = 0.0, list[str]()
-        self.waits = Waits(workers, limit, self.lines.append, 10.0, lambda: self.time)
+        self.waits = WaitMonitor(workers, limit, self.lines.append, 10.0, lambda: self.time)
         self.joined, self.ended = set(range(workers)), set[int]()
 
     def until(self, time: float, *waiting: int, moving: tuple[int, ...] = ()) -> list[str]:
@@ -142,16 +142,16 @@ ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbe
 OFTEN = """
 import functools
 from flockstep.launchers import supervisor
-supervisor.Waits = functools.partial(supervisor.Waits, period=2.0)
+supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=2.0)
 """
 STRICT = """
 import functools
-from flockstep.launchers import supervisor, waits
-class Strict(waits.Waits):
+from flockstep.launchers import supervisor, wait_monitor
+class Strict(wait_monitor.WaitMonitor):
     def begin(self, stepping=True):  # joining may take long where kernels are compiled first
         super().begin(stepping)
         self._limit = 8.0
-supervisor.Waits = functools.partial(Strict, period=2.0)
+supervisor.WaitMonitor = functools.partial(Strict, period=2.0)
 """
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flockstep.arrays.ledger import GRID
-from flockstep.drivers.making import node_random
+from flockstep.arrays.exact_sum import GRID
+from flockstep.drivers.node_creation import node_random
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.broadcast import Broadcast, StepCount
@@ -164,9 +164,9 @@ def test_an_update_is_the_senders_step():
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_each_step_sends_one_model_to_everyone_else(n):
     run = run_strategy("broadcast", n, 15)
-    for books in run.totals.values():
-        assert books.sent_bytes == books.received_bytes == 15 * (n - 1) * 18 * 4
-        assert books.messages_sent == books.messages_received == 15 * (n - 1) + (n - 1)  # and farewells
+    for totals in run.totals.values():
+        assert totals.sent_bytes == totals.received_bytes == 15 * (n - 1) * 18 * 4
+        assert totals.messages_sent == totals.messages_received == 15 * (n - 1) + (n - 1)  # and farewells
     assert set(run.deliveries().values()) <= {15}
     assert len(run.deliveries()) == n * (n - 1)
 

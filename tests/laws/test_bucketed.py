@@ -67,7 +67,7 @@ def test_accumulated_batches_are_one_large_batch(accumulate):
     run = run_strategy(f"bucketed({SMALL}, accumulate={accumulate})", 3, STEPS)
     assert equal_bits(*run.replicas, oracle(3, accumulate=accumulate))
     rounds = -(-STEPS // accumulate)
-    assert sum(books.sent_bytes for books in run.totals.values()) == rounds * 2 * 2 * 18 * 4
+    assert sum(totals.sent_bytes for totals in run.totals.values()) == rounds * 2 * 2 * 18 * 4
 
 
 def test_equals_one_worker_with_the_batch_of_all():

@@ -69,17 +69,21 @@ def oracle(array, k, chunk, keep=np.argsort):
 @pytest.mark.parametrize(("k", "chunk"), [(1, 4), (3, 8), (8, 64), (32, 64), (100, 10)])
 def test_decodes_to_the_largest_coefficients(k, chunk):
     array = sample()
-    assert np.allclose(round_trip(Dct(k, chunk).on(SHAPES), array), oracle(array, k, chunk), rtol=0, atol=1e-12)
+    assert np.allclose(
+        round_trip(Dct(k, chunk).bind_shapes(SHAPES), array), oracle(array, k, chunk), rtol=0, atol=1e-12
+    )
     single = array.astype(np.float32)
-    assert np.allclose(round_trip(Dct(k, chunk).on(SHAPES), single), oracle(single, k, chunk), rtol=0, atol=1e-5)
+    assert np.allclose(
+        round_trip(Dct(k, chunk).bind_shapes(SHAPES), single), oracle(single, k, chunk), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.negative_control("codec:dct")
 def test_the_oracle_notices_other_coefficients():
     array = sample()
     smallest = oracle(array, 3, 8, keep=lambda a: np.argsort(-a))
-    assert not np.allclose(round_trip(Dct(3, 8).on(SHAPES), array), smallest, atol=0.1)
-    assert not np.allclose(round_trip(Dct(2, 8).on(SHAPES), array), oracle(array, 3, 8), atol=0.01)
+    assert not np.allclose(round_trip(Dct(3, 8).bind_shapes(SHAPES), array), smallest, atol=0.1)
+    assert not np.allclose(round_trip(Dct(2, 8).bind_shapes(SHAPES), array), oracle(array, 3, 8), atol=0.01)
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 1), (8, 8), (64, 48)])
@@ -109,20 +113,20 @@ def test_bytes_are_exact(k, chunk, dtype):
         sent = size // (h * w) * min(k, h * w)
         bits = next(b for b in range(99) if 2**b >= h * w)
         expected += min(sent * wide + -(-sent * bits // 8), size * narrow)
-    codec = Dct(k, chunk).on(SHAPES)
+    codec = Dct(k, chunk).bind_shapes(SHAPES)
     assert codec.wire_bytes(SIZE, dtype) == expected == codec.encode(sample(dtype), rng()).size
 
 
 def test_the_published_share():
     """32 (12 + 32) bits of 64² · 32: 1.07 %."""
-    codec = Dct().on([(512, 1024)])
+    codec = Dct().bind_shapes([(512, 1024)])
     assert 8 * codec.wire_bytes(512 * 1024, "float32") == 8 * 16 * 32 * (12 + 32)
 
 
 def test_the_error_is_what_was_not_sent():
     """By Parseval: the squares of all other coefficients, never more than the bound."""
     array = rng().normal(size=64 * 64)
-    codec = Dct(k=32).on([(64, 64)])
+    codec = Dct(k=32).bind_shapes([(64, 64)])
     spectrum = np.sort(np.abs(transformed(array.reshape(1, 64, 64))[0]))
     off = np.sum((array - round_trip(codec, array)) ** 2)
     assert off == pytest.approx(np.sum(spectrum[:-32] ** 2), rel=1e-10)
@@ -130,11 +134,11 @@ def test_the_error_is_what_was_not_sent():
 
 
 def test_what_is_sent_and_what_is_kept_add_up():
-    codec, error = Dct(3, 8).on(SHAPES), sample(seed=1)
+    codec, error = Dct(3, 8).bind_shapes(SHAPES), sample(seed=1)
     before = error + sample()
     data = codec.encode_residual(sample(), error, rng())
     assert np.array_equal(error, before - codec.decode(data, SIZE, "float64"))
-    whole, error = Dct(64 * 64).on(SHAPES), sample(seed=1)
+    whole, error = Dct(64 * 64).bind_shapes(SHAPES), sample(seed=1)
     whole.encode_residual(sample(), error, rng())
     assert not error.any()  # all coefficients of every chunk: nothing is left
 
@@ -159,7 +163,7 @@ def test_integers_in_bits(bits):
 
 def test_torch_tensors_too():
     torch = pytest.importorskip("torch")
-    codec = Dct(3, 8).on(SHAPES)
+    codec = Dct(3, 8).bind_shapes(SHAPES)
     for dtype in ("float32", "float64", "bfloat16"):
         array = sample(dtype)
         tensor = torch.tensor(array.astype(np.float64)).to(getattr(torch, dtype))
@@ -193,13 +197,13 @@ def test_names_what_it_cannot_say(value):
     array = sample("float32")
     array[100] = value
     with pytest.raises(Diverged, match=f"cannot encode {value} at element 100 with dct; lower"):
-        Dct(3, 8).on(SHAPES).encode(array, rng())
+        Dct(3, 8).bind_shapes(SHAPES).encode(array, rng())
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_refuses_impossible_coefficients(place):
     """Indices 0 and 1 in 6 bits each, then two values."""
-    codec, array = Dct(2, 60).on([(60,)]), np.zeros(60)
+    codec, array = Dct(2, 60).bind_shapes([(60,)]), np.zeros(60)
     data = codec.encode(array, rng()).copy()
     assert codec.decode(data, 60, "float64").shape == (60,)
     broken = data.copy()

@@ -77,7 +77,7 @@ SHAPES = ((40, 30), (40,), (5, 5), (2000,), (3, 20, 20))
 
 def leaves_small_tensors(codec):
     size = sum(int(np.prod(s)) for s in SHAPES)
-    x, bound = normal(size), codec.on(SHAPES)
+    x, bound = normal(size), codec.bind_shapes(SHAPES)
     decoded = trip(bound, x)
     large = [slice(0, 1200), slice(3265, 4465)]
     wanted = x.copy()
@@ -91,7 +91,7 @@ def leaves_small_tensors(codec):
 @pytest.mark.oracle("codec:by_size")
 def test_by_size_leaves_small_tensors_and_vectors_as_they_are():
     assert leaves_small_tensors(BySize())
-    assert BySize().on([(10,), (5, 5)]) == Identity()
+    assert BySize().bind_shapes([(10,), (5, 5)]) == Identity()
     assert BySize().wire_bytes(2000, "float32") == TopK().wire_bytes(2000, "float32")
     assert BySize().wire_bytes(1000, "float32") == 4000
 
@@ -107,7 +107,7 @@ def test_a_by_size_that_compresses_vectors_is_noticed():
 
 
 def test_parts_refuse_arrays_of_other_tensors():
-    bound = BySize().on(SHAPES)
+    bound = BySize().bind_shapes(SHAPES)
     assert isinstance(bound, Parts)
     with pytest.raises(ConfigurationError, match="is for 4465 elements, got 7"):
         bound.encode(normal(7), rng())

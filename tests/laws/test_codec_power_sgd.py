@@ -48,7 +48,7 @@ def oracle(array, rank, seed=0):
 )
 def test_decodes_to_the_projection(rank, dtype, off):
     array = sample(dtype)
-    decoded = round_trip(PowerSgdCodec(rank).on(SHAPES), array)
+    decoded = round_trip(PowerSgdCodec(rank).bind_shapes(SHAPES), array)
     assert decoded.dtype == array.dtype
     assert np.allclose(decoded.astype(float), oracle(array, rank), rtol=0, atol=off)
 
@@ -56,8 +56,8 @@ def test_decodes_to_the_projection(rank, dtype, off):
 @pytest.mark.negative_control("codec:powersgd")
 def test_the_oracle_notices_another_subspace_and_another_rank():
     array = sample()
-    assert not np.allclose(round_trip(PowerSgdCodec(2).on(SHAPES), array, seed=1), oracle(array, 2), atol=0.1)
-    assert not np.allclose(round_trip(PowerSgdCodec(1).on(SHAPES), array), oracle(array, 2), atol=0.1)
+    assert not np.allclose(round_trip(PowerSgdCodec(2).bind_shapes(SHAPES), array, seed=1), oracle(array, 2), atol=0.1)
+    assert not np.allclose(round_trip(PowerSgdCodec(1).bind_shapes(SHAPES), array), oracle(array, 2), atol=0.1)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
@@ -70,13 +70,13 @@ def test_bytes_are_exact(rank, dtype):
         n, m = shape[0], math.prod(shape[1:])
         factors, whole = wide * rank * (n + m), narrow * n * m
         expected += factors if len(shape) > 1 and factors < whole else whole
-    codec = PowerSgdCodec(rank).on(SHAPES)
+    codec = PowerSgdCodec(rank).bind_shapes(SHAPES)
     assert codec.wire_bytes(SIZE, dtype) == expected == codec.encode(sample(dtype), rng()).size
 
 
 def test_ratio_of_one_large_matrix():
     """32 r (n + m) bits of 32 n m."""
-    codec = PowerSgdCodec(2).on([(512, 4608)])
+    codec = PowerSgdCodec(2).bind_shapes([(512, 4608)])
     assert 8 * codec.wire_bytes(512 * 4608, "float32") == 32 * 2 * (512 + 4608)
 
 
@@ -84,13 +84,13 @@ def test_ratio_of_one_large_matrix():
 def test_exact_where_the_matrix_has_no_higher_rank(rank):
     matrix = rng().normal(size=(40, rank)) @ rng(1).normal(size=(rank, 30))
     for r in (rank, rank + 1):
-        decoded = round_trip(PowerSgdCodec(r).on([(40, 30)]), matrix.ravel())
+        decoded = round_trip(PowerSgdCodec(r).bind_shapes([(40, 30)]), matrix.ravel())
         assert np.allclose(decoded, matrix.ravel(), rtol=0, atol=1e-11)
 
 
 def test_columns_that_depend_on_others_do_no_harm():
     """Zero, rank one with rank three, one row only, and huge numbers."""
-    codec = PowerSgdCodec(3).on([(30, 20)])
+    codec = PowerSgdCodec(3).bind_shapes([(30, 20)])
     assert not round_trip(codec, np.zeros(600, np.float32)).any()
     for matrix in (np.ones((30, 20)), np.eye(30, 20) * (np.arange(30) == 4)[:, None], 1e30 * np.ones((30, 20))):
         array = matrix.astype(np.float32).ravel()
@@ -101,7 +101,7 @@ def test_columns_that_depend_on_others_do_no_harm():
 def test_the_mean_error_of_equal_singular_values_is_the_bound(rank):
     """For an orthogonal matrix every subspace of that rank leaves out exactly 1 - rank/n."""
     matrix = np.linalg.qr(rng().normal(size=(16, 16)))[0].ravel()
-    codec = PowerSgdCodec(rank).on([(16, 16)])
+    codec = PowerSgdCodec(rank).bind_shapes([(16, 16)])
     for seed in range(5):
         off = np.sum((matrix - round_trip(codec, matrix, seed)) ** 2)
         assert off == pytest.approx(codec.error_bound(matrix)) == pytest.approx(16 - rank)
@@ -109,7 +109,7 @@ def test_the_mean_error_of_equal_singular_values_is_the_bound(rank):
 
 def test_what_is_left_out_is_kept():
     """The error is M less what was sent, and the sum of all that was sent and the error that of all matrices."""
-    codec, error, sent, wanted = PowerSgdCodec(1).on(SHAPES), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
+    codec, error, sent, wanted = PowerSgdCodec(1).bind_shapes(SHAPES), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     for seed in range(20):
         array = sample(seed=seed)
         before = error + array
@@ -124,7 +124,7 @@ def test_what_is_left_out_is_kept():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_names_what_it_cannot_say(value):
-    codec, array = PowerSgdCodec(2).on(SHAPES), sample("float32")
+    codec, array = PowerSgdCodec(2).bind_shapes(SHAPES), sample("float32")
     array[620] = value
     with pytest.raises(Diverged, match=f"cannot encode {value} at element 620 with powersgd; lower"):
         codec.encode(array, rng())
@@ -135,7 +135,7 @@ def test_names_what_it_cannot_say(value):
 
 def test_torch_tensors_too():
     torch = pytest.importorskip("torch")
-    codec = PowerSgdCodec(2).on(SHAPES)
+    codec = PowerSgdCodec(2).bind_shapes(SHAPES)
     for dtype in ("float32", "float64", "bfloat16"):
         array = sample(dtype)
         tensor = torch.tensor(array.astype(np.float64)).to(getattr(torch, dtype))
@@ -159,4 +159,4 @@ def test_refuses_what_makes_no_sense():
     with pytest.raises(ConfigurationError, match="rank must be >= 1, got 0"):
         PowerSgdCodec(0)
     with pytest.raises(ProtocolError, match="powersgd needs"):
-        PowerSgdCodec(1).on(SHAPES).decode(np.zeros(17, np.uint8), SIZE, "float32")
+        PowerSgdCodec(1).bind_shapes(SHAPES).decode(np.zeros(17, np.uint8), SIZE, "float32")

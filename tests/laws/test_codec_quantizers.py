@@ -17,7 +17,7 @@ from flockstep.codecs.sign import Sign
 from flockstep.codecs.terngrad import TernGrad
 from flockstep.errors import ConfigurationError
 from flockstep.feedback.residual import Residual
-from flockstep.feedback.sender import encode, fitted
+from flockstep.feedback.sender import bound_codec, encode
 from flockstep.testing.codecs import check_codec
 from support.codecs import normal, rng, trip, uniforms
 from support.matrix import few
@@ -104,7 +104,7 @@ def test_one_bit_sends_the_means_of_the_sides_of_every_column(dtype):
     x = normal(40 * 6 + 10, 2, dtype)
     x[5] = 0
     matrix, vector = x[:240].reshape(40, 6), x[240:]
-    decoded = trip(OneBit().on([(40, 6), (10,)]), x)
+    decoded = trip(OneBit().bind_shapes([(40, 6), (10,)]), x)
     for column, seen in [*zip(matrix.T, decoded[:240].reshape(40, 6).T, strict=True), (vector, decoded[240:])]:
         for side in (column >= 0, column < 0):
             mean = column[side].astype(np.float64).mean()
@@ -127,7 +127,9 @@ def test_one_bit_is_exact_for_two_values_and_for_one_side():
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("codec", [OneBit(), OneBit().on([(25, 20)]), OneBit().on([(300,), (20, 10)])], ids=str)
+@pytest.mark.parametrize(
+    "codec", [OneBit(), OneBit().bind_shapes([(25, 20)]), OneBit().bind_shapes([(300,), (20, 10)])], ids=str
+)
 def test_one_bit_with_its_residual_is_the_same_as_in_three_steps(codec, dtype):
     plain, error = np.zeros(500, dtype), np.zeros(500, dtype)
     for step in range(5):
@@ -140,7 +142,7 @@ def test_one_bit_with_its_residual_is_the_same_as_in_three_steps(codec, dtype):
 
 
 def test_one_bit_takes_less_than_the_elements_of_thin_matrices():
-    codec = OneBit().on([(2, 100), (40, 100)])
+    codec = OneBit().bind_shapes([(2, 100), (40, 100)])
     assert codec.wire_bytes(4200, "float32") == 800 + (800 + 500)
     x = normal(4200)
     assert np.array_equal(trip(codec, x)[:200], x[:200])
@@ -157,7 +159,7 @@ def test_sign_is_the_mean_magnitude_times_the_sign(dtype):
     wanted = np.abs(x.astype(np.float64)).mean() * np.where(x >= 0, 1, -1)
     assert np.allclose(trip(Sign(), x), wanted, rtol=2 * np.finfo(dtype).eps)
     assert np.array_equal(trip(Sign(scaled=False), x), np.where(x >= 0, dtype(1), dtype(-1)))
-    layers = trip(Sign().on([(300,), (70, 10)]), x)
+    layers = trip(Sign().bind_shapes([(300,), (70, 10)]), x)
     assert np.array_equal(layers, np.concatenate([trip(Sign(), x[:300]), trip(Sign(), x[300:])]))
 
 
@@ -198,7 +200,7 @@ def test_the_mean_of_terngrad_is_the_clipped_value(codec):
 
 def test_terngrad_has_a_scale_for_every_tensor_and_keeps_constants():
     x = np.concatenate([np.full(50, 1e-3), np.full(70, -5.0)])
-    assert np.allclose(trip(TernGrad().on([(50,), (70,)]), x), x, rtol=1e-12)
+    assert np.allclose(trip(TernGrad().bind_shapes([(50,), (70,)]), x), x, rtol=1e-12)
     assert np.count_nonzero(trip(TernGrad(), x)[:50]) < 10
 
 
@@ -244,7 +246,7 @@ def test_only_a_small_variance_makes_qsgd_a_contraction_and_damping_does_otherwi
     error = None
     for step in range(60):
         x = normal(512, step)
-        one = fitted(Qsgd(1), Residual(), ((512,),), step)
+        one = bound_codec(Qsgd(1), Residual(), ((512,),), step)
         _, error = encode(one, Residual(), x, error, rng(step))
     assert np.linalg.norm(error) < 60 * np.linalg.norm(normal(512))
 

@@ -87,7 +87,9 @@ def test_a_wrong_length_names_both_numbers(codec):
         codec.decode(np.zeros(wanted + 1, np.uint8), 100, "float32")
 
 
-@pytest.mark.parametrize("codec", [*CODECS, OneBit().on([(30, 20), (33,)]), TernGrad().on([(600,), (33,)])], ids=str)
+@pytest.mark.parametrize(
+    "codec", [*CODECS, OneBit().bind_shapes([(30, 20), (33,)]), TernGrad().bind_shapes([(600,), (33,)])], ids=str
+)
 def test_bytes_may_lie_anywhere(codec):
     x = rng().normal(size=633).astype(np.float32)
     data = codec.encode(x, rng())
@@ -99,7 +101,7 @@ def test_bytes_may_lie_anywhere(codec):
     assert np.array_equal(out, plain)
 
 
-TORCH = [*CODECS, Bfloat16(), OneBit().on([(30, 20), (33,)]), Qsgd(levels=16, bucket=64), Int8(block=9)]
+TORCH = [*CODECS, Bfloat16(), OneBit().bind_shapes([(30, 20), (33,)]), Qsgd(levels=16, bucket=64), Int8(block=9)]
 
 
 @pytest.mark.parametrize("codec", TORCH, ids=str)

@@ -17,7 +17,7 @@ from flockstep.codecs.threshold import Threshold
 from flockstep.codecs.top import TopK
 from flockstep.errors import CompositionError, ConfigurationError, Diverged, ProtocolError
 from flockstep.feedback.residual import Residual
-from flockstep.feedback.sender import check_composition, fitted
+from flockstep.feedback.sender import bound_codec, check_composition
 from support.codecs import normal, rng, squared, top, trip
 
 pytest.importorskip("numba")
@@ -187,20 +187,20 @@ def test_another_share_is_noticed():
 def test_dgc_is_sampled_topk_that_warms_up():
     x = normal(200_000)
     assert np.array_equal(Dgc(0.01).encode(x, rng()), TopK(0.01, sampled=True).encode(x, rng()))
-    ratios = [Dgc(0.001, warmup=8).at(step).ratio for step in range(10)]
+    ratios = [Dgc(0.001, warmup=8).bind_step(step).ratio for step in range(10)]
     assert ratios == [0.25] * 2 + [0.0625] * 2 + [0.015625] * 2 + [0.004] * 2 + [0.001] * 2
-    assert Dgc(0.1, warmup=4).at(3).ratio == 0.1
-    assert Dgc(0.1, warmup=4, values=Half()).at(0).values == Half()
+    assert Dgc(0.1, warmup=4).bind_step(3).ratio == 0.1
+    assert Dgc(0.1, warmup=4, values=Half()).bind_step(0).values == Half()
 
 
 @pytest.mark.negative_control("codec:dgc")
 def test_a_dgc_that_does_not_warm_up_is_noticed():
     @dataclass(frozen=True)
     class Cold(Dgc):
-        def at(self, step):
+        def bind_step(self, step):
             return replace(self, warmup=0)
 
-    assert Cold(0.001, warmup=8).at(0).ratio != Dgc(0.001, warmup=8).at(0).ratio
+    assert Cold(0.001, warmup=8).bind_step(0).ratio != Dgc(0.001, warmup=8).bind_step(0).ratio
 
 
 COPY = [TopK(0.02), TopK(0.02, sampled=True), TopK(0.1, bucket=64), Dgc(0.02), RandomK(0.05), Threshold(1.0)]
@@ -299,7 +299,7 @@ def test_large_tensors_give_the_bytes_of_large_arrays(text, dtype):
         array = tensor.float().numpy().astype(ml_dtypes.bfloat16)
     else:
         array = tensor.numpy()
-    codec = Codec.parse(text).at(100)
+    codec = Codec.parse(text).bind_step(100)
     data = codec.encode(array, rng(4))
     assert codec.encode(tensor, rng(4)).numpy().tobytes() == data.tobytes()
 
@@ -321,7 +321,7 @@ def test_settings_that_mean_nothing_are_refused(wrong, rule):
 
 
 def test_scaled_random_k_is_damped_under_feedback_and_a_values_codec_may_forbid_it():
-    assert str(fitted(RandomK(scaled=True), Residual(), ((100,),), 0)).startswith("Damped")
+    assert str(bound_codec(RandomK(scaled=True), Residual(), ((100,),), 0)).startswith("Damped")
 
     @dataclass(frozen=True)
     class Wild(Half):

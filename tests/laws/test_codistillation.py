@@ -65,7 +65,7 @@ def test_learning_from_others_shows():
 def test_copies_travel_once_a_period():
     found = run("codistillation(4)", 3, 15)
     assert len(found.sent("copy")) == 3 * 3 * 2
-    assert {books.sent_bytes for books in found.totals.values()} == {3 * 2 * 18 * 8}
+    assert {totals.sent_bytes for totals in found.totals.values()} == {3 * 2 * 18 * 8}
 
 
 def test_a_model_without_classes_is_refused():

@@ -33,7 +33,7 @@ class SumOnly(Strategy):
 
     @property
     def traits(self):
-        return Traits(completeness=1, survives=False, results=("rank0",))
+        return Traits(delivery="synchronous", survives=False, results=("rank0",))
 
     async def worker(self, me):
         while me.training:

@@ -76,7 +76,7 @@ class SumEncoded(Strategy):
 
     @property
     def traits(self):
-        return Traits(completeness=1, survives=False, results=("rank0",))
+        return Traits(delivery="synchronous", survives=False, results=("rank0",))
 
     async def worker(self, me):
         while me.training:

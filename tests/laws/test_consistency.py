@@ -215,7 +215,7 @@ def test_bounds_are_not_negative():
         StaleSynchronous(-1)
 
 
-def test_classes_of_completeness():
+def test_delivery_guarantees():
     rules = (BulkSynchronous(), StaleSynchronous(0), StaleSynchronous(1), Asynchronous())
-    assert [rule.completeness for rule in rules] == [1, 1, 2, 3]
+    assert [rule.delivery for rule in rules] == ["synchronous", "synchronous", "bounded delay", "unbounded delay"]
     assert [rule.survives for rule in rules] == [False, False, True, True]

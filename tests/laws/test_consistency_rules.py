@@ -231,11 +231,14 @@ def test_more_than_there_are_workers_is_refused(rule, complaint):
 
 
 def test_classes_and_who_can_be_sharded():
-    classes = {
-        rule: Consistency.parse(rule).completeness for rule in ("backup(1)", "k_sync(2)", "softsync(1)", "essp(1)")
+    classes = {rule: Consistency.parse(rule).delivery for rule in ("backup(1)", "k_sync(2)", "softsync(1)", "essp(1)")}
+    assert classes == {
+        "backup(1)": "partial",
+        "k_sync(2)": "partial",
+        "softsync(1)": "unbounded delay",
+        "essp(1)": "bounded delay",
     }
-    assert classes == {"backup(1)": 4, "k_sync(2)": 4, "softsync(1)": 3, "essp(1)": 2}
     assert KBatchAsync(3).survives
     with pytest.raises(CompositionError, match="use shards=1"):
         Strategy.parse("ps(backup(1), shards=2)")
-    assert Asynchronous().completeness == 3
+    assert Asynchronous().delivery == "unbounded delay"

@@ -92,7 +92,7 @@ def test_what_is_sent_is_taken_off():
     """delta after a step + what was sent = beta delta before + lr g."""
     n, job = 3, wide_job()
     before, after = (run_strategy(TEXT, n, steps, job=job) for steps in (STEPS - 1, STEPS))
-    codec, source = Dct(3, 7).on([(FEATURES, CLASSES), (CLASSES,)]), GradientSource(n, job)
+    codec, source = Dct(3, 7).bind_shapes([(FEATURES, CLASSES), (CLASSES,)]), GradientSource(n, job)
     for rank in range(n):
         for _ in range(STEPS - 1):
             source.gradient(rank, before.result)
@@ -130,9 +130,9 @@ def test_bytes_are_exact(n):
     """6 chunks of 7 × 3 with 3 coefficients of 5 + 32 bits each, 12 + 72 bytes, and 9 elements as they are."""
     run = run_strategy(TEXT, n, STEPS, job=wide_job("float32"))
     size = 12 + 72 + 36
-    for books in run.totals.values():
-        assert books.sent_bytes == books.received_bytes == STEPS * (n - 1) * size
-        assert books.messages_sent == STEPS * (n - 1)
+    for totals in run.totals.values():
+        assert totals.sent_bytes == totals.received_bytes == STEPS * (n - 1) * size
+        assert totals.messages_sent == STEPS * (n - 1)
 
 
 def test_every_gradient_counts_with_the_learning_rate_of_its_step():

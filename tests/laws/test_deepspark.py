@@ -185,4 +185,6 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell_is_that_of_easgd():
-    assert AdaptiveElasticAveraging().cell == TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")
+    assert AdaptiveElasticAveraging().taxonomy_entry == TaxonomyEntry(
+        "decentral", "async", "ad hoc", "dedicated master"
+    )

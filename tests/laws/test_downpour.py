@@ -313,10 +313,10 @@ def test_messages_and_bytes(periods, shards):
     pushes, fetches = STEPS // n_push, STEPS // n_fetch
     both = sum(step % n_push == 0 and step % n_fetch == 0 for step in range(1, STEPS + 1))
     for rank in range(4):
-        books = run.totals[rank]
-        assert (books.sent_bytes, books.received_bytes) == (pushes * 18 * 4, fetches * 18 * 4)
-        assert books.messages_sent == (pushes + fetches - both + 1) * shards
-        assert books.messages_received == fetches * shards
+        totals = run.totals[rank]
+        assert (totals.sent_bytes, totals.received_bytes) == (pushes * 18 * 4, fetches * 18 * 4)
+        assert totals.messages_sent == (pushes + fetches - both + 1) * shards
+        assert totals.messages_received == fetches * shards
     assert run.totals[server(0)].sent_bytes == 4 * fetches * (18 // shards) * 4
 
 

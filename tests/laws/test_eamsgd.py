@@ -161,4 +161,4 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell_is_that_of_easgd():
-    assert ElasticMomentum().cell == TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")
+    assert ElasticMomentum().taxonomy_entry == TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")

@@ -89,9 +89,9 @@ def test_each_exchange_moves_two_models(steps, period):
     run = run_strategy(f"easgd_sync({period})", 3, steps)
     exchanges = -(-steps // period)
     for rank in range(3):
-        books = run.totals[rank]
-        assert (books.sent_bytes, books.received_bytes) == (exchanges * 18 * 4, exchanges * 18 * 4)
-        assert (books.messages_sent, books.messages_received) == (exchanges + 1, exchanges)
+        totals = run.totals[rank]
+        assert (totals.sent_bytes, totals.received_bytes) == (exchanges * 18 * 4, exchanges * 18 * 4)
+        assert (totals.messages_sent, totals.messages_received) == (exchanges + 1, exchanges)
     assert run.nodes[MASTER].version == exchanges
 
 
@@ -149,4 +149,6 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell():
-    assert SynchronousElasticAveraging().cell == TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
+    assert SynchronousElasticAveraging().taxonomy_entry == TaxonomyEntry(
+        "decentral", "sync", "reduce", "dedicated master"
+    )

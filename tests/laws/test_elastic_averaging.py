@@ -84,9 +84,9 @@ def test_each_exchange_moves_two_models(steps, period):
     run = run_strategy(f"easgd({period})", 3, steps)
     exchanges = -(-steps // period)
     for rank in range(3):
-        books = run.totals[rank]
-        assert (books.sent_bytes, books.received_bytes) == (exchanges * 18 * 4, exchanges * 18 * 4)
-        assert (books.messages_sent, books.messages_received) == (2 * exchanges + 1, exchanges)
+        totals = run.totals[rank]
+        assert (totals.sent_bytes, totals.received_bytes) == (exchanges * 18 * 4, exchanges * 18 * 4)
+        assert (totals.messages_sent, totals.messages_received) == (2 * exchanges + 1, exchanges)
     assert run.totals[MASTER].sent_bytes == run.totals[MASTER].received_bytes == 3 * exchanges * 18 * 4
     assert run.nodes[MASTER].version == 3 * exchanges
 

@@ -29,7 +29,7 @@ def test_each_member_is_trained_alone_in_every_bit(n):
     run = run_strategy("ensemble", n, 12)
     assert equal_bits(run.replicas, trained(n, 12))
     assert equal_bits(run.result, run.replicas if n > 1 else run.replicas[0])
-    assert all(books.sent_bytes == books.received_bytes == 0 for books in run.totals.values())
+    assert all(totals.sent_bytes == totals.received_bytes == 0 for totals in run.totals.values())
 
 
 @pytest.mark.oracle("strategy:ensemble")

@@ -130,7 +130,7 @@ def test_masking_leaves_what_a_codec_sends_of_every_element(codec):
 
 
 def test_masking_clears_tensors_of_which_some_is_sent_and_leaves_others():
-    codec = BySize(TopK(0.01), OneBit(), limit=100).on([(20, 20), (100,)])
+    codec = BySize(TopK(0.01), OneBit(), limit=100).bind_shapes([(20, 20), (100,)])
     for sent, u, v in run(codec, Momentum()):
         assert np.count_nonzero(sent[:400]) == 4
         assert not u[:400][sent[:400] != 0].any()
@@ -140,7 +140,7 @@ def test_masking_clears_tensors_of_which_some_is_sent_and_leaves_others():
 
 
 def test_elements_that_always_arrive_have_plain_momentum():
-    codec, u = BySize(TopK(0.01), limit=100).on([(20, 20), (100,)]), np.zeros(100, np.float32)
+    codec, u = BySize(TopK(0.01), limit=100).bind_shapes([(20, 20), (100,)]), np.zeros(100, np.float32)
     for (sent, kept, v), g in zip(run(codec, Momentum()), gradients(), strict=True):
         u = np.float32(0.9) * u + g[400:]
         assert np.array_equal(sent[400:], u)
@@ -150,14 +150,14 @@ def test_elements_that_always_arrive_have_plain_momentum():
 
 
 def test_gradients_are_clipped_to_their_senders_share():
-    feedback = Momentum(m=0.0, clip=1.0).among(4)
+    feedback = Momentum(m=0.0, clip=1.0).bind_workers(4)
     long, short = np.full(16, 10.0, np.float32), np.full(16, 0.01, np.float32)
     for gradient, norm in ((long, 0.5), (short, 0.04)):
         before = gradient.copy()
         data, _ = encode(Identity(), feedback, gradient, None, np.random.default_rng(0))
         assert np.linalg.norm(data.view(np.float32)) == pytest.approx(norm, rel=1e-6)
         assert np.array_equal(gradient, before)
-    assert Momentum().among(4) == Momentum()
+    assert Momentum().bind_workers(4) == Momentum()
 
 
 def test_composition_and_settings():

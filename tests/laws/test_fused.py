@@ -146,7 +146,7 @@ def test_news_of_the_next_step_may_come_before_this_one_is_over(workers):
 
 def test_fusing_saves_messages():
     counts = [
-        sum(books.messages_sent for books in run_strategy(f"fused({fusion})", 4, STEPS, job=several_tensors(),
+        sum(totals.messages_sent for totals in run_strategy(f"fused({fusion})", 4, STEPS, job=several_tensors(),
             compute="constant(0.001)", network="link(1000)").totals.values())
         for fusion in ("64", "1e-6")
     ]  # fmt: skip

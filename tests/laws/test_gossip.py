@@ -301,7 +301,7 @@ def test_what_a_dead_worker_never_took_comes_back():
         strategy = f"gossip(0.5, acknowledged={acknowledged})"
         run = run_strategy(strategy, 3, 60, faults=["dies(1, 0.5, noticed=1.0)"], simulation=Weighed)
         masses[acknowledged] = sum(run.nodes[rank].state.mass for rank in (0, 2))
-        assert not any(loan.peer == 1 for rank in (0, 2) for loan in run.nodes[rank].state.loans)
+        assert not any(loan.peer == 1 for rank in (0, 2) for loan in run.nodes[rank].state.unacknowledged)
     assert masses[False] < masses[True] < TOTAL_MASS
 
 

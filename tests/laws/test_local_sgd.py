@@ -60,8 +60,8 @@ def test_equals_the_oracle(optimizer, n, period, steps):
 def test_rounds_are_the_whole_periods(steps, period, n):
     run = run_strategy(f"local_sgd({period})", n, steps)
     rounds = steps // period
-    assert {books.messages_sent for books in run.totals.values()} == {rounds * 2 * (n - 1)}
-    assert sum(books.sent_bytes for books in run.totals.values()) == rounds * 2 * (n - 1) * 18 * 4
+    assert {totals.messages_sent for totals in run.totals.values()} == {rounds * 2 * (n - 1)}
+    assert sum(totals.sent_bytes for totals in run.totals.values()) == rounds * 2 * (n - 1) * 18 * 4
     assert set(run.deliveries().values()) == ({rounds * period} if rounds else set())
 
 

@@ -68,15 +68,15 @@ def test_bytes_are_exact(n, size):
     """Slice by slice in whole bytes: everyone else's once, one's own n - 1 times; no scales."""
     run = run_strategy("majority_vote", n, 4, job=bowl_job("sgd(lr=0.01)", dimension=size))
     packed = [-(-(part.stop - part.start) // 8) for part in slices(size, n)]
-    for rank, books in run.totals.items():
-        assert books.sent_bytes == 4 * (sum(packed) - packed[rank] + (n - 1) * packed[rank])
-        assert books.messages_sent == books.messages_received == 4 * 2 * (n - 1)
+    for rank, totals in run.totals.items():
+        assert totals.sent_bytes == 4 * (sum(packed) - packed[rank] + (n - 1) * packed[rank])
+        assert totals.messages_sent == totals.messages_received == 4 * 2 * (n - 1)
 
 
 def test_a_bit_an_element_each_way():
     n, size = 4, 1024
     run = run_strategy("majority_vote", n, 1, job=bowl_job("sgd(lr=0.01)", dimension=size))
-    assert all(8 * books.sent_bytes == 2 * (n - 1) * size // n for books in run.totals.values())
+    assert all(8 * totals.sent_bytes == 2 * (n - 1) * size // n for totals in run.totals.values())
 
 
 @pytest.mark.parametrize("text", few(["majority_vote", "majority_vote(0.9)"], "majority_vote(0.9)"))

@@ -129,7 +129,7 @@ def test_computing_never_waits(network):
 
 
 @dataclass(frozen=True)
-class Waits(PenalizedAveraging):
+class WaitMonitor(PenalizedAveraging):
     """Negative control: waits for the end of each round."""
 
     async def look_after(self, me):
@@ -140,7 +140,7 @@ class Waits(PenalizedAveraging):
 
 @pytest.mark.negative_control("strategy:mpca")
 def test_who_waits_for_rounds_is_noticed():
-    assert waits(Waits(), "100mbit") > 1e-3
+    assert waits(WaitMonitor(), "100mbit") > 1e-3
 
 
 @dataclass(frozen=True)
@@ -277,6 +277,6 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell():
-    assert PenalizedAveraging().cell == TaxonomyEntry(
+    assert PenalizedAveraging().taxonomy_entry == TaxonomyEntry(
         "decentral", "soft-bounded async", "binomial tree", "dedicated master"
     )

@@ -208,7 +208,7 @@ def test_replicas_are_equal_after_each_outer_step(outer, collective):
 @pytest.mark.parametrize("outer", ["average", "nesterov", "adam", "bmuf"])
 def test_bytes_are_those_of_the_averages(outer):
     run = run_strategy(f"local_sgd(5, outer_optimizer={outer})", 3, 21)
-    assert sum(books.sent_bytes for books in run.totals.values()) == 21 // 5 * 2 * 2 * 18 * 4
+    assert sum(totals.sent_bytes for totals in run.totals.values()) == 21 // 5 * 2 * 2 * 18 * 4
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -130,14 +130,14 @@ def test_a_step_is_one_push_and_one_reply(consistency, shards, n):
     run = run_strategy(f"ps({consistency}, shards={shards})", n, STEPS)
     sizes = {1: [18], 3: [6, 6, 6]}[shards]
     for rank in range(n):
-        books = run.totals[rank]
-        assert (books.sent_bytes, books.received_bytes) == (STEPS * 18 * 4, STEPS * 18 * 4)
-        assert books.messages_sent == STEPS * shards + shards  # a farewell to each
-        assert books.messages_received == STEPS * shards
+        totals = run.totals[rank]
+        assert (totals.sent_bytes, totals.received_bytes) == (STEPS * 18 * 4, STEPS * 18 * 4)
+        assert totals.messages_sent == STEPS * shards + shards  # a farewell to each
+        assert totals.messages_received == STEPS * shards
     for i, size in enumerate(sizes):
-        books = run.totals[server(i)]
-        assert (books.sent_bytes, books.received_bytes) == (n * STEPS * size * 4, n * STEPS * size * 4)
-        assert (books.messages_sent, books.messages_received) == (n * STEPS, n * STEPS + n)
+        totals = run.totals[server(i)]
+        assert (totals.sent_bytes, totals.received_bytes) == (n * STEPS * size * 4, n * STEPS * size * 4)
+        assert (totals.messages_sent, totals.messages_received) == (n * STEPS, n * STEPS + n)
     assert [run.params[server(i)].size for i in range(shards)] == sizes
 
 

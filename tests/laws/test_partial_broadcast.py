@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flockstep.arrays.ledger import GRID
+from flockstep.arrays.exact_sum import GRID
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
@@ -98,9 +98,11 @@ def test_messages_are_the_share_of_all(rest, share):
     count, allowed = len(run.sent("update")), 5 * np.sqrt(all_of_them * share * (1 - share))
     assert share * all_of_them - allowed <= count <= share * all_of_them + allowed + flush
     workers = run.totals.values()
-    assert sum(books.messages_sent for books in workers) == count + n * (n - 1)  # and farewells
+    assert sum(totals.messages_sent for totals in workers) == count + n * (n - 1)  # and farewells
     assert (
-        sum(books.sent_bytes for books in workers) == sum(books.received_bytes for books in workers) == count * 18 * 4
+        sum(totals.sent_bytes for totals in workers)
+        == sum(totals.received_bytes for totals in workers)
+        == count * 18 * 4
     )
 
 

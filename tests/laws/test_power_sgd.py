@@ -142,11 +142,11 @@ def test_bytes_are_exact(n, rank, dtype):
     elements = rank * (FEATURES + CLASSES) + CLASSES
     assert sum(b.sent_bytes for b in run.totals.values()) == STEPS * 2 * (n - 1) * elements * np.dtype(dtype).itemsize
     first, second = rank * FEATURES + CLASSES, rank * CLASSES
-    for rank_, books in run.totals.items():
+    for rank_, totals in run.totals.items():
         chunks = [[part.stop - part.start for part in slices(size, n)] for size in (first, second)]
         sent = sum(2 * sum(c) - c[(rank_ + 1) % n] - c[(rank_ + 2) % n] for c in chunks)
-        assert books.sent_bytes == STEPS * sent * np.dtype(dtype).itemsize
-        assert books.messages_sent == STEPS * 4 * (n - 1)
+        assert totals.sent_bytes == STEPS * sent * np.dtype(dtype).itemsize
+        assert totals.messages_sent == STEPS * 4 * (n - 1)
 
 
 def test_a_matrix_no_larger_than_its_factors_is_averaged_as_it_is():

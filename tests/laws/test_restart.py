@@ -172,7 +172,7 @@ def test_a_hidden_count_is_noticed():
 
 def test_a_new_ledger_is_noticed():
     run = run_strategy("broadcast", 3, 5)
-    exact = [saved.state.ledger.total for rank, saved in run.simulation.save().items()]
+    exact = [saved.state.exact_sum.total for rank, saved in run.simulation.save().items()]
     assert equal_bits(*exact)
     assert not np.array_equal(exact[0], run.replicas[0])  # what a ledger made anew would begin with
     one, other = (restarted(strategy, 3, (5, 12)) for strategy in ("broadcast", FreshLedger()))

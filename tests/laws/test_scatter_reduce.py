@@ -65,10 +65,10 @@ def test_equals_a_parameter_server_of_n_shards(arguments, n):
 @pytest.mark.parametrize("n", few([2, 3, 6, 7, 18, 20], 3, 7, 20))
 def test_bytes_are_exact(n):
     run = run_strategy("scatter_reduce", n, STEPS)
-    books = [run.totals[rank] for rank in range(n)]
+    totals = [run.totals[rank] for rank in range(n)]
     sizes = [part.stop - part.start for part in slices(18, n)]
-    assert sum(b.sent_bytes for b in books) == sum(b.received_bytes for b in books) == STEPS * 2 * (n - 1) * 18 * 4
-    for rank, b in enumerate(books):
+    assert sum(b.sent_bytes for b in totals) == sum(b.received_bytes for b in totals) == STEPS * 2 * (n - 1) * 18 * 4
+    for rank, b in enumerate(totals):
         assert b.sent_bytes == STEPS * 4 * (18 - sizes[rank] + (n - 1) * sizes[rank])
         assert b.messages_sent == b.messages_received == STEPS * 2 * (n - 1)
         if 18 % n == 0:

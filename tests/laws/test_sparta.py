@@ -122,10 +122,10 @@ def test_an_average_keeps_the_mean_of_each_parameter(name):
 @pytest.mark.parametrize("n", [2, 4])
 def test_bytes_are_those_of_what_is_chosen(n):
     run = run_strategy("sparta(0.1, shuffled)", n, 20)
-    assert sum(books.sent_bytes for books in run.totals.values()) == 20 // 10 * 2 * (n - 1) * SIZE * 4
+    assert sum(totals.sent_bytes for totals in run.totals.values()) == 20 // 10 * 2 * (n - 1) * SIZE * 4
     run = run_strategy("sparta(0.1, random)", n, 20)
     chosen = sum(len(pick("random", turn, 0.1)) for turn in range(20))
-    assert sum(books.sent_bytes for books in run.totals.values()) == 2 * (n - 1) * chosen * 4
+    assert sum(totals.sent_bytes for totals in run.totals.values()) == 2 * (n - 1) * chosen * 4
 
 
 def test_replicas_stay_closer_the_more_they_share():

@@ -71,7 +71,7 @@ def test_each_fragment_travels_once_in_a_period():
             for sent in run.sent(f"{tag}/fragment{p}"):
                 elements[p] += sent.message.array.size
     assert elements == {p: 2 * 2 * size * 3 for p, size in enumerate(sizes)}
-    assert sum(books.sent_bytes for books in run.totals.values()) == 3 * 2 * 2 * 18 * 4
+    assert sum(totals.sent_bytes for totals in run.totals.values()) == 3 * 2 * 2 * 18 * 4
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -198,7 +198,7 @@ def test_encoded_outer_gradients_equal_the_oracle(feedback):
 def test_encoded_bytes_are_exact(n):
     """Every worker's code of every fragment goes around the ring: n (n-1) times 2 bytes an element."""
     run = run_strategy("streaming_diloco(12, 4, 2, codec=half)", n, 36)
-    assert sum(books.sent_bytes for books in run.totals.values()) == 3 * n * (n - 1) * 18 * 2
+    assert sum(totals.sent_bytes for totals in run.totals.values()) == 3 * n * (n - 1) * 18 * 2
 
 
 def test_conforms_with_a_codec():

@@ -88,7 +88,7 @@ def test_the_choice_is_the_smaller_number_of_bytes(n):
     """Both ways counted on the wire: whoever chooses factors sends no more than a ring would."""
     job = wide_job()
     sent = [run_strategy(s, n, STEPS, job=job).totals for s in ("sufficient_factors", "all_reduce")]
-    ours, ring = (sum(books.sent_bytes for books in totals.values()) for totals in sent)
+    ours, ring = (sum(totals.sent_bytes for totals in totals.values()) for totals in sent)
     as_factors = n * (n - 1) * FACTORS + 2 * (n - 1) * CLASSES
     assert ring == STEPS * 8 * 2 * (n - 1) * (MATRIX + CLASSES)
     assert ours == STEPS * 8 * min(as_factors, 2 * (n - 1) * (MATRIX + CLASSES))
@@ -97,9 +97,9 @@ def test_the_choice_is_the_smaller_number_of_bytes(n):
 
 def test_a_server_is_sent_factors_where_they_are_smaller_and_answers_with_everything():
     run = run_strategy("factor_server", 4, STEPS, job=wide_job())
-    books = run.totals[MASTER]
-    assert books.received_bytes == 4 * STEPS * 8 * (FACTORS + CLASSES)
-    assert books.sent_bytes == 4 * STEPS * 8 * (MATRIX + CLASSES)
+    totals = run.totals[MASTER]
+    assert totals.received_bytes == 4 * STEPS * 8 * (FACTORS + CLASSES)
+    assert totals.sent_bytes == 4 * STEPS * 8 * (MATRIX + CLASSES)
     narrow = run_strategy("factor_server", 4, STEPS).totals[MASTER]
     assert narrow.received_bytes == narrow.sent_bytes == 4 * STEPS * 18 * 4
 

@@ -84,7 +84,7 @@ def test_post_local_starts_at_the_first_decay():
 def test_bytes_fall_by_h_after_the_switch():
     def sent(steps):
         return sum(
-            books.sent_bytes for books in run_strategy("local_sgd(post_local(64, 16))", N, steps).totals.values()
+            totals.sent_bytes for totals in run_strategy("local_sgd(post_local(64, 16))", N, steps).totals.values()
         )
 
     first, both = sent(64), sent(128)
@@ -201,7 +201,7 @@ def test_adaptive_follows_the_learning_rate():
     ],
 )
 def test_only_a_period_of_one_is_synchronous(text, sync):
-    assert (Strategy.parse(f"local_sgd({text})").traits.completeness == 1) == sync
+    assert (Strategy.parse(f"local_sgd({text})").traits.delivery == "synchronous") == sync
 
 
 @pytest.mark.parametrize("period", ["fixed(5)", "post_local(10, 5)", "scheduled((1, 5), (0, 10))", "adaptive(2, 10)"])

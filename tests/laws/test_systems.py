@@ -76,9 +76,9 @@ def test_a_strategy_that_states_another_cell_is_noticed(monkeypatch):
     printed = next(row for row in table_1() if row.system == "Petuum")
     missing = {"parallelism": ("DP, MP: not yet", "MP + DP")}
     assert differences(system("Petuum").row(), printed) == missing
-    right = ParameterServer.cell.fget
+    right = ParameterServer.taxonomy_entry.fget
     monkeypatch.setattr(
-        ParameterServer, "cell", property(lambda self: dataclasses.replace(right(self), scheduling="async"))
+        ParameterServer, "taxonomy_entry", property(lambda self: dataclasses.replace(right(self), scheduling="async"))
     )
     assert differences(system("Petuum").row(), printed) == {
         **missing,
@@ -96,11 +96,11 @@ def test_the_cell_of_a_parameter_server_follows_its_parts():
         "ps(asynchronous)": TaxonomyEntry("central", "async", "ad hoc", "single PS"),
         "ps(backup(1))": TaxonomyEntry("central", "sync", "reduce", "single PS"),
     }
-    assert {text: Strategy.parse(text).cell for text in cells} == cells
+    assert {text: Strategy.parse(text).taxonomy_entry for text in cells} == cells
 
 
 def test_every_strategy_has_a_place():
-    cells = {name: registry.load("strategy", name)().cell for name in registry.names("strategy")}
+    cells = {name: registry.load("strategy", name)().taxonomy_entry for name in registry.names("strategy")}
     assert {name: cell for name, cell in cells.items() if not isinstance(cell, TaxonomyEntry)} == {}
 
 

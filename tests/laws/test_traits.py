@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.drivers.plan import Batches
+from flockstep.errors import UnknownName
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.programs import NeedGradient
@@ -109,10 +110,16 @@ def test_as_many_deaths_are_survived_as_the_trait_says(strategy: str, workers: i
 
 def test_deaths_by_number_of_workers() -> None:
     any_number, three, all_but_two = (
-        Traits(4, True, ("mean",)),
-        Traits(4, 3, ("mean",)),
-        Traits(4, True, ("mean",), least=2),
+        Traits("partial", True, ("mean",)),
+        Traits("partial", 3, ("mean",)),
+        Traits("partial", True, ("mean",), least=2),
     )
     assert [one.deaths(8) for one in (any_number, three, all_but_two)] == [7, 3, 6]
     assert [one.deaths(2) for one in (any_number, three, all_but_two)] == [1, 1, 0]
-    assert Traits(4, False, ("mean",)).deaths(8) == 0
+    assert Traits("partial", False, ("mean",)).deaths(8) == 0
+
+
+@pytest.mark.parametrize("delivery", [1, "eventual"])
+def test_a_delivery_that_does_not_exist_is_refused(delivery):
+    with pytest.raises(UnknownName, match=f"no delivery is called '{delivery}'; known: bounded delay, partial, sync"):
+        Traits(delivery, survives=False, results=("rank0",))

@@ -234,4 +234,4 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell():
-    assert TreeElasticAveraging().cell == TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree")
+    assert TreeElasticAveraging().taxonomy_entry == TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree")

@@ -97,9 +97,9 @@ def test_nothing_is_lost_on_both_ways():
 def test_bytes_are_exact(n):
     run = run_strategy("two_way(half, residual)", n, STEPS)
     sizes = [Half().wire_bytes(part.stop - part.start, "float32") for part in slices(SIZE, n)]
-    for rank, books in run.totals.items():
-        assert books.sent_bytes == STEPS * (sum(sizes) - sizes[rank] + (n - 1) * sizes[rank])
-        assert books.messages_sent == books.messages_received == STEPS * 2 * (n - 1)
+    for rank, totals in run.totals.items():
+        assert totals.sent_bytes == STEPS * (sum(sizes) - sizes[rank] + (n - 1) * sizes[rank])
+        assert totals.messages_sent == totals.messages_received == STEPS * 2 * (n - 1)
     assert sum(b.sent_bytes for b in run.totals.values()) == STEPS * 2 * (n - 1) * SIZE * 2
 
 

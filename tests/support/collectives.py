@@ -31,7 +31,7 @@ class Does(Strategy):
 
     @property
     def traits(self):
-        return Traits(completeness=1, survives=False, results=("rank0",))
+        return Traits(delivery="synchronous", survives=False, results=("rank0",))
 
     async def worker(self, me):
         while me.training:

@@ -13,7 +13,7 @@ from flockstep.communicator.communicator import Communicator
 from flockstep.communicator.encoded import NOTES
 from flockstep.communicator.rank import Rank
 from flockstep.drivers.member import SAID, NodeLost
-from flockstep.messages import Beside, Message
+from flockstep.messages import AnyNote, Message
 from flockstep.nodes import View
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.kinds import Tcp
@@ -69,7 +69,7 @@ class Group:
         """What it returns, rank by rank."""
         return [future.result(PATIENCE) for future in self.start(program, *ranks)]
 
-    def say(self, to: int, tag: str, note: Beside) -> None:
+    def say(self, to: int, tag: str, note: AnyNote) -> None:
         """What a supervisor would say to a communicator."""
         if to not in self.links:
             me = SenderIdentity("run", LAUNCHER, "schema", 1 << 20)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from flockstep.arrays.namespace import on_host, tensor
+from flockstep.arrays.namespace import to_host, to_tensor
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Evaluation, Indices
 from flockstep.frameworks.numpy import NumpyEngine
@@ -18,7 +18,7 @@ class Elsewhere(torch.Tensor):
     """A tensor, and whatever is computed from it, that must be moved to the host before numpy can read it."""
 
     def __array__(self, *_: Any) -> NoReturn:
-        raise TypeError("this tensor does not lie in the host's memory; use on_host")
+        raise TypeError("this tensor does not lie in the host's memory; use to_host")
 
     def numpy(self, **_: Any) -> NoReturn:
         self.__array__()
@@ -43,9 +43,9 @@ class EngineElsewhere(NumpyEngine):
         self, params: Any, indices: Indices, out: Any, replicas: Sequence[int], steps: Sequence[int]
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
         here = np.empty(out.shape, self.schema.dtype)
-        losses = super().gradients(on_host(params), indices, here, replicas, steps)
-        out[:] = tensor(here)
+        losses = super().gradients(to_host(params), indices, here, replicas, steps)
+        out[:] = to_tensor(here)
         return losses
 
     def evaluate(self, params: Any, replicas: Sequence[int] = (0,)) -> Evaluation:
-        return super().evaluate(on_host(params), replicas)
+        return super().evaluate(to_host(params), replicas)

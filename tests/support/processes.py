@@ -31,7 +31,7 @@ COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
 PATIENT = """
 import functools
 from flockstep.launchers import supervisor
-supervisor.Waits = functools.partial(supervisor.Waits, period=3600.0)
+supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=3600.0)
 """
 """For a command: that it waits, as on a busy machine, is not told."""
 IPC = ("--transport", "ipc")

@@ -1,4 +1,4 @@
-"""An asynchronous parameter server in plain numpy, and a stand-in for a server."""
+"""An asynchronous parameter server in plain numpy, and a surrogate for a server."""
 
 from __future__ import annotations
 

@@ -20,15 +20,15 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import UnknownName
 from flockstep.optimizers.sgd import SGD
 from flockstep.planning.advice import DROPS, REQUIREMENTS, Advice, advise, value
+from flockstep.planning.advice_text import Case, recommendation
 from flockstep.planning.criteria import DOUBT, NOISE, approximates, is_central, is_synchronous, lost, relative_samples
+from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE, prospect
-from flockstep.planning.sentences import Case, recommendation
-from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.strategies.base import Strategy
 from support.matrix import few
 
-TASK = JobProfile("stand-in", 1_000_000, ((1000, 1000),))
+TASK = JobProfile("surrogate", 1_000_000, ((1000, 1000),))
 SOME = (
     "all_reduce",
     "ps",
@@ -317,7 +317,7 @@ def not_compressed(advice: Advice) -> bool:
 
 def asynchronous(advice: Advice) -> bool:
     strategy = advice.choice.strategy
-    return strategy is not None and not is_synchronous(strategy.cell, strategy.traits)
+    return strategy is not None and not is_synchronous(strategy.taxonomy_entry, strategy.traits)
 
 
 def synchronous(advice: Advice) -> bool:
@@ -325,7 +325,9 @@ def synchronous(advice: Advice) -> bool:
 
 
 def central(advice: Advice) -> bool:
-    return synchronous(advice) and advice.choice.strategy is not None and is_central(advice.choice.strategy.cell)
+    return (
+        synchronous(advice) and advice.choice.strategy is not None and is_central(advice.choice.strategy.taxonomy_entry)
+    )
 
 
 def sends_less(advice: Advice) -> bool:

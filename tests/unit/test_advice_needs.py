@@ -10,12 +10,12 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.planning.advice import advise
 from flockstep.planning.criteria import criteria
-from flockstep.planning.failing import RISK, deaths, length, risk, sentence
+from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
-from flockstep.planning.task import JobProfile, task_of
+from flockstep.planning.worker_losses import RISK, deaths, length, risk, sentence
 
-TASK = JobProfile("stand-in", 1_000_000, ((1000, 1000),))
+TASK = JobProfile("surrogate", 1_000_000, ((1000, 1000),))
 
 
 def cluster(bandwidth: str, count: int = 8, more: str = "") -> ClusterShape:

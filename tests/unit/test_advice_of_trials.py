@@ -6,10 +6,10 @@ import pytest
 
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.planning.advice import advise
+from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
 from flockstep.planning.search import Found
-from flockstep.planning.task import JobProfile
 from flockstep.planning.trials import Trial
 
 TARGET = 0.9
@@ -27,7 +27,7 @@ latency = "1ms"
 @pytest.fixture(scope="module")
 def outlook() -> Outlook:
     strategies = "all_reduce", "local_sgd(period=8)", "ps(consistency=backup(1))"
-    return plan(JobProfile("stand-in", 210), read_cluster(CLUSTER, name="test"), strategies=strategies, further=False)
+    return plan(JobProfile("surrogate", 210), read_cluster(CLUSTER, name="test"), strategies=strategies, further=False)
 
 
 def tried(name: str, seconds: float | None) -> Found:

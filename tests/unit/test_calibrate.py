@@ -16,9 +16,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import calibrate
 from flockstep.planning.fit import fit_records
-from flockstep.planning.laws import fit_law
+from flockstep.planning.fit_durations import fit_law
+from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.rates import measure_operations, measure_rates
-from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.events import ScalarEvent, StepEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, Lognormal

@@ -15,7 +15,7 @@ from flockstep.launchers.simulate import simulate
 from flockstep.launchers.train import train
 from flockstep.planning.check import check, for_report, measure
 from flockstep.planning.fit import fit_records
-from flockstep.planning.task import Site, task_of
+from flockstep.planning.job_profile import Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder

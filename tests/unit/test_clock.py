@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flockstep.drivers import process
-from flockstep.drivers.member import Ticket
+from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.setup import prepare
 from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
@@ -26,8 +26,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     done: list[str] = []
 
     class FakeMember:
-        def __init__(self, ticket: Ticket, *rest: Any):
-            self.ticket, self.bus, self.closed = ticket, type("Bus", (), {"traffic": Traffic()})(), False
+        def __init__(self, node_spec: NodeSpec, *rest: Any):
+            self.node_spec, self.bus, self.closed = node_spec, type("Bus", (), {"traffic": Traffic()})(), False
 
         def join(self, strategy: str, optimizer: dict[str, Any], initial: Any) -> Any:
             done.append("join")
@@ -50,7 +50,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(process, "release", noted("collect garbage", process.release))
     monkeypatch.setattr(process, "_warm_up", noted("compute a gradient", process._warm_up))
     monkeypatch.setattr(process, "make_server", noted("make the server", process.make_server))
-    monkeypatch.setattr(process, "Seat", noted("start the clock", None))
+    monkeypatch.setattr(process, "NodeConnection", noted("start the clock", None))
     before = signal.getsignal(signal.SIGINT)
     yield done
     signal.signal(signal.SIGINT, before)
@@ -59,16 +59,16 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 CONFIG = RunConfig(kind="train", job="softmax", strategy="bsp", workers=2, transport="ipc", steps=4)
 
 
-def ticket(address: int) -> Ticket:
-    return Ticket("run", address, "", "", "ipc", 5.0, "", 2, 0)
+def node_spec(address: int) -> NodeSpec:
+    return NodeSpec("run", address, "", "", "ipc", 5.0, "", 2, 0)
 
 
 def test_a_worker_collects_garbage_before_the_clock_starts(order: list[str]) -> None:
-    assert process.run_worker(ticket(0), lambda: prepare(CONFIG)[:2]) == 1
+    assert process.run_worker(node_spec(0), lambda: prepare(CONFIG)[:2]) == 1
     assert order == ["collect garbage", "compute a gradient", "join", "collect garbage", "begin"]
 
 
 def test_a_server_is_made_before_the_clock_starts(order: list[str]) -> None:
     engine, plan, _ = prepare(CONFIG)
-    assert process.run_server(ticket(-1), 0, str(plan.strategy), str(plan.optimizer), engine.schema, 0) == 1
+    assert process.run_server(node_spec(-1), 0, str(plan.strategy), str(plan.optimizer), engine.schema, 0) == 1
     assert order == ["join", "make the server", "begin"]

@@ -324,8 +324,8 @@ def test_sums_in_memory_are_on_the_books_as_those_of_a_ring(group):
 
     def totals(comm):
         comm.barrier()
-        account = comm._engine.runner.account
-        found = account.traffic.sent_bytes, account.traffic.received_bytes
+        metrics = comm._engine.runner.metrics
+        found = metrics.traffic.sent_bytes, metrics.traffic.received_bytes
         comm.barrier()
         return found
 

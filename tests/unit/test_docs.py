@@ -23,7 +23,7 @@ from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
 from flockstep.planning.advice import REQUIREMENTS
-from flockstep.planning.task import task_of
+from flockstep.planning.job_profile import task_of
 from support.matrix import each, few
 from support.site import program
 

@@ -15,7 +15,7 @@ import pytest
 
 from flockstep.arrays.schema import Schema
 from flockstep.drivers import process as process_module
-from flockstep.drivers.member import Ticket
+from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.frameworks.torch_groups import TorchOptimizer
 from flockstep.launchers import children, entry, simulate
@@ -96,8 +96,8 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
 
     monkeypatch.setattr(process_module, "Member", Joining)
     monkeypatch.setattr(TorchOptimizer, "load", lambda self: done.append("load"), raising=False)
-    ticket = Ticket("run", -1, "", str(tmp_path), "ipc", 5.0, str(tmp_path), 1, 0)
-    process_module.run_server(ticket, 0, "ps", optimizer, Schema.of({"w": (3,)}, "float32"), 0)
+    node_spec = NodeSpec("run", -1, "", str(tmp_path), "ipc", 5.0, str(tmp_path), 1, 0)
+    process_module.run_server(node_spec, 0, "ps", optimizer, Schema.of({"w": (3,)}, "float32"), 0)
     assert done == ["load", "join"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flockstep import errors
+from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, RunError, UnknownName
 from flockstep.strategies.base import Strategy
 
@@ -75,6 +76,14 @@ def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
 def test_former_names_in_expressions_are_refused(text, present):
     with pytest.raises(UnknownName, match=f"it is called '{present}' now"):
         Strategy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("base", "former", "present"), [(Codec, "at", "bind_step"), (Strategy, "cell", "taxonomy_entry")]
+)
+def test_a_component_with_a_method_of_a_former_name_is_refused(base, former, present):
+    with pytest.raises(UnknownName, match=f"no method of a {base.noun} is called '{former}'; it is called '{present}'"):
+        type("Own", (base,), {former: lambda self: None})
 
 
 def test_a_missing_dependency_says_what_to_run():

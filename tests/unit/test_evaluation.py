@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flockstep.launchers.evaluation import Tell, _Desk
-from flockstep.records.handed_in import LAST, HandedIn
+from flockstep.records.snapshots import LAST, Snapshot
 
 
 class Noted:
@@ -14,7 +14,7 @@ class Noted:
     def __init__(self) -> None:
         self.done: list[object] = []
 
-    def hand_in(self, item: HandedIn) -> None:
+    def add_snapshot(self, item: Snapshot) -> None:
         self.done.append(item.tick)
 
     def end(self) -> None:
@@ -31,7 +31,7 @@ def test_without_a_supervisor_only_the_result_is_settled(ended: bool, done: list
     tracker = Noted()
     desk = _Desk(tracker)  # type: ignore[arg-type]
     for tick in (1.0, 2.0, LAST, 3.0, None):
-        desk.told.put(Tell(item=HandedIn(tick, 0, "file", "float32", 1, 0, 0.0, 0, 0)))
+        desk.told.put(Tell(item=Snapshot(tick, 0, "file", "float32", 1, 0, 0.0, 0, 0)))
     desk.finish(ended)
     assert desk.errors == []
     assert tracker.done == done

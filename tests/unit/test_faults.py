@@ -97,7 +97,7 @@ class Copes(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(4, True, ("rank0",))
+        return Traits("partial", True, ("rank0",))
 
     async def worker(self, me: Worker) -> None:
         if me.rank == 0:

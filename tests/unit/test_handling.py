@@ -11,9 +11,9 @@ from flockstep.costs.cluster_reading import load_cluster
 from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
+from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.prospect import on_cluster
 from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.handling import Handled, Longer, Overheads

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.drivers.real import Seat
+from flockstep.drivers.real import NodeConnection
 from flockstep.errors import PeerLost
 from flockstep.messages import Message, frozen, server
 from flockstep.nodes import Cluster, View, Worker
@@ -20,10 +20,12 @@ from flockstep.transports.bus import LAUNCHER, Traffic
 def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[int] = frozenset()) -> Message:
     """What worker 0, after its third step, gets when it waits for a message of `who`; nobody survives a death."""
     coming = deque(arriving)
-    ticket = SimpleNamespace(address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2)
-    bus = SimpleNamespace(lend=frozen, traffic=Traffic(), broken=lambda seconds: set(broken if seconds == 2 else ()))
+    node_spec = SimpleNamespace(address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2)
+    bus = SimpleNamespace(
+        copy_for_sending=frozen, traffic=Traffic(), broken=lambda seconds: set(broken if seconds == 2 else ())
+    )
     member: Any = SimpleNamespace(
-        ticket=ticket,
+        node_spec=node_spec,
         view=View(0, (0, 1)),
         memory=None,
         bus=bus,
@@ -32,14 +34,14 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
     )
     stepper: Any = SimpleNamespace()
     worker = Worker(0, Cluster(2, 2), np.zeros(2), np.random.default_rng(0), stepper, None)
-    seat = Seat(member, worker, Strategy.parse("ps"), lambda _: None)
+    connection = NodeConnection(member, worker, Strategy.parse("ps"), lambda _: None)
     worker.step, got = 3, list[Message]()
 
     async def program() -> None:
         got.append(await worker.receive("state", who))
 
-    seat.runner.begin(program())
-    seat.drive(seat.runner)
+    connection.runner.begin(program())
+    connection.drive(connection.runner)
     return got[0]
 
 

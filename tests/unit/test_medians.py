@@ -9,9 +9,9 @@ import msgspec
 from rich.console import Console
 
 from flockstep.records import RunConfig, Summary, summarize
+from flockstep.report.formatting import number
 from flockstep.report.medians import RepeatedRuns, caveats, spreads, title
 from flockstep.report.terminal import TextTable
-from flockstep.report.words import number
 
 BASE = summarize(RunConfig(kind="train", job="digits", strategy="asgd", workers=4, target=0.95), [], "finished")
 

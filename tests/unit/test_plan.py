@@ -17,23 +17,12 @@ from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.planning import prospect as prospects
 from flockstep.planning.advice import advise, slower, value
+from flockstep.planning.advice_text import quantity
 from flockstep.planning.check import Check, Figures, check_cells
 from flockstep.planning.criteria import DOUBT, NOISE, relative_samples
+from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import MOST, Outlook, combines, plan
-from flockstep.planning.prospect import (
-    ALONE,
-    Pace,
-    Unpredictable,
-    alone,
-    faster,
-    grown,
-    prospect,
-    rehearsed,
-)
-from flockstep.planning.scaling import Crossover, Curve, best
-from flockstep.planning.sentences import quantity
-from flockstep.planning.task import JobProfile, Site, task_of
-from flockstep.planning.words import (
+from flockstep.planning.plan_text import (
     HEADINGS,
     TABLE_2,
     as_much,
@@ -46,12 +35,23 @@ from flockstep.planning.words import (
     scaling_sentence,
     short,
 )
+from flockstep.planning.prospect import (
+    ALONE,
+    Pace,
+    Unpredictable,
+    alone,
+    faster,
+    grown,
+    prospect,
+    rehearsed,
+)
+from flockstep.planning.scaling import Crossover, Curve, best
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 
 FEW = ("all_reduce", "ps", "ps(consistency=asynchronous)", "local_sgd(period=8)", "all_reduce(codec=half)")
-TASK = JobProfile("stand-in", 100_000, ((400, 200), (20_000,)))
+TASK = JobProfile("surrogate", 100_000, ((400, 200), (20_000,)))
 
 
 def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: int = 4, more: str = "") -> ClusterShape:

@@ -10,15 +10,15 @@ import pytest
 
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.planning.advice import advise
+from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.page import CELLS, Map, best_map, plan_page, scaling_picture, scaling_table
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import Pace, prospect
 from flockstep.planning.scaling import WORKERS
-from flockstep.planning.task import JobProfile, Site
 from flockstep.report.page import Listing
 from flockstep.strategies.base import Strategy
 
-TASK = JobProfile("stand-in", 100_000, ((400, 200), (20_000,)))
+TASK = JobProfile("surrogate", 100_000, ((400, 200), (20_000,)))
 CLUSTER = read_cluster(
     'compute = "constant(0.01)"\n[nodes.machines]\ncount = 4\n[[links]]\ninside = "machines"\n'
     'bandwidth = "100mbit"\nlatency = "50us"\n',

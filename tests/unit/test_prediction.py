@@ -18,8 +18,8 @@ from flockstep.launchers.simulate import simulate
 from flockstep.planning.calibrate import Calibration
 from flockstep.planning.check import check
 from flockstep.planning.fit import fit_records
+from flockstep.planning.job_profile import task_of
 from flockstep.planning.scaling import faster
-from flockstep.planning.task import task_of
 from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
 

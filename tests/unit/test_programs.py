@@ -17,7 +17,7 @@ from flockstep.records.events import StepEvent
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy
 
-SYNCHRONOUS = Traits(1, False, ("mean", "rank0"))
+SYNCHRONOUS = Traits("synchronous", False, ("mean", "rank0"))
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Impatient(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(4, False, ("rank0",))
+        return Traits("partial", False, ("rank0",))
 
     async def worker(self, me: Worker) -> None:
         while me.training:
@@ -114,7 +114,7 @@ class Asks(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(4, False, ("rank0",), needs_job=True)
+        return Traits("partial", False, ("rank0",), needs_job=True)
 
     def worker_state(self, me: Worker) -> list[object]:
         return []
@@ -154,7 +154,7 @@ class AnswersWhileComputing(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(4, False, ("rank0",))
+        return Traits("partial", False, ("rank0",))
 
     async def worker(self, me: Worker) -> None:
         if me.rank == 0:
@@ -187,7 +187,7 @@ class WaitsForALeaver(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(4, False, ("rank0",))
+        return Traits("partial", False, ("rank0",))
 
     async def worker(self, me: Worker) -> None:
         if me.rank == 1:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flockstep.cli import show
-from flockstep.launchers.standing import Standing
+from flockstep.launchers.node_progress import NodeProgress
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_simulation_counts_worker_steps(screen: io.StringIO) -> None:
 
 def test_a_real_run_counts_the_mean_steps_of_its_workers(screen: io.StringIO) -> None:
     with show.standings("digits, bsp") as tell:
-        tell({0: Standing("running", 10), 1: Standing("running", 20), -1: Standing("running", 999)}, 60)
+        tell({0: NodeProgress("running", 10), 1: NodeProgress("running", 20), -1: NodeProgress("running", 999)}, 60)
     assert "15/60 steps" in screen.getvalue()
     assert "worker 1" in screen.getvalue()
 
@@ -46,5 +46,5 @@ def test_nothing_is_shown_where_nobody_watches(capsys: pytest.CaptureFixture[str
     with show.status() as say, show.bar("a") as tell, show.standings("b") as stand:
         say("part", 1, 4)
         tell(1, 4, 0.5)
-        stand({0: Standing()}, 4)
+        stand({0: NodeProgress()}, 4)
     assert tuple(capsys.readouterr()) == ("", "")

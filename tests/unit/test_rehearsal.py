@@ -15,10 +15,10 @@ from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import rehearsal
+from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.prospect import prospect
 from flockstep.planning.rehearsal import AGREE, Rehearsal, rehearse
-from flockstep.planning.stand_in import Unrehearsed, longest_cycle, scaled, shrunk
-from flockstep.planning.task import JobProfile, Site, task_of
+from flockstep.planning.surrogate import Unrehearsed, longest_cycle, scaled, shrunk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
@@ -52,7 +52,7 @@ def task() -> JobProfile:
 def rehearsed(text: str, **more: object) -> Rehearsal:
     strategy, its = Strategy.parse(text), task()
     laws = ComputeModel.parse(COMPUTE), Network.parse(NETWORK)
-    known = {"tensors": its.tensors, "optimizer": its.optimizer, "lessons": its.lessons, **more}
+    known = {"tensors": its.tensors, "optimizer": its.optimizer, "surrogate_batches": its.surrogate_batches, **more}
     return rehearse(strategy, WORKERS, its.nbytes, *laws, dtype_bytes=its.itemsize, **known)  # type: ignore[arg-type]
 
 
@@ -104,7 +104,9 @@ def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(te
     strategy, site = Strategy.parse(text), Site(task(), load_cluster("two-sites"))
     found = prospect(strategy, site, 4)
     laws, its = (site.compute(4), site.cluster.network(4)), site.task
-    long = rehearse(strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, lessons=its.lessons)
+    long = rehearse(
+        strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, surrogate_batches=its.surrogate_batches
+    )
     assert found.sent_bytes == pytest.approx(long.sent_bytes_per_step, rel=0.05)
     assert found.seconds >= 0.95 * long.seconds_per_step
 
@@ -183,7 +185,7 @@ def test_what_no_stand_in_can_say_is_refused() -> None:
 
 
 def test_a_matrix_with_a_short_side_is_no_vector() -> None:
-    """Factors of 20,000 × 10 have rank (20,000 + 10) elements; a stand-in of 1,431 × 1 would send itself."""
+    """Factors of 20,000 × 10 have rank (20,000 + 10) elements; a surrogate of 1,431 × 1 would send itself."""
     tall = JobProfile("tall", 200_010, ((20_000, 10), (10,)))
     found = prospect(Strategy.parse("powersgd(rank=2)"), dataclasses.replace(cluster(), task=tall), 4)
     assert found.sent_bytes == pytest.approx(1.5 * 4 * (2 * 20_010 + 10), rel=0.02)

@@ -19,7 +19,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.records import RunConfig, summarize
 from flockstep.records.events import EvaluationEvent, Event, LostEvent, UpdateEvent
 from flockstep.records.folder import Record
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.activity import per_step, per_worker, timeline
 from flockstep.report.figures import progress, ranges, staleness
 from flockstep.report.findings import findings
@@ -296,7 +296,7 @@ def test_the_findings_name_the_first_and_the_reason(records: list[Record]) -> No
     sentences = findings(series)
     best, worst = ranked[0].summary, ranked[-2].summary
     assert sentences[0].startswith(
-        f"{best.strategy} reached accuracy 0.95 first, after {words.number(best.seconds_to_target)} virtual s"
+        f"{best.strategy} reached accuracy 0.95 first, after {formatting.number(best.seconds_to_target)} virtual s"
     )
     assert any(worst.strategy in text and "samples" in text for text in sentences[1:])
     assert any("computing" in text and "sent" in text for text in sentences)
@@ -346,7 +346,7 @@ def test_the_terminal_table_shows_every_run(records: list[Record], width: int) -
     assert "VIRTUAL seconds" in text
     lines = [line.strip() for line in text.splitlines()]
     assert any(line.startswith("1= ") for line in lines)
-    assert any(line.startswith(f"{words.NONE} ") and "failed" in line for line in lines)
+    assert any(line.startswith(f"{formatting.NONE} ") and "failed" in line for line in lines)
 
 
 def test_markup_in_a_strategy_stays_text() -> None:
@@ -363,23 +363,23 @@ def test_a_table_of_no_runs_is_empty() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (words.number(None), "–"),
-        (words.number(0.0), "0"),
-        (words.number(12.345), "12.3"),
-        (words.number(1234.5), "1,234"),
-        (words.number(0.01234), "0.0123"),
-        (words.number(1.2e-5), "1.20e-05"),
-        (words.seconds(0.0), "0 s"),
-        (words.seconds(0.0123), "12.3 ms"),
-        (words.seconds(2e-6), "2.00 µs"),
-        (words.size(1500), "1.50 kB"),
-        (words.size(2.5e9), "2.50 GB"),
-        (words.share(1.0), "100 %"),
-        (words.share(0.9999), "99.9 %"),
-        (words.share(0.0), "0 %"),
-        (words.share(0.0001), "< 0.1 %"),
-        (words.share(1.25), "125.0 %"),
-        (words.metric(0.95), "0.9500"),
+        (formatting.number(None), "–"),
+        (formatting.number(0.0), "0"),
+        (formatting.number(12.345), "12.3"),
+        (formatting.number(1234.5), "1,234"),
+        (formatting.number(0.01234), "0.0123"),
+        (formatting.number(1.2e-5), "1.20e-05"),
+        (formatting.seconds(0.0), "0 s"),
+        (formatting.seconds(0.0123), "12.3 ms"),
+        (formatting.seconds(2e-6), "2.00 µs"),
+        (formatting.size(1500), "1.50 kB"),
+        (formatting.size(2.5e9), "2.50 GB"),
+        (formatting.share(1.0), "100 %"),
+        (formatting.share(0.9999), "99.9 %"),
+        (formatting.share(0.0), "0 %"),
+        (formatting.share(0.0001), "< 0.1 %"),
+        (formatting.share(1.25), "125.0 %"),
+        (formatting.metric(0.95), "0.9500"),
     ],
 )
 def test_figures_read_well(text: str, expected: str) -> None:

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 import flockstep
-from flockstep.drivers.member import Ticket
-from flockstep.drivers.ticket import TICKET, ticket_to_text
+from flockstep.drivers.member import NodeSpec
+from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
 from flockstep.errors import ConfigurationError, MissingDependency
 
 WORKERS = 3
@@ -68,8 +68,10 @@ class Doubling(DataLoader[int]):
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
     def become(rank: int, workers: int = WORKERS) -> None:
-        ticket = Ticket("run", rank, "ipc://control", str(tmp_path), "ipc", 5.0, str(tmp_path), workers, os.getpid())
-        monkeypatch.setenv(TICKET, ticket_to_text(Ticket(**{**vars(ticket), "process": os.getpid()})))
+        node_spec = NodeSpec(
+            "run", rank, "ipc://control", str(tmp_path), "ipc", 5.0, str(tmp_path), workers, os.getpid()
+        )
+        monkeypatch.setenv(NODE_SPEC, spec_to_text(NodeSpec(**{**vars(node_spec), "process": os.getpid()})))
 
     return become
 
@@ -296,7 +298,7 @@ def test_a_sampler_that_says_what_is_drawn_is_refused(name: str, as_rank: Become
 
 
 def test_alone_it_is_the_loader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TICKET, raising=False)
+    monkeypatch.delenv(NODE_SPEC, raising=False)
     loader = DataLoader(Stream())
     assert flockstep.shard(loader) is loader
 
@@ -378,7 +380,7 @@ def test_without_torch_the_way_to_install_it_is_named(
     """The supervisor of a launched script hears of it too."""
     as_rank(1)
     told: list[Any] = []
-    monkeypatch.setattr("flockstep.drivers.ticket.knock", lambda ticket, words: told.append(words))
+    monkeypatch.setattr("flockstep.drivers.node_spec.send_to_control", lambda node_spec, words: told.append(words))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(MissingDependency, match=rf"flockstep\.{name} needs PyTorch.*flockstep\[torch\]") as raised:
         call()

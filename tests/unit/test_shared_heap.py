@@ -10,7 +10,7 @@ import pytest
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message, server
 from flockstep.transports.copies import BufferPool
-from flockstep.transports.shared_heap import FRONT, SLOTS, Borrowed, SharedHeap
+from flockstep.transports.shared_heap import FRONT, SLOTS, PeerMemory, SharedHeap
 from flockstep.transports.wire import SenderIdentity, decode, encode
 
 ROOM = 1 << 20
@@ -22,7 +22,7 @@ def heaps():
 
 
 def view(heaps, source, to, place, start, dtype, size):
-    return Borrowed(heaps[source].told, to).view(place, start, dtype, size)
+    return PeerMemory(heaps[source].told, to).view(place, start, dtype, size)
 
 
 def carried(heaps, array, source=0, to=1):
@@ -118,8 +118,8 @@ def test_what_cannot_be_a_slot_is_refused(heaps, place, start, size):
 
 
 def identity(address, heap=None):
-    borrowed = {} if heap is None else {0: Borrowed(heap.told, address)}
-    return SenderIdentity("run", address, "schema", 8000, borrowed=borrowed)
+    peer_memory = {} if heap is None else {0: PeerMemory(heap.told, address)}
+    return SenderIdentity("run", address, "schema", 8000, peer_memory=peer_memory)
 
 
 def test_through_the_wire_only_the_header_travels(heaps):

@@ -28,7 +28,7 @@ from flockstep.transports import shared_memory
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import Backlog, Bus
 from flockstep.transports.kinds import Tcp
-from flockstep.transports.shared_heap import Borrowed
+from flockstep.transports.shared_heap import PeerMemory
 from flockstep.transports.streams import StreamBus
 from flockstep.transports.wire import GREETING, SenderIdentity, encode
 
@@ -82,7 +82,7 @@ def arrived(bus: StreamBus, *others: StreamBus) -> Message:
     return message
 
 
-def knocking(bus: StreamBus, *parts: bytes) -> socket.socket:
+def raw_connection(bus: StreamBus, *parts: bytes) -> socket.socket:
     """Somebody who connects and says that."""
     host, _, port = bus.address.removeprefix("tcp://").rpartition(":")
     stranger = socket.create_connection((host, int(port)))
@@ -242,7 +242,7 @@ def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(
 )
 def test_who_does_not_belong_to_the_run_is_hung_up_on(said: bytes, make: Make) -> None:
     first, second = introduced(make)
-    with knocking(first, said) as stranger:
+    with raw_connection(first, said) as stranger:
         while not first.rejected:
             assert first.poll(0.01) is None
         stranger.settimeout(10)
@@ -253,7 +253,7 @@ def test_who_does_not_belong_to_the_run_is_hung_up_on(said: bytes, make: Make) -
 
 def test_who_says_too_little_does_not_disturb(make: Make) -> None:
     first, second = introduced(make)
-    with knocking(first), knocking(first, b"\0" * 3) as half, knocking(first, greeting(1)[:20]):
+    with raw_connection(first), raw_connection(first, b"\0" * 3) as half, raw_connection(first, greeting(1)[:20]):
         half.shutdown(socket.SHUT_WR)
         assert first.poll(0.01) is None
         still_works(first, second)
@@ -262,7 +262,7 @@ def test_who_says_too_little_does_not_disturb(make: Make) -> None:
 
 def test_a_stranger_cannot_take_the_name_of_a_peer_that_is_connected(make: Make) -> None:
     first, second = introduced(make)
-    with knocking(first, greeting(1), framed(b"garbage")):
+    with raw_connection(first, greeting(1), framed(b"garbage")):
         while not first.rejected:
             assert first.poll(0.01) is None
         still_works(first, second)
@@ -272,7 +272,7 @@ def test_who_speaks_before_it_was_let_in_is_hung_up_on(make: Make) -> None:
     """Nobody knows yet who takes part; who has greeted has to wait for an answer."""
     first, second = make(0), make(1)
     push = encode(Message(1, "push", number=1), SenderIdentity("run", 1, "schema", 1 << 20))
-    with knocking(first, greeting(1), framed(push)):
+    with raw_connection(first, greeting(1), framed(push)):
         while not first.rejected:
             assert first.poll(0.01) is None
         join(first, second)
@@ -284,7 +284,7 @@ def test_only_so_many_may_stand_without_a_greeting(make: Make, monkeypatch: pyte
     first, second = introduced(make)
     with contextlib.ExitStack() as stack:
         for _ in range(5):
-            stack.enter_context(knocking(first))
+            stack.enter_context(raw_connection(first))
         while first.rejected < 2:
             assert first.poll(0.01) is None
         still_works(first, second)
@@ -295,7 +295,7 @@ def test_silent_strangers_before_the_run_has_met_keep_nobody_out(make: Make, mon
     first, second = make(0), make(1)
     with contextlib.ExitStack() as stack:
         for _ in range(5):
-            stack.enter_context(knocking(first))
+            stack.enter_context(raw_connection(first))
             assert first.poll(0.01) is None
         join(first, second)
         still_works(first, second)
@@ -306,7 +306,7 @@ def as_peer(make: Make) -> tuple[StreamBus, socket.socket]:
     """A bus, and a bare socket that it takes for worker 1."""
     first = make(0)
     first.connect({1: "tcp://127.0.0.1:9"})
-    peer = knocking(first, greeting(1))
+    peer = raw_connection(first, greeting(1))
     while not first.reachable(1):
         assert first.poll(0.01) is None
     return first, peer
@@ -383,15 +383,15 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
 def test_large_arrays_stay_in_memory_that_both_reach(make: Make, transport: str) -> None:
     first, second = introduced(make, transport)
     array = np.arange(50_000, dtype=np.float32)
-    copy = second.lend(array)
-    assert second.lend(copy) is copy
-    borrowed = first._me.borrowed[1]._memory
-    start = borrowed.array(np.uint8, 1).ctypes.data
+    copy = second.copy_for_sending(array)
+    assert second.copy_for_sending(copy) is copy
+    peer_memory = first._me.peer_memory[1]._memory
+    start = peer_memory.array(np.uint8, 1).ctypes.data
     for number, sent in enumerate((copy, array), 1):
         second.send(0, Message(1, "push", sent, number=number))
         got = arrived(first)
         assert np.array_equal(got.payload, array)
-        assert 0 < got.payload.ctypes.data - start < borrowed.size
+        assert 0 < got.payload.ctypes.data - start < peer_memory.size
 
 
 @LINUX
@@ -399,8 +399,8 @@ def test_between_hosts_nothing_is_lent(make: Make, monkeypatch: pytest.MonkeyPat
     first, second = make(0, "tcp(memory=true)"), make(1, "tcp(memory=true)")
     monkeypatch.setattr(shared_memory, "_host", lambda: "another")
     join(first, second)
-    assert not first._me.borrowed
-    assert not second._me.borrowed
+    assert not first._me.peer_memory
+    assert not second._me.peer_memory
     second.send(0, Message(1, "push", np.arange(50_000, dtype=np.float32), number=1))
     assert arrived(first).payload[-1] == 49_999
 
@@ -408,15 +408,15 @@ def test_between_hosts_nothing_is_lent(make: Make, monkeypatch: pytest.MonkeyPat
 @LINUX
 def test_memory_that_is_not_the_peers_is_noticed(make: Make) -> None:
     told = make(0, "tcp(memory=true)").address.partition(" ")[2]
-    assert Borrowed(told, 1) is not None
+    assert PeerMemory(told, 1) is not None
     with pytest.raises(CompositionError, match="is not as expected"):
-        Borrowed("00" * 16 + told[32:], 1)
+        PeerMemory("00" * 16 + told[32:], 1)
 
 
 def test_a_header_that_is_nested_too_deep_is_refused(make: Make) -> None:
     first, second = introduced(make)
     header = b"\x9f" + b"\x00\xa0\x00\x00\x00\xa0\xa0\x00\x00\x00\xa0\x00\x00\x00"
-    stranger = knocking(first, framed(header + b"\x91" * (1023 - len(header)) + b"\x00"))
+    stranger = raw_connection(first, framed(header + b"\x91" * (1023 - len(header)) + b"\x00"))
     while not first.rejected:
         first.poll(0.01)
     stranger.close()
@@ -457,7 +457,7 @@ def test_what_was_sent_before_the_end_is_read_though_nothing_can_be_written(make
 @LINUX
 def test_a_forked_child_frees_nothing_of_its_parent_s(make: Make) -> None:
     first, second = introduced(make, "shared_memory")
-    second.send(0, Message(1, "push", second.lend(np.full(100_000, 7, np.float32)), number=1))
+    second.send(0, Message(1, "push", second.copy_for_sending(np.full(100_000, 7, np.float32)), number=1))
     message = arrived(first, second)
     held = message.payload
     if (child := os.fork()) == 0:
@@ -465,7 +465,7 @@ def test_a_forked_child_frees_nothing_of_its_parent_s(make: Make) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     for number in range(2, 8):
-        second.send(0, Message(1, "push", second.lend(np.full(100_000, number, np.float32)), number=number))
+        second.send(0, Message(1, "push", second.copy_for_sending(np.full(100_000, number, np.float32)), number=number))
     assert (held == 7).all()
 
 
@@ -684,7 +684,7 @@ def test_who_does_not_know_the_secret_is_refused(make: Make, transport: str) -> 
 @pytest.mark.parametrize("said", [b"", greeting(1), b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(1 << 16)])
 def test_a_stranger_with_the_right_greeting_does_not_disturb(make: Make, transport: str, said: bytes) -> None:
     first, second = make(0, transport), make(1, transport)
-    strangers = [knocking(first, said) for _ in range(3)]
+    strangers = [raw_connection(first, said) for _ in range(3)]
     join(first, second)
     while said and first.rejected < 3:
         assert first.poll(0.01) is None
@@ -698,7 +698,7 @@ def test_who_says_nothing_is_sent_away_after_some_time(
     make: Make, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = introduced(make, transport)
-    stranger = knocking(first)
+    stranger = raw_connection(first)
     while len(first._connections) < 2:
         first.poll(0.01)
     monkeypatch.setattr(streams, "PATIENCE", 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.drivers.account import fingerprint
+from flockstep.drivers.node_metrics import fingerprint
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.transports.kinds import Ipc
 
@@ -20,7 +20,7 @@ class Link:
 
 
 def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None:
-    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, lambda ticket: None, lambda *given: None)
+    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, lambda node_spec: None, lambda *given: None)
     links: dict[int, Any] = {address: Link() for address in (0, 1, -1)}
     result = np.arange(5.0)
     supervisor._links = links

@@ -10,10 +10,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from flockstep.report.formatting import lines, pieces
 from flockstep.report.ranking import places, rank
 from flockstep.report.table import columns, table
 from flockstep.report.terminal import TableColumn, TextTable
-from flockstep.report.words import lines, pieces
 from support.records import RUNS, invent
 
 WIDTHS = (40, 60, 80, 120)

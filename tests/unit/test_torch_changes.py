@@ -183,8 +183,8 @@ def test_the_schedule_of_a_codec_goes_on_after_a_change():
     me = Node(0, Cluster(1), np.zeros(1000, np.float32), np.random.default_rng(0))
     codec = Dgc(ratio=0.01, warmup=8)
     me.before, me.step = 6, 3
-    assert codec_for(me, codec, NoFeedback()) == codec_for(me, codec, NoFeedback(), step=3) == codec.at(8)
-    assert codec.at(8) != codec.at(2)
+    assert codec_for(me, codec, NoFeedback()) == codec_for(me, codec, NoFeedback(), step=3) == codec.bind_step(8)
+    assert codec.bind_step(8) != codec.bind_step(2)
 
 
 def test_what_is_drawn_by_the_step_of_the_run_goes_on_after_a_change():

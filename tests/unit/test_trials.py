@@ -22,12 +22,12 @@ from flockstep.launchers.simulate import simulate
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning import search as searching
 from flockstep.planning.advice import advise
-from flockstep.planning.kept import FILE, TrialStore, settings_of
+from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
 from flockstep.planning.search import Found, Search, SearchProgress, keenest
-from flockstep.planning.space import changed, knobs
-from flockstep.planning.task import JobProfile, Site, task_of
+from flockstep.planning.search_space import changed, knobs
+from flockstep.planning.trial_store import FILE, TrialStore, settings_of
 from flockstep.planning.trials import Trial, TrialContext, averaging, goal_of, trial
 from flockstep.records.config import RunConfig
 from flockstep.strategies.all_reduce import AllReduce

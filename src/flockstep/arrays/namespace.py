@@ -43,7 +43,7 @@ def rounded(value: float, array: Any) -> float:
     return float(sys.modules["torch"].tensor(value, dtype=array.dtype))
 
 
-def on_host(array: Any) -> npt.NDArray[Any]:
+def to_host(array: Any) -> npt.NDArray[Any]:
     """Return `array` as a numpy array; a copy if it is on another device."""
     if isinstance(array, np.ndarray):
         return array
@@ -55,14 +55,14 @@ def on_host(array: Any) -> npt.NDArray[Any]:
     return there
 
 
-def beside(values: Any, array: Any) -> FlatArray:
+def to_device_of(values: Any, array: Any) -> FlatArray:
     """Return `values` in the library, and on the device, of `array`; a tensor is returned unchanged."""
     if isinstance(array, np.ndarray):
-        return values if isinstance(values, np.ndarray) else on_host(values)
-    return values if is_tensor(values) else tensor(values, array.device)
+        return values if isinstance(values, np.ndarray) else to_host(values)
+    return values if is_tensor(values) else to_tensor(values, array.device)
 
 
-def tensor(values: npt.NDArray[Any], device: Any = "cpu") -> FlatArray:
+def to_tensor(values: npt.NDArray[Any], device: Any = "cpu") -> FlatArray:
     """Return a torch tensor with the given values on the given device."""
     torch, wide = sys.modules["torch"], values.dtype.name != "bfloat16"
     moved = torch.tensor(values if wide else values.view(np.int16), device=device)
@@ -99,7 +99,7 @@ def zeros(like: Any, *shape: int, dtype: str = "") -> FlatArray:
     return made
 
 
-def rows(matrix: Any, indices: Sequence[int], out: Any) -> FlatArray:
+def take_rows(matrix: Any, indices: Sequence[int], out: Any) -> FlatArray:
     """Copy the given rows of a matrix into `out`, and return `out`."""
     if isinstance(matrix, np.ndarray):
         return np.take(matrix, indices, 0, out, "clip")

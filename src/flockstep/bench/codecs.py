@@ -59,7 +59,7 @@ def measure(
         for name, shape in _shapes(text, array):
             found[name] = CodecFigure(name)
             try:
-                actions[name] = _actions(Codec.parse(text).on((shape,)).at(0), array, found[name])
+                actions[name] = _actions(Codec.parse(text).bind_shapes((shape,)).bind_step(0), array, found[name])
             except FlockstepError as error:
                 found[name].missing = str(error)
     if importlib.util.find_spec("torch") is None:
@@ -88,7 +88,7 @@ def _shapes(text: str, array: FlatArray) -> list[tuple[str, tuple[int, ...]]]:
     """The codec on the array as one vector; if the codec treats a matrix differently, also on the array as a matrix."""
     codec, flat, rows = Codec.parse(text), (array.size,), math.gcd(array.size, SHAPE[0])
     matrix = (rows, array.size // rows)
-    if codec.on((flat,)) == codec.on((matrix,)):
+    if codec.bind_shapes((flat,)) == codec.bind_shapes((matrix,)):
         return [(text, flat)]
     return [(text, flat), (f"{text}, as a matrix of {rows:,} rows", matrix)]
 

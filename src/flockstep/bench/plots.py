@@ -8,8 +8,8 @@ from flockstep.bench.codecs import CodecFigure
 from flockstep.bench.interleaved import Measurement
 from flockstep.bench.prediction import WITHIN, Truth
 from flockstep.bench.simulator import SimulatorFigure
+from flockstep.report import formatting
 from flockstep.report import page as report
-from flockstep.report import words
 from flockstep.report.page import Page
 from flockstep.report.style import COLORS, INK, Panels, axis, decades, key, layout, ref
 from flockstep.report.style import Figure as Drawing
@@ -46,7 +46,7 @@ def of_rates(figures: Sequence[Measurement]) -> Drawing:
         title = f"bytes of the array, {count} processes"
         sizes = sorted({one.bytes for one in figures if one.workers == count})
         rates = [one.bytes / one.seconds / 1e9 for one in figures if one.workers == count and one.seconds] or [1.0]
-        ticks = {"tickvals": sizes, "ticktext": [words.size(size) for size in sizes]}
+        ticks = {"tickvals": sizes, "ticktext": [formatting.size(size) for size in sizes]}
         made[key("x", index)] = axis(title, type="log", domain=left_right, anchor=ref("y", index), **ticks)
         made[key("y", index)] = axis(
             "GB/s" if index == 0 else "", type="log", domain=low_high, anchor=ref("x", index), **decades(rates, _plain)

@@ -27,9 +27,9 @@ from flockstep.launchers.train import train
 from flockstep.planning.calibrate import Calibration, calibrate
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
+from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.prospect import Prospect, Unpredictable, prospect
 from flockstep.planning.rates import measure_rates
-from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.report.progress import ProgressCallback, silent

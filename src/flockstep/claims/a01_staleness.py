@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
-from flockstep.claims.clockwork import Updates, timed, trace_of
+from flockstep.claims.update_trace import Updates, timed, trace_of
 from flockstep.launchers.train import train
 from flockstep.messages import Address, Message
 from flockstep.records.config import RunConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.claims.clockwork import Trace, timed
+from flockstep.claims.update_trace import Trace, timed
 
 WORKERS = 30
 SPLITS = (1, 2, 5, 15, 30)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
-from flockstep.claims.clockwork import timed
+from flockstep.claims.update_trace import timed
 
 WORKERS = 8
 BINS = 41

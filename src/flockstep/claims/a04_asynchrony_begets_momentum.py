@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
-from flockstep.claims.clockwork import Unjudged, Updates, unjudged_job
+from flockstep.claims.update_trace import Unjudged, Updates, unjudged_job
 from flockstep.frameworks.numpy import Views
 from flockstep.messages import Address, Message
 from flockstep.testing.strategies import run_strategy

@@ -41,7 +41,7 @@ class PowerSgdBytes(Claim):
             total = sum(map(math.prod, shapes))
             rows.append(ClaimRow(f"parameters, {name}", PARAMETERS[name], total, total == PARAMETERS[name]))
             for rank, published, floats in zip(RANKS, PUBLISHED[name], FLOATS[name], strict=True):
-                sent = PowerSgdCodec(rank).on(shapes).wire_bytes(total, "float32") / 4
+                sent = PowerSgdCodec(rank).bind_shapes(shapes).wire_bytes(total, "float32") / 4
                 rows.append(ClaimRow(f"floats sent, {name}, rank {rank}", floats, sent, sent == floats))
                 ratio = total / sent
                 say(f"{name}, rank {rank}: {ratio:.2f} times less")

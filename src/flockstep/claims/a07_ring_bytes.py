@@ -56,11 +56,11 @@ class RingBytes(Claim):
         note = "the times are those of the virtual network: no bandwidth of this machine's loopback was limited"
         return Verdict(tuple(rows), note)
 
-    def _counted(self, n: int, books: list[NodeEvent], where: str) -> list[ClaimRow]:
+    def _counted(self, n: int, totals: list[NodeEvent], where: str) -> list[ClaimRow]:
         sizes = [part.stop - part.start for part in slices(ELEMENTS, n)]
         expected = [2 * ELEMENTS - sizes[(rank + 1) % n] - sizes[(rank + 2) % n] for rank in range(n)]
-        sent = [node.sent_bytes / (4 * STEPS) for node in books]
-        messages = {node.messages_sent / STEPS for node in books}
+        sent = [node.sent_bytes / (4 * STEPS) for node in totals]
+        messages = {node.messages_sent / STEPS for node in totals}
         per_node = ", ".join(map(str, expected))
         total = 2 * (n - 1) * ELEMENTS
         return [

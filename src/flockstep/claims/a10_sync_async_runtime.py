@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, Say, Verdict, near
-from flockstep.claims.clockwork import harmonic, timed
+from flockstep.claims.update_trace import harmonic, timed
 
 STEPS = {2: 20_000, 4: 12_000, 8: 8_000, 16: 5_000, 32: 3_000}
 """Number of workers → steps; standard errors are at most 0.6 % of a synchronous step and 0.5 % of an asynchronous

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
-from flockstep.claims.clockwork import harmonic, timed
+from flockstep.claims.update_trace import harmonic, timed
 from flockstep.simulation.compute import ComputeModel
 
 LAW = "exponential(1)"

@@ -100,5 +100,5 @@ class StreamingDilocoBytes(Claim):
 def _sent(strategy: Strategy) -> int:
     """Payload bytes sent by all workers."""
     job = bowl_job("sgd(lr=0.1)", dimension=SIZE, dtype="float32")
-    books = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal").totals.values()
-    return sum(node.sent_bytes for node in books)
+    totals = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal").totals.values()
+    return sum(node.sent_bytes for node in totals)

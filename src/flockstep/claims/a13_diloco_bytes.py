@@ -34,5 +34,5 @@ class DilocoBytes(Claim):
 def _sent(strategy: str, say: Say) -> tuple[int, int]:
     """Payload bytes and messages sent by all workers."""
     say(strategy)
-    books = run_strategy(strategy, WORKERS, STEPS, compute="constant(1)", network="ideal").totals.values()
-    return sum(node.sent_bytes for node in books), sum(node.messages_sent for node in books)
+    totals = run_strategy(strategy, WORKERS, STEPS, compute="constant(1)", network="ideal").totals.values()
+    return sum(node.sent_bytes for node in totals), sum(node.messages_sent for node in totals)

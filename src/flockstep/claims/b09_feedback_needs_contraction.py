@@ -11,7 +11,7 @@ from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Fina
 from flockstep.codecs.damped import Damped
 from flockstep.codecs.qsgd import Qsgd
 from flockstep.feedback.residual import Residual
-from flockstep.feedback.sender import fitted
+from flockstep.feedback.sender import bound_codec
 
 BATCH, BUCKET = 16, 512
 LEVELS = (1, 4, 16)
@@ -59,7 +59,7 @@ class FeedbackNeedsContraction(Claim):
         for levels in LEVELS:
             codec = Qsgd(levels, BUCKET)
             omega = codec.variance(1 << 20) or 0.0
-            composed = fitted(codec, Residual(), (), 0)
+            composed = bound_codec(codec, Residual(), (), 0)
             bare, raw, ours = (self._finals(codec, feedback, say) for feedback in ("none", Raw(), "residual"))
             factor = composed.factor(1 << 20) if isinstance(composed, Damped) else 1.0
             exact = bool(np.isclose(factor, 1 / (1 + omega)))

@@ -37,7 +37,7 @@ class InTurns(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous, without tolerance of failures."""
-        return Traits(1, survives=False, results=("rank0", "mean"))
+        return Traits("synchronous", survives=False, results=("rank0", "mean"))
 
     @property
     def servers(self) -> int:

@@ -55,7 +55,7 @@ class FewBits(Claim):
                     f"{codec}, bits", f"{published[codec]}; here {formula:.4g}", bits, math.isclose(bits, formula)
                 ),
             ]
-        long = 8 * OneBit().on([(SIDE, SIDE)]).wire_bytes(SIDE * SIDE, "float32") / SIDE**2
+        long = 8 * OneBit().bind_shapes([(SIDE, SIDE)]).wire_bytes(SIDE * SIDE, "float32") / SIDE**2
         rows.append(ClaimRow(f"one_bit, bits, columns of {SIDE}", 1.06, long, abs(long - 1.06) < 0.005))
         reason = (
             "the two means of a column take 64 bits: 1.06 a bit and element are those of columns of about 1,000; the "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.drivers.account import fingerprint
+from flockstep.drivers.node_metrics import fingerprint
 from flockstep.launchers.simulate import simulate
 from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig

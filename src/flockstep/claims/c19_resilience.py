@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.delay_share import VICTIM, alone, lateness, measured, predicted
 from flockstep.claims.failure_table import FAMILIES, Expectation, Family
-from flockstep.claims.slowed import VICTIM, alone, lateness, measured, predicted
-from flockstep.claims.struck import killed, narrowed, why_not
+from flockstep.claims.real_faults import killed, narrowed, why_not
 from flockstep.errors import PeerLost
 from flockstep.records.events import StepEvent
 from flockstep.strategies.base import Strategy

@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.claims.clockwork import Unjudged, unjudged_job
+from flockstep.claims.update_trace import Unjudged, unjudged_job
 from flockstep.frameworks.numpy import Views
 from flockstep.testing.strategies import run_strategy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from flockstep.claims.clockwork import still_job
+from flockstep.claims.update_trace import still_job
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import SimulatedRun, run_strategy
@@ -22,7 +22,7 @@ class Once(Strategy):
     @property
     def traits(self) -> Traits:
         """The traits of a strategy that trains nothing."""
-        return Traits(completeness=1, survives=False, results=("rank0",))
+        return Traits(delivery="synchronous", survives=False, results=("rank0",))
 
     async def worker(self, me: Worker) -> None:
         await self.program(me)

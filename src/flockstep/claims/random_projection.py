@@ -76,10 +76,10 @@ class RandomProjection(Codec):
         """The variance times the squared norm of the array."""
         return self.variance(array.size) * float(np.sum(np.square(array.astype(np.float64))))
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         return replace(self, shapes=tuple(shapes))
 
-    def at(self, step: int) -> Codec:
+    def bind_step(self, step: int) -> Codec:
         """Bind the codec to a step, which determines U."""
         return replace(self, step=step)
 

@@ -10,7 +10,7 @@ import typer
 
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError
-from flockstep.report import words
+from flockstep.report import formatting
 
 ELEMENTS = 4 << 20
 """Default number of elements of the array that the codecs encode."""
@@ -109,8 +109,8 @@ def codecs(
     rows = []
     for one in figures:
         speeds = (one.encode, one.encode_residual, one.add_decoded)
-        ms = words.number(None if one.seconds is None else one.seconds * 1000)
-        cells = [words.number(one.bits), *map(words.number, speeds), ms]
+        ms = formatting.number(None if one.seconds is None else one.seconds * 1000)
+        cells = [formatting.number(one.bits), *map(formatting.number, speeds), ms]
         rows.append([one.codec, *(["", one.missing, "", "", ""] if one.missing else cells)])
     if out is not None:
         title, caption = "Rates of codecs relative to a copy", plots.OF_COPIES
@@ -181,7 +181,13 @@ def prediction(
             found = bench.measure(strategy or bench.STRATEGIES, names, rounds, say, job or bench.JOB, workers)
     headings = ("strategy", "bandwidth", "predicted", "measured", "error")
     rows = [
-        [one.strategy, one.bandwidth, words.seconds(one.predicted), words.seconds(one.measured), f"{one.error:+.1%}"]
+        [
+            one.strategy,
+            one.bandwidth,
+            formatting.seconds(one.predicted),
+            formatting.seconds(one.measured),
+            f"{one.error:+.1%}",
+        ]
         for one in found.pairs
     ]
     if out is not None:
@@ -223,9 +229,17 @@ def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
             continue
         other = known.get((one.workers, one.bytes))
         noisy = " ~" if one.high - one.low > NOISY * one.seconds else ""
-        quartiles = f"{words.seconds(one.low)} to {words.seconds(one.high)}{noisy}"
+        quartiles = f"{formatting.seconds(one.low)} to {formatting.seconds(one.high)}{noisy}"
         ratio = "" if other is None else f"{other / one.seconds:.2f}"
-        rows.append([*start, words.seconds(one.seconds), quartiles, words.number(one.bytes / one.seconds / 1e9), ratio])
+        rows.append(
+            [
+                *start,
+                formatting.seconds(one.seconds),
+                quartiles,
+                formatting.number(one.bytes / one.seconds / 1e9),
+                ratio,
+            ]
+        )
     return rows
 
 

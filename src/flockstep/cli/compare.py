@@ -10,7 +10,7 @@ from flockstep.cli import runs, show
 from flockstep.experiments.comparison import Comparison, Grid, carry_out_all, runs_in
 from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.medians import spreads
 from flockstep.report.table import one_by_one, table
 
@@ -28,7 +28,7 @@ def compare_all(grid: Grid, out: Path, as_json: bool) -> int:
         nonlocal ran
         rest = grid.count - finished - 1
         if ran and rest:
-            title += f", {rest} more in about {words.seconds((time.monotonic() - began) / ran * rest)}"
+            title += f", {rest} more in about {formatting.seconds((time.monotonic() - began) / ran * rest)}"
         ran += 1
         return runs.run(config, folder, title, overwrite)
 

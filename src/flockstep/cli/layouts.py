@@ -10,7 +10,7 @@ from rich.markup import escape
 from flockstep.cli import show
 from flockstep.cli.layers import shape_named
 from flockstep.errors import ConfigurationError
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.layouts import Delays, ModelSize, layouts_page
 from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.simulation import units
@@ -38,7 +38,7 @@ def show_layouts(
         show.json(delays.document())
         return
     title = f"Least delay of a step, {workers} workers with {delays.link} each"
-    headings = [f"{model.name}, {words.size(model.nbytes)}" for model in models]
+    headings = [f"{model.name}, {formatting.size(model.nbytes)}" for model in models]
     columns = [TableColumn("layout", text=True), *(TableColumn(one, rank=i) for i, one in enumerate(headings))]
     page = show.page()
     page.print(TextTable(columns, delays.rows(), title))

@@ -226,14 +226,14 @@ def listing(noun: str) -> list[dict[str, str]]:
 def _clusters() -> list[dict[str, str]]:
     """A row for each cluster that is built in."""
     from flockstep.costs.cluster_reading import load_cluster
-    from flockstep.report import words
+    from flockstep.report import formatting
 
     rows = []
     for name in names("cluster"):
         shape = load_cluster(name)
         size = f"{shape.workers} workers on {shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
         wire = shape.slowest
-        link = f"{8e-6 * wire.bandwidth:,.0f} Mbit/s and {words.seconds(wire.latency)}"
+        link = f"{8e-6 * wire.bandwidth:,.0f} Mbit/s and {formatting.seconds(wire.latency)}"
         about = f"{shape.about.removesuffix('.')}: {size}; the slowest link has {link}."
         rows.append({"noun": "cluster", "name": name, "write": name, "summary": about})
     return rows

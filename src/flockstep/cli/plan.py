@@ -241,7 +241,7 @@ def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool,
             document["trials"] = of_trials(tried)
         show.json(document)
         return
-    from flockstep.planning.words import many
+    from flockstep.planning.plan_text import many
 
     page = show.page()
     title = f"{outlook.task.name} on {many(outlook.workers, 'worker')} of {outlook.site.cluster.name}"
@@ -282,7 +282,7 @@ def _outlook(
 
 def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
     """The strategies by their worth; only the best that meet the needs, and one worker, unless `everything` is set."""
-    from flockstep.planning.words import HEADINGS, MEANT, RANKS, cells
+    from flockstep.planning.plan_text import HEADINGS, MEANT, RANKS, cells
     from flockstep.report.terminal import TableColumn, TextTable
 
     out = {name for name, _ in advice.excluded}
@@ -311,7 +311,7 @@ def _foremost(ranked: Sequence[Prospect], out: set[str], *always: Prospect | Non
 
 
 def _left_out(strategies: int, columns: int) -> str:
-    from flockstep.planning.words import many
+    from flockstep.planning.plan_text import many
 
     rest = f"{many(strategies, 'more strategy', 'more strategies')}, " if strategies else ""
     return (
@@ -321,8 +321,8 @@ def _left_out(strategies: int, columns: int) -> str:
 
 
 def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, everything: bool) -> None:
-    from flockstep.planning.words import ruled_out, scaling, unplanned
-    from flockstep.report.words import lines
+    from flockstep.planning.plan_text import ruled_out, scaling, unplanned
+    from flockstep.report.formatting import lines
 
     unknown, about = outlook.left_out, tuple[str, ...]()
     if tried is not None:
@@ -349,7 +349,7 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, e
 def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[str, ...], as_json: bool) -> None:
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.check import check
-    from flockstep.planning.trust import same_job
+    from flockstep.planning.record_imports import same_job
     from flockstep.records.folder import RunFolder
 
     shape = None if cluster is None else load_cluster(cluster)

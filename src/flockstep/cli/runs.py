@@ -11,13 +11,13 @@ import msgspec
 import typer
 
 from flockstep.cli import show
-from flockstep.drivers.account import fingerprint
+from flockstep.drivers.node_metrics import fingerprint
 from flockstep.errors import FlockstepError
 from flockstep.experiments.single import carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.table import one_by_one, table
 
 
@@ -99,7 +99,8 @@ def missed(summary: Summary) -> str | None:
         return None
     return (
         f"{summary.strategy} did not reach the target {summary.target:g}: its best {summary.metric} was "
-        f"{words.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr if training diverged, or "
+        f"{formatting.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr if training "
+        "diverged, or "
         "change --target"
     )
 

@@ -11,12 +11,12 @@ from typing import Any
 from flockstep.cli import show
 from flockstep.planning.advice import asked as all_requirements
 from flockstep.planning.advice import unfit
-from flockstep.planning.kept import TrialStore, settings_of
 from flockstep.planning.plan import Outlook
+from flockstep.planning.plan_text import short
 from flockstep.planning.search import TOP, Found, Search, SearchProgress, keenest
+from flockstep.planning.trial_store import TrialStore, settings_of
 from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, goal_of
-from flockstep.planning.words import short
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.page import Listing
 from flockstep.report.terminal import TableColumn, TextTable
 
@@ -132,14 +132,14 @@ def _rows(tried: Tried) -> list[tuple[str, ...]]:
 def _cells(one: Found) -> tuple[str, ...]:
     best = one.best
     if best is None:
-        return short(one.strategy), words.NONE, words.NONE, one.refused or "", "", "", "0"
+        return short(one.strategy), formatting.NONE, formatting.NONE, one.refused or "", "", "", "0"
     return (
         short(one.strategy),
         outcome(one.trials[0]),
         outcome(best),
         _with(one, best),
-        words.number(best.steps),
-        words.size(best.sent_bytes),
+        formatting.number(best.steps),
+        formatting.size(best.sent_bytes),
         str(len(one.trials)),
     )
 
@@ -152,10 +152,10 @@ def _with(one: Found, best: Trial) -> str:
 def outcome(trial: Trial) -> str:
     """Text of a trial's outcome: its time to target, 'diverged', or the time that was not enough."""
     if trial.seconds_to_target is not None:
-        return words.seconds(trial.seconds_to_target)
+        return formatting.seconds(trial.seconds_to_target)
     if trial.end == "diverged":
         return "diverged"
-    return f"not in {words.seconds(trial.seconds)}"
+    return f"not in {formatting.seconds(trial.seconds)}"
 
 
 def left_out() -> Sequence[str]:
@@ -190,7 +190,7 @@ def _progress() -> Iterator[Callable[[SearchProgress], None]]:
 
 
 def _where(step: SearchProgress) -> str:
-    now = "" if step.trial is not None else f", virtual {words.seconds(step.seconds)}"
+    now = "" if step.trial is not None else f", virtual {formatting.seconds(step.seconds)}"
     return f"{step.strategy}: trial {step.number} of {step.trials}{now}; {_best(step)}"
 
 

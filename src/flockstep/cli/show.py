@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from flockstep.launchers.standing import Standing
+    from flockstep.launchers.node_progress import NodeProgress
     from flockstep.messages import Address
 
 console = Console(stderr=True)
@@ -42,7 +42,7 @@ SHOWN = 16
 
 
 @contextmanager
-def standings(title: str) -> Iterator[Callable[[dict[Address, Standing], int], None]]:
+def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int], None]]:
     """A live table of the nodes of a real run, and how long the rest takes; nothing where nobody watches."""
     if not console.is_terminal:
         yield lambda nodes, steps: None
@@ -54,7 +54,7 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, Standing], int], N
     task = progress.add_task(title, total=None)
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
-        def show(nodes: dict[Address, Standing], steps: int) -> None:
+        def show(nodes: dict[Address, NodeProgress], steps: int) -> None:
             mean = statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
             progress.update(task, completed=int(mean), total=steps)
             live.update(Group(progress, _table(nodes)))
@@ -119,7 +119,7 @@ def _progress(unit: str = "") -> Progress:
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
-def _table(nodes: dict[Address, Standing]) -> Table:
+def _table(nodes: dict[Address, NodeProgress]) -> Table:
     from rich.table import Table
 
     from flockstep.messages import node_name

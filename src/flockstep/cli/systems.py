@@ -27,7 +27,7 @@ def detail(known: System) -> dict[str, Any]:
         "algorithm": known.algorithm,
         "differs": known.differs,
         "modes": [
-            {"mode": mode.name, "strategy": str(strategy), "completeness": strategy.traits.completeness}
+            {"mode": mode.name, "strategy": str(strategy), "delivery": strategy.traits.delivery}
             for mode, strategy in ((mode, Strategy.parse(mode.strategy)) for mode in known.modes)
         ],
     }

@@ -99,7 +99,7 @@ class AdaComp(Streamed):
         """Return ||x||²: no sent element moves further from its value than zero is."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that encodes every tensor with its own bins and common value."""
         return Parts.of([self] * len(shapes), shapes) if len(shapes) != 1 else self
 

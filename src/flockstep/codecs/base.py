@@ -144,11 +144,11 @@ class Codec(Component):
         """
         raise NotImplementedError(f"{self} is not sparse")
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec for arrays that are concatenated tensors of these shapes; by default the codec itself."""
         return self
 
-    def at(self, step: int) -> Codec:
+    def bind_step(self, step: int) -> Codec:
         """Return the codec for a step of the run, counted from 0; by default the codec itself."""
         return self
 

@@ -65,17 +65,17 @@ class BySize(Composed):
     def error_bound(self, array: FlatArray) -> float:
         return self.of(prod(array.shape)).error_bound(array)
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return a codec with one member per tensor, or a single codec if all tensors use `small` and it is
         lossless.
         """
         chosen = [self._for(shape) for shape in shapes]
         if chosen and all(codec is self.small for codec in chosen) and self.small.lossless:
             return self.small
-        return Parts.of((codec.on([shape]) for codec, shape in zip(chosen, shapes, strict=True)), shapes)
+        return Parts.of((codec.bind_shapes([shape]) for codec, shape in zip(chosen, shapes, strict=True)), shapes)
 
-    def at(self, step: int) -> Codec:
-        return replace(self, large=self.large.at(step), small=self.small.at(step))
+    def bind_step(self, step: int) -> Codec:
+        return replace(self, large=self.large.bind_step(step), small=self.small.bind_step(step))
 
     def exact_parts(self, size: int) -> list[slice]:
         return self.of(size).exact_parts(size)

@@ -69,11 +69,11 @@ class Damped(Codec):
     def sparse_parts(self, size: int) -> list[slice]:
         return self.codec.sparse_parts(size)
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
-        return replace(self, codec=self.codec.on(shapes))
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
+        return replace(self, codec=self.codec.bind_shapes(shapes))
 
-    def at(self, step: int) -> Codec:
-        return replace(self, codec=self.codec.at(step))
+    def bind_step(self, step: int) -> Codec:
+        return replace(self, codec=self.codec.bind_step(step))
 
 
 def damped(codec: Codec) -> Codec:

@@ -112,7 +112,7 @@ class Dct(Codec):
                 total += (1 - t.kept / t.area) * float(np.sum(np.square(flat[t.part])))
         return total
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that transforms each of these tensors separately."""
         return ShapedDct(self.k, self.chunk, tuple(shapes))
 

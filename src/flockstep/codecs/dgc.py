@@ -33,9 +33,9 @@ class Dgc(Largest):
         if self.warmup < 0:
             raise ConfigurationError(f"dgc needs a warmup of 0 or more steps, got {self.warmup}; 0 means none")
 
-    def at(self, step: int) -> Codec:
+    def bind_step(self, step: int) -> Codec:
         """Return the codec with the ratio of the given step."""
-        warm = self._with(values=self.values.at(step), warmup=0)
+        warm = self._with(values=self.values.bind_step(step), warmup=0)
         if step >= self.warmup:
             return warm
         stage = STAGES * step // self.warmup

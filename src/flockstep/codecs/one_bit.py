@@ -112,7 +112,7 @@ class OneBit(Quantizer):
         means = kernels.of(x).side_means(kernels.of(x).column_signs(x)[1], len(x), scale_dtype(array.dtype.name))
         return float(np.sum(np.square(x - np.where(x >= 0, *means.astype(np.float64)))))
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that encodes tensors separately, and matrices column by column."""
         columns = (OneBitColumns(shape[1]) if len(shape) == 2 and shape[1] > 1 else self for shape in shapes)
         return Parts.of(columns, shapes)

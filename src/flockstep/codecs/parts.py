@@ -118,8 +118,8 @@ class Parts(Composed):
         flat = array.reshape(-1)
         return sum(codec.error_bound(flat[part]) for codec, part in self._each(len(flat)))
 
-    def at(self, step: int) -> Codec:
-        return replace(self, codecs=tuple(codec.at(step) for codec in self.codecs))
+    def bind_step(self, step: int) -> Codec:
+        return replace(self, codecs=tuple(codec.bind_step(step) for codec in self.codecs))
 
     def exact_parts(self, size: int) -> list[slice]:
         return [p for codec, at in self._each(size) for p in _moved(codec.exact_parts(at.stop - at.start), at.start)]

@@ -118,7 +118,7 @@ class PowerSgdCodec(Codec):
             total += (1 - self.rank / min(m.rows, m.columns)) * float(np.sum(np.square(flat[m.part])))
         return total
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that factors the matrices among these tensors."""
         return ShapedPowerSgd(self.rank, tuple(shapes))
 

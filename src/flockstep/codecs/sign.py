@@ -78,6 +78,6 @@ class Sign(Quantizer):
             return 0.0
         return float(np.sum(np.square(x - x.mean())))
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that gives every tensor its own scale."""
         return Parts.of([self] * len(shapes), shapes)

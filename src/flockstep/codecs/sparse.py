@@ -114,8 +114,8 @@ class Sparsifier(Streamed):
         """Return an upper bound of the squared norm of the elements that are not sent."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
-    def at(self, step: int) -> Codec:
-        return self._with(values=self.values.at(step))
+    def bind_step(self, step: int) -> Codec:
+        return self._with(values=self.values.bind_step(step))
 
     def _with(self, **changes: Any) -> Self:
         return replace(self, **changes)  # type: ignore[type-var]  # every class that is not abstract is a dataclass

@@ -69,6 +69,6 @@ class TernGrad(Levels):
         kept = np.minimum(x, s)
         return float(np.sum(kept * (s - kept) + np.square(x - kept))) * (1 + 1e-5)
 
-    def on(self, shapes: Sequence[Shape]) -> Codec:
+    def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that gives every tensor its own scale."""
         return Parts.of([self] * len(shapes), shapes)

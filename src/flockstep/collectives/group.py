@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flockstep.messages import Address, Array, Beside, Message
+from flockstep.messages import Address, AnyNote, Array, Message
 from flockstep.programs import Rendezvous, SharedSum
 
 
@@ -19,18 +19,20 @@ class Group(Protocol):
     random: np.random.Generator
     rendezvous: Rendezvous | None
     """The rendezvous through which process groups of other libraries are created; None if there is none."""
-    together: SharedSum | None
+    shared_sum: SharedSum | None
     """The members that share memory with this member, if all members of the group do; otherwise None."""
 
-    def sum_together(self, array: Array, divisor: int = 1) -> bool:
+    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
         """Replace `array` by the sum over all members, divided by `divisor`, in shared memory; False if they share
         none.
         """
 
-    def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
+    def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member; the array is copied."""
 
-    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
+    def send_all(
+        self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
+    ) -> None:
         """Send the same message to several members."""
 
     def receive(self, tag: str, source: Address) -> Awaitable[Message]:
@@ -65,17 +67,19 @@ class Subgroup:
         self.workers = len(members)
         self.random = me.random
         self.rendezvous: Rendezvous | None = None
-        self.together: SharedSum | None = None
+        self.shared_sum: SharedSum | None = None
 
-    def sum_together(self, array: Array, divisor: int = 1) -> bool:
+    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
         """Return False: the members of a subgroup share no memory."""
         return False
 
-    def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
+    def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member of the subgroup."""
         self._me.send(self._members[to], tag, array, note)
 
-    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
+    def send_all(
+        self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
+    ) -> None:
         """Send the same message to several members of the subgroup."""
         self._me.send_all([self._members[rank] for rank in to], tag, array, note)
 

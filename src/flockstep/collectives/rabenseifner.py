@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
-from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
 from flockstep.collectives.group import Group
+from flockstep.collectives.powers_of_two import fold, is_power, rounds_with_folds, sent_in_folds, unfold
 from flockstep.collectives.recursive_doubling import gathered_by_doubling
 
 

@@ -9,8 +9,8 @@ from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
-from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
 from flockstep.collectives.group import Group
+from flockstep.collectives.powers_of_two import fold, is_power, rounds_with_folds, sent_in_folds, unfold
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message, node_name
 

@@ -22,7 +22,7 @@ class Ring(Collective):
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        if me.together is not None and me.sum_together(array):
+        if me.shared_sum is not None and me.sum_in_shared_memory(array):
             return
         n, rank = me.workers, me.rank
         chunks = [array[part] for part in slices(len(array), n)]
@@ -35,7 +35,7 @@ class Ring(Collective):
             await me.receive_array("gather", (rank - 1) % n, chunks[(rank - hop) % n])
 
     async def average(self, me: Group, array: FlatArray) -> None:
-        if me.together is not None and me.sum_together(array, me.workers):
+        if me.shared_sum is not None and me.sum_in_shared_memory(array, me.workers):
             return
         if me.workers > 1:
             await self.all_reduce(me, array)

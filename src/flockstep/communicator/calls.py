@@ -109,7 +109,7 @@ class Calls:
         self.require_open()
         return self._engine.wait(self._engine.start(program), timeout, what)
 
-    def together(self, name: str, what: str, program: Callable[[Rank], Awaitable[T]], timeout: float | None) -> T:
+    def run_collective(self, name: str, what: str, program: Callable[[Rank], Awaitable[T]], timeout: float | None) -> T:
         """Like `run`, for a program in which every rank takes part; calls of the same name are matched by their
         order.
         """
@@ -139,7 +139,7 @@ class Calls:
 
     def book(self, sent: int, received: int, messages: int) -> None:
         """Record the bytes and messages that an exchange through shared memory replaced, in each direction."""
-        self._engine.ask(lambda: self._engine.runner.account.traffic.moved(sent, received, messages))
+        self._engine.ask(lambda: self._engine.runner.metrics.traffic.moved(sent, received, messages))
 
     def forget(self, tag: str) -> None:
         """Free the name of the window with the given tag."""

@@ -70,11 +70,11 @@ class Collectives(Calls):
         what = f"all_reduce of {_described(given)} by {by}{_by(chosen)}"
         if chosen is None:
             flat = _scratch(given, out)
-            total = self.together(name, what, lambda me: _summed(me, flat, by), timeout)
+            total = self.run_collective(name, what, lambda me: _summed(me, flat, by), timeout)
         else:
             fit, data = self._kept(given, chosen, Feedback.parse(feedback), name)
             size, dtype = given.size, given.dtype.name
-            total = self.together(name, what, lambda me: by.sum_encoded(me, data, fit, size, dtype), timeout)
+            total = self.run_collective(name, what, lambda me: by.sum_encoded(me, data, fit, size, dtype), timeout)
         if average:
             total /= self.workers
         return _into(total.reshape(given.shape), out)
@@ -94,11 +94,11 @@ class Collectives(Calls):
         what = f"reduce to worker {to} of {_described(given)} by {by}{_by(chosen)}"
         if chosen is None:
             flat = _scratch(given, None)
-            total = self.together(name, what, lambda me: _summed(me, flat, by, to), timeout)
+            total = self.run_collective(name, what, lambda me: _summed(me, flat, by, to), timeout)
             return total.reshape(given.shape) if self.rank == to else None
         packets = {to: self.packet(given, chosen, f"reduce {name}")}
         of = range(self.workers) if self.rank == to else ()
-        messages = self.together(name, what, lambda me: _exchange(me, packets, of), timeout)
+        messages = self.run_collective(name, what, lambda me: _exchange(me, packets, of), timeout)
         return self._sum(messages, given) if messages else None
 
     def reduce_scatter(
@@ -113,7 +113,7 @@ class Collectives(Calls):
         parts = [flat[part] for part in slices(flat.size, self.workers)]
         packets = {to: self.packet(part, chosen, f"reduce_scatter {name}") for to, part in enumerate(parts)}
         what = f"reduce_scatter of {_described(given)}{_by(chosen)}"
-        messages = self.together(name, what, lambda me: _exchange(me, packets, packets), timeout)
+        messages = self.run_collective(name, what, lambda me: _exchange(me, packets, packets), timeout)
         return self._sum(messages, parts[self.rank])
 
     def broadcast(
@@ -132,7 +132,7 @@ class Collectives(Calls):
         self.check_rank(source)
         packet = self.packet(array, codec, f"broadcast {name}") if self.rank == source else None
         what = f"broadcast from worker {source}"
-        message = self.together(name, what, lambda me: _broadcast(me, packet, source), timeout)
+        message = self.run_collective(name, what, lambda me: _broadcast(me, packet, source), timeout)
         return unpacked(message, self.max_bytes)
 
     def all_gather(
@@ -142,7 +142,7 @@ class Collectives(Calls):
         `all_reduce`.
         """
         packet = self.packet(array, codec, f"all_gather {name}")
-        messages = self.together(name, "all_gather", lambda me: _all_gather(me, packet), timeout)
+        messages = self.run_collective(name, "all_gather", lambda me: _all_gather(me, packet), timeout)
         return [unpacked(message, self.max_bytes) for message in messages]
 
     def neighbor_average(
@@ -170,13 +170,13 @@ class Collectives(Calls):
         packets = {other: packet for other in range(self.workers) if other != rank and weights[other, rank]}
         of = [other for other in range(self.workers) if other != rank and weights[rank, other]]
         what = f"neighbor_average of {_described(given)} on {graph}"
-        messages = self.together(name, what, lambda me: _exchange(me, packets, of), timeout)
+        messages = self.run_collective(name, what, lambda me: _exchange(me, packets, of), timeout)
         arrays = {message.source: self._like(message, given) for message in messages}
         return _mixed(given, weights, rank, arrays)
 
     def barrier(self, name: str = "", timeout: float | None = None) -> None:
         """Return once every rank has called `barrier`. Raises the errors of `all_reduce`."""
-        self.together(name, "barrier", signal_all, timeout)
+        self.run_collective(name, "barrier", signal_all, timeout)
 
     def agree(self, what: str, timeout: float | None = None) -> None:
         """Return once every rank has called this with the same `what`.
@@ -184,7 +184,7 @@ class Collectives(Calls):
         Raises:
             ConfigurationError: a rank called it with another `what`.
         """
-        self.together("", what, signal_all, timeout)
+        self.run_collective("", what, signal_all, timeout)
 
     def _kept(self, array: Array, codec: Codec, feedback: Feedback, name: str) -> tuple[Codec, Array]:
         """Return the codec for this array and call, and the encoding of the array with the feedback's memory."""
@@ -192,7 +192,7 @@ class Collectives(Calls):
         step, key = self._count(f"all_reduce {name}"), f"{name} {_described(array)} {codec} {feedback}"
         fit = at_hand(codec, array, step, feedback)
         random, flat = random_of(fit, self._random(), step), array.reshape(-1)
-        data, memory = encode(fit, feedback.among(self.workers), flat, self._memories.get(key), random)
+        data, memory = encode(fit, feedback.bind_workers(self.workers), flat, self._memories.get(key), random)
         self._memories[key] = memory
         return fit, np.asarray(data)
 

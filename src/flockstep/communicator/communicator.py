@@ -274,7 +274,7 @@ class Communicator(Collectives):
             lost = [f"; {nbytes} bytes for worker {rank} were not delivered" for rank, nbytes in waiting.items()]
             raise TimedOut(late + "".join(lost))
         if self._membership is not None:
-            self._membership.finish(self._engine.runner.account)
+            self._membership.finish(self._engine.runner.metrics)
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, FlockstepError, ProtocolError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
-from flockstep.feedback.sender import fitted, random_of
+from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.messages import Array, Message, Note, frozen, node_name
 from flockstep.transports.wire import DTYPES
 
@@ -140,7 +140,7 @@ def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -
         raise ConfigurationError(
             f"codec {codec} takes {', '.join(FLOATS)}, got {array.dtype}; leave the codec out for other arrays"
         )
-    return fitted(codec, feedback, (array.shape,), step)
+    return bound_codec(codec, feedback, (array.shape,), step)
 
 
 def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np.random.Generator]) -> Packet:
@@ -214,6 +214,6 @@ def _codec_at(message: Message, most: int) -> Codec:
     if data.dtype != np.uint8:
         raise ProtocolError(f"{who} sent {data.dtype} where an encoding was announced; encodings are uint8")
     try:
-        return fitted(_codec(note.codec), _NONE, (note.shape,), note.at)
+        return bound_codec(_codec(note.codec), _NONE, (note.shape,), note.at)
     except FlockstepError as error:
         raise ProtocolError(f"{who} announced a codec that cannot be used here: {error}") from None

@@ -33,7 +33,7 @@ class Alone:
     def __init__(self) -> None:
         self.traffic = Traffic()
         self.bus: Any = self
-        self.lend = frozen
+        self.copy_for_sending = frozen
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
         """Wait until `also` becomes readable."""
@@ -182,7 +182,7 @@ class ProgressEngine(Messenger):
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message, or queue it for a later attempt without blocking other calls."""
-        self.hand_over(to, message)
+        self.transmit(to, message)
 
     def note_loss(self, address: Address, reason: str) -> None:
         """Record why a rank was lost; the other ranks may continue."""

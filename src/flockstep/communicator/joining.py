@@ -18,11 +18,11 @@ from flockstep.communicator.communicator import MAX_BYTES, Communicator
 from flockstep.communicator.encoded import NOTES
 from flockstep.communicator.engine import Alone
 from flockstep.communicator.rank import Rank
-from flockstep.drivers.account import Account
-from flockstep.drivers.member import Member, Ticket, die_with, failure_of
+from flockstep.drivers.event_sender import EventSender
+from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
 from flockstep.drivers.membership import Membership, membership_here, set_membership
-from flockstep.drivers.reports import Reports
-from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
+from flockstep.drivers.node_metrics import NodeMetrics
+from flockstep.drivers.node_spec import claim_spec, place_of_script, require_own_process, spec_from_environment
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.strategies.base import Strategy, Traits
 
@@ -41,7 +41,7 @@ class Unled(Strategy):
     @property
     def traits(self) -> Traits:
         """Class 4, without a resulting model."""
-        return Traits(completeness=4, survives=True, results=())
+        return Traits(delivery="partial", survives=True, results=())
 
     async def worker(self, me: object) -> None:
         """Do nothing: the script itself is the program."""
@@ -52,16 +52,16 @@ def rule_of(text: str) -> Strategy:
     return Strategy.parse(text) if text else Unled()
 
 
-def sockets_beside(member: Member, max_bytes: int) -> Member:
+def extra_sockets(member: Member, max_bytes: int) -> Member:
     """Return sockets for a communicator in addition to those of `member`, connected to those of all other ranks.
 
     Raises:
         ConfigurationError: another worker's communicator has a different max_bytes.
         PeerLost: another worker died, or left the run without a communicator.
     """
-    ticket = member.ticket
-    _private(Path(ticket.directory))
-    beside = Member(ticket, NOTHING, max_bytes, NOTES)
+    node_spec = member.node_spec
+    _private(Path(node_spec.directory))
+    beside = Member(node_spec, NOTHING, max_bytes, NOTES)
     try:
         member.tell(COMMUNICATOR, None, {"line": beside.line.address, "bus": beside.bus.address, "largest": max_bytes})
         beside.meet_all(COMMUNICATOR)
@@ -88,14 +88,14 @@ def _private(directory: Path) -> None:
 class ScriptMembership(Membership):
     """A script's part in a run without a strategy: admission, supervision, records, and its end."""
 
-    def __init__(self, ticket: Ticket):
+    def __init__(self, node_spec: NodeSpec):
         """Join the run.
 
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker follows a strategy.
         """
-        die_with(ticket.supervisor, ticket.directory)
-        super().__init__(Member(ticket, NOTHING), lambda name, value: None)
+        die_with(node_spec.supervisor, node_spec.directory)
+        super().__init__(Member(node_spec, NOTHING), lambda name, value: None)
         self._failed = self._over = False
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         try:
@@ -106,13 +106,13 @@ class ScriptMembership(Membership):
             self.fail(error)
             raise
 
-    def finish(self, account: Account) -> None:
+    def finish(self, metrics: NodeMetrics) -> None:
         """Write the totals, and wait until all workers have finished."""
         if self._failed:
             return
         now = time.monotonic() - self._start
-        account.emit = Reports(self.member).write
-        account.close(now, np.empty(0, np.float32))
+        metrics.emit = EventSender(self.member).write
+        metrics.close(now, np.empty(0, np.float32))
         self.member.tell("done", None, {"step": 0})
         try:
             self.member.wait_for_end()
@@ -126,7 +126,7 @@ class ScriptMembership(Membership):
         if not self._failed:
             self._failed = True
             with contextlib.suppress(FlockstepError):
-                self.member.fail(failure_of(error, self.member.ticket, None))
+                self.member.fail(failure_of(error, self.member.node_spec, None))
             self.member.close(0.3)
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -141,17 +141,17 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
     """Return the communicator of this process; see `flockstep.join`."""
     if not 1 <= max_bytes < 1 << 62:
         raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
-    ticket, membership = ticket_from_environment(), membership_here()
-    if ticket is None:
+    node_spec, membership = spec_from_environment(), membership_here()
+    if node_spec is None:
         place_of_script()
         require_own_process("join")
         return Communicator(Rank(0, 1, 0), Alone(), max_bytes)
     if membership is None:
         from flockstep.frameworks.job import import_components
 
-        import_components(ticket.imports)
-        claim_ticket()
-        membership = ScriptMembership(ticket)
+        import_components(node_spec.imports)
+        claim_spec()
+        membership = ScriptMembership(node_spec)
         set_membership(membership)
     elif membership.member.closed:
         raise ConfigurationError(
@@ -160,9 +160,9 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
     elif membership.close_communicator is not None:
         raise ConfigurationError("this process has already joined; call flockstep.join once in a script")
     try:
-        beside = sockets_beside(membership.member, max_bytes)
+        beside = extra_sockets(membership.member, max_bytes)
     except FlockstepError as error:
         membership.fail(error)
         raise
-    node = Rank(ticket.address, ticket.workers, ticket.seed)
-    return Communicator(node, beside, max_bytes, 2 * ticket.heartbeat, membership)
+    node = Rank(node_spec.address, node_spec.workers, node_spec.seed)
+    return Communicator(node, beside, max_bytes, 2 * node_spec.heartbeat, membership)

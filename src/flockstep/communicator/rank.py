@@ -13,7 +13,7 @@ import numpy as np
 
 from flockstep.communicator.encoded import CALLED_OFF, CLOSING, NOTES, REQUEST, SEND, WINDOW, Encoded, Failed, Reply
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
-from flockstep.messages import Address, Array, Beside, Message, Wanted, node_name, note_kind
+from flockstep.messages import Address, AnyNote, Array, Message, Wanted, node_name, note_kind
 from flockstep.nodes import Cluster, Peer
 from flockstep.programs import Task
 
@@ -201,7 +201,7 @@ class Rank(Peer):
         """Do nothing: the call has reported its own end."""
 
     def _post(
-        self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0, copied: bool = False
+        self, to: Address, tag: str, array: Array | None, note: AnyNote | None, reply_to: int = 0, copied: bool = False
     ) -> int:
         if not reply_to and "/" not in tag:
             tag += self._channel

@@ -128,7 +128,7 @@ class Window:
             await fence(me)
             return list(me.mailbox.take_all(Wanted(self._undone)))
 
-        undone = self._calls.together(f"window {self.name}", f"fence of window {self.name!r}", program, timeout)
+        undone = self._calls.run_collective(f"window {self.name}", f"fence of window {self.name!r}", program, timeout)
         if undone:
             raise ProtocolError(undone[-1].note.why)
 

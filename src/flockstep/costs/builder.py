@@ -83,7 +83,7 @@ class Net:
         return ModelShape(name, tuple(self.layers), note=note)
 
 
-def beside(xs: Sequence[At]) -> At:
+def in_parallel(xs: Sequence[At]) -> At:
     """Concatenate the channels of branches."""
     return At(sum(x.channels for x in xs), xs[0].size, tuple(one for x in xs for one in x.after))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flockstep.arrays.namespace import empty, namespace, rows
+from flockstep.arrays.namespace import empty, namespace, take_rows
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import Batches, Plan, computed
 from flockstep.frameworks.base import Engine, Indices
@@ -106,7 +106,7 @@ class _Pool:
 
     def gather(self, params: FlatArray, ranks: Sequence[int]) -> FlatArray:
         """Copy those rows of `params` (n, K) into one array."""
-        return rows(params, ranks, self._gathered[: len(ranks)])
+        return take_rows(params, ranks, self._gathered[: len(ranks)])
 
     def take(self, ranks: Sequence[int]) -> FlatArray:
         """Rows for the gradients of at most `ROWS` ranks, in that order.

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flockstep.arrays.namespace import beside, copied, namespace, on_host
+from flockstep.arrays.namespace import copied, namespace, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.account import Account, fingerprint
-from flockstep.drivers.making import make_server, make_worker
-from flockstep.drivers.member import Member, Ticket, die_with, failure_of
+from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
 from flockstep.drivers.membership import Membership, membership_here, set_membership
-from flockstep.drivers.real import Seat
+from flockstep.drivers.node_creation import make_server, make_worker
+from flockstep.drivers.node_metrics import NodeMetrics, fingerprint
+from flockstep.drivers.node_spec import claim_spec
+from flockstep.drivers.real import NodeConnection
 from flockstep.drivers.renewal import Reception, common, end_tasks, meet, notes_of, remembered, renewed
 from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.settings import tell_servers
-from flockstep.drivers.ticket import claim_ticket
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.messages import SCRIPT, Address, Fields, server
@@ -85,16 +85,16 @@ class Loop:
         self._member: Member | None = None
         self._finished = False
         self._failure: Exception | None = None
-        self._seat: Seat | None = None
+        self._connection: NodeConnection | None = None
         self._servers: dict[Address, Server] = {}
         """Servers that run in this process."""
-        ticket = claim_ticket()
-        self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
+        node_spec = claim_spec()
+        self.rank, self.workers = (0, 1) if node_spec is None else (node_spec.address, node_spec.workers)
         _check(strategy, self.workers)
-        if ticket is None:
+        if node_spec is None:
             self._alone(schema, stepper, server_optimizer)
         else:
-            self._together(ticket, schema, stepper, server_optimizer)
+            self._together(node_spec, schema, stepper, server_optimizer)
         self._worker.notes = notes_of(strategy)
         with self._telling():
             self._begin()
@@ -223,8 +223,8 @@ class Loop:
         reason = (
             f"parameters of worker {self.rank} are not finite after step {step}, {name} first; lower the learning rate"
         )
-        if self._seat is not None:
-            self._seat.reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
+        if self._connection is not None:
+            self._connection.reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def renew(self, optimizer: OptimizerState | None) -> None:
@@ -313,49 +313,49 @@ class Loop:
         return last[0] if last else None
 
     def _take_result(self) -> None:
-        if self._seat is None:
+        if self._connection is None:
             if self._servers and self.strategy.traits.results[0] == "server":
                 for index, part in reversed(list(enumerate(self.held))):  # of equal parts the first one counts
                     self._params[part] = self._servers[server(index)].params
             return
         assert self._member is not None
-        self._seat.close()
-        result = self._member.wait_for_end(self._seat.attend, self.handed)
+        self._connection.close()
+        result = self._member.wait_for_end(self._connection.attend, self.handed)
         if result is not None:
-            self._params[:] = beside(result, self._params)
-        self._seat.leave(failed=False)
+            self._params[:] = to_device_of(result, self._params)
+        self._connection.leave(failed=False)
         self._member.close(0.0)
 
     def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run the worker and the servers in this process."""
         strategy, here, cluster = self.strategy, OneProcess(), Cluster(1, self.strategy.servers_for(1))
         worker = self._worker = make_worker(strategy, cluster, 0, self._params, schema, 0, stepper, optimizer)
-        self._runner = here.runners[0] = Runner(worker, here, Account(0, None), time.monotonic)
+        self._runner = here.runners[0] = Runner(worker, here, NodeMetrics(0, None), time.monotonic)
         for index in range(cluster.servers):
             node = make_server(strategy, cluster, index, self._params, schema, 0, optimizer)
-            runner = here.runners[node.address] = Runner(node, here, Account(node.address, None), time.monotonic)
+            runner = here.runners[node.address] = Runner(node, here, NodeMetrics(node.address, None), time.monotonic)
             runner.reception = Reception(node, strategy)
             self._servers[node.address] = node
         for node in self._servers.values():
             here.runners[node.address].serve(strategy, node)
 
-    def _together(self, ticket: Ticket, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
+    def _together(self, node_spec: NodeSpec, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run a worker whose peers are in other processes."""
-        die_with(ticket.supervisor, ticket.directory)
+        die_with(node_spec.supervisor, node_spec.directory)
         strategy, rank = self.strategy, self.rank
-        self._member = Member(ticket, schema, self._buffers().nbytes, notes_of(strategy), strategy.sums)
+        self._member = Member(node_spec, schema, self._buffers().nbytes, notes_of(strategy), strategy.sums)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
-        initial = np.ascontiguousarray(on_host(self._params))
+        initial = np.ascontiguousarray(to_host(self._params))
         with self._telling():
             cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
-        self._params[:] = beside(params, self._params)
-        worker = make_worker(strategy, cluster, rank, self._params, schema, ticket.seed, stepper, optimizer)
+        self._params[:] = to_device_of(params, self._params)
+        worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
         with self._telling():
             self._member.begin()
         self._worker = worker
-        self._seat = Seat(self._member, worker, strategy)
-        self._seat.snapshots.buffers = self._buffers
-        self._runner, self.gradients = self._seat.runner, self._seat.home(self.gradients)
+        self._connection = NodeConnection(self._member, worker, strategy)
+        self._connection.snapshots.buffers = self._buffers
+        self._runner, self.gradients = self._connection.runner, self._connection.home(self.gradients)
         set_membership(Membership(self._member, self._runner.scalar))
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -381,12 +381,12 @@ class Loop:
             return
         self._failure = error
         if self._member is not None and not self._member.closed:
-            step = None if self._seat is None else self._worker.run_step
-            if self._seat is not None:
-                self._seat.salvage()
-            self._member.fail(failure_of(error, self._member.ticket, step))
-            if self._seat is not None:
-                self._seat.leave(failed=True)
+            step = None if self._connection is None else self._worker.run_step
+            if self._connection is not None:
+                self._connection.salvage()
+            self._member.fail(failure_of(error, self._member.node_spec, step))
+            if self._connection is not None:
+                self._connection.leave(failed=True)
             self._member.close(0.3)
 
     def _at_exit(self) -> None:

@@ -106,7 +106,7 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
 
 
 @dataclass(frozen=True)
-class Ticket:
+class NodeSpec:
     """What a process needs to join a run, passed to it by the supervisor that starts it."""
 
     run: str
@@ -138,26 +138,28 @@ class Ticket:
 class Member:
     """Membership of this process in a run."""
 
-    def __init__(self, ticket: Ticket, schema: Schema, largest: int = 0, notes: Notes = NO_NOTES, sums: bool = False):
-        """Prepare to join with a ticket.
+    def __init__(
+        self, node_spec: NodeSpec, schema: Schema, largest: int = 0, notes: Notes = NO_NOTES, sums: bool = False
+    ):
+        """Prepare to join the run that a node specification names.
 
         Args:
             largest: size in bytes of the largest array that this process sends, if larger than the model.
             notes: the kinds of notes that the strategy declares.
             sums: whether this process computes sums over all workers; their kernels are loaded before the start.
         """
-        self.ticket = ticket
+        self.node_spec = node_spec
         self._sums = sums
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
-        secret = bytes.fromhex(ticket.secret)
-        me = SenderIdentity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes, secret=secret)
-        transport, folder = Transport.parse(ticket.transport), Path(ticket.directory)
-        name = node_name(ticket.address).replace(" ", "-")
+        secret = bytes.fromhex(node_spec.secret)
+        me = SenderIdentity(node_spec.run, node_spec.address, schema.hash, self.largest, notes=notes, secret=secret)
+        transport, folder = Transport.parse(node_spec.transport), Path(node_spec.directory)
+        name = node_name(node_spec.address).replace(" ", "-")
         with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
             Path("/proc/self/comm").write_text(name)
         self.line = links.Line(
-            dataclasses.replace(me, notes=SAID), transport.listen(folder, f"{name}-line"), ticket.heartbeat
+            dataclasses.replace(me, notes=SAID), transport.listen(folder, f"{name}-line"), node_spec.heartbeat
         )
         self.bus = transport.bus(me, folder, name)
         self.closed = False
@@ -203,7 +205,7 @@ class Member:
 
     def _handed_on(self, model: FlatArray | None, nodes: Sequence[Address]) -> FlatArray:
         """Receive the first node's model and send it to two further nodes, so that no node sends it to all."""
-        me = self.ticket.address
+        me = self.node_spec.address
         place = nodes.index(me)
         if place:
             model = self.wait_for(HANDED_ON, nodes[(place - 1) // 2]).payload
@@ -219,7 +221,7 @@ class Member:
         """Raise `PeerLost` if the connection to a peer broke although both live, which the supervisor does
         not notice.
         """
-        if peer in self.bus.broken(2 * self.ticket.heartbeat):
+        if peer in self.bus.broken(2 * self.node_spec.heartbeat):
             raise PeerLost(
                 f"the connection to {node_name(peer)} broke before the run began, although both processes are alive"
             )
@@ -255,7 +257,7 @@ class Member:
             except PeerLost:
                 raise Interrupted("the process that supervises this run does not answer") from None
 
-    def hand_over(self, note: Fields, arrays: Sequence[FlatArray]) -> None:
+    def send_in_parts(self, note: Fields, arrays: Sequence[FlatArray]) -> None:
         """Send a snapshot to the supervisor: `note` with its description, then the bytes of the arrays in parts.
 
         Raises:
@@ -277,7 +279,7 @@ class Member:
     def fail(self, failure: Failure) -> None:
         """Report a failure of this process to the supervisor, if the supervisor still runs."""
         if not self._linked:
-            knock(self.ticket, failure)
+            send_to_control(self.node_spec, failure)
             return
         with contextlib.suppress(Interrupted):
             self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
@@ -344,8 +346,8 @@ class Member:
     def _hello(self, strategy: str, optimizer: dict[str, str | int | float | bool]) -> None:
         hello = Hello(
             PROTOCOL,
-            self.ticket.run,
-            self.ticket.address,
+            self.node_spec.run,
+            self.node_spec.address,
             self.line.address,
             self.bus.address,
             strategy,
@@ -353,10 +355,10 @@ class Member:
             self.schema,
             self.largest,
         )
-        knock(self.ticket, hello)
+        send_to_control(self.node_spec, hello)
 
     def _meet(self, peers: dict[int, str]) -> None:
-        me = self.ticket.address
+        me = self.node_spec.address
         others = {address: endpoint for address, endpoint in peers.items() if address != me}
         self.bus.connect(others)
         early: list[Message] = []
@@ -390,21 +392,23 @@ class Member:
         return message
 
 
-def knock(ticket: Ticket, words: Hello | Failure) -> None:
+def send_to_control(node_spec: NodeSpec, words: Hello | Failure) -> None:
     """Send one message to the supervisor's control socket, which never answers."""
-    links.knock(ticket.control, msgspec.msgpack.encode(words), ticket.heartbeat, bytes.fromhex(ticket.secret))
+    links.send_to_control(
+        node_spec.control, msgspec.msgpack.encode(words), node_spec.heartbeat, bytes.fromhex(node_spec.secret)
+    )
 
 
-def failure_of(error: Exception, ticket: Ticket, step: int | None) -> Failure:
+def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failure:
     """The report of an error to the supervisor: an error of flockstep, or of user code at that step."""
     kind, reason = type(error).__name__, str(error)
     if not isinstance(error, FlockstepError):
         where = "" if step is None else f" at step {step}"
         said = in_short(error) + place_of(error)
-        reason = f"{node_name(ticket.address)}{where} raised {said}; --debug shows the traceback"
+        reason = f"{node_name(node_spec.address)}{where} raised {said}; --debug shows the traceback"
         kind = RunError.__name__
     trace = "".join(traceback.format_exception(error))
-    return Failure(ticket.run, ticket.address, kind, reason[:LONGEST], trace[-LONGEST:])
+    return Failure(node_spec.run, node_spec.address, kind, reason[:LONGEST], trace[-LONGEST:])
 
 
 def in_short(error: Exception) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member
+from flockstep.drivers.node_metrics import NodeMetrics
 
 
 class Membership:
@@ -21,17 +21,17 @@ class Membership:
         if self.close_communicator is not None:
             self.close_communicator()
 
-    def finish(self, account: Account) -> None:
+    def finish(self, metrics: NodeMetrics) -> None:
         """Record the traffic of a communicator that has ended."""
-        self.scalar("communicator_sent_bytes", account.traffic.sent_bytes)
-        self.scalar("communicator_messages", account.traffic.messages_sent)
+        self.scalar("communicator_sent_bytes", metrics.traffic.sent_bytes)
+        self.scalar("communicator_messages", metrics.traffic.messages_sent)
 
     def fail(self, error: Exception) -> None:
         """Handle a communicator that could not be created; the strategy may continue without it."""
 
 
 _memberships: list[Membership] = []
-"""At most one entry: a process takes part in one run, because its environment holds one ticket."""
+"""At most one entry: a process takes part in one run, because its environment holds one node specification."""
 
 
 def set_membership(membership: Membership) -> None:

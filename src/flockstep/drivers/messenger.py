@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
-from flockstep.arrays.namespace import beside, on_host
-from flockstep.drivers.account import Account, Emit
+from flockstep.arrays.namespace import to_device_of, to_host
 from flockstep.drivers.member import stopped
+from flockstep.drivers.node_metrics import Emit, NodeMetrics
 from flockstep.drivers.runner import Runner
 from flockstep.errors import PeerLost
 from flockstep.messages import Address, Message, node_name
@@ -33,8 +33,8 @@ class Messenger(ABC):
         self._start = time.monotonic()
         self._bus, self._receive = bus, receive
         self._held: dict[Address, deque[Message]] = {}
-        self.runner = Runner(node, self, Account(node.address, emit, bus.traffic), self.now)
-        node.freeze, node.port_copies = bus.lend, True
+        self.runner = Runner(node, self, NodeMetrics(node.address, emit, bus.traffic), self.now)
+        node.freeze, node.port_copies = bus.copy_for_sending, True
 
     @abstractmethod
     def drive(self, runner: Runner) -> None:
@@ -50,7 +50,7 @@ class Messenger(ABC):
         Messages that arrive meanwhile are delivered.
         """
         nested = to in self._held  # a message that arrived while an earlier one waits for room sends more
-        self.hand_over(to, message)
+        self.transmit(to, message)
         while to in self._held and not nested:
             if not self._bus.reachable(to):
                 self.unreachable(to)
@@ -58,10 +58,10 @@ class Messenger(ABC):
                 self.take(arrived)
             self.retry()
 
-    def hand_over(self, to: Address, message: Message) -> None:
+    def transmit(self, to: Address, message: Message) -> None:
         """Send a message to a peer after the queued ones, without waiting; messages to a lost peer are dropped."""
         if message.array is not None:
-            message.array = on_host(message.array)
+            message.array = to_host(message.array)
         held = self._held.get(to)
         if held is None and self._sent(to, message):
             return
@@ -100,7 +100,7 @@ class Messenger(ABC):
         """
         if message.source != LAUNCHER:
             if message.array is not None:
-                message.array = beside(message.array, self.node.params)
+                message.array = to_device_of(message.array, self.node.params)
             self.runner.deliver(message)
         elif message.tag == "stop":
             raise stopped(message)

@@ -10,9 +10,9 @@ import numpy as np
 from flockstep.arrays.factors import FactoredWeight
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.making import make_worker
+from flockstep.drivers.node_creation import make_worker
 from flockstep.errors import CompositionError
-from flockstep.frameworks.base import Engine, Indices, Lesson
+from flockstep.frameworks.base import DistillationTargets, Engine, Indices
 from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient, Stepper
@@ -142,7 +142,7 @@ def computed(
         return engine.factored(params, indices, need.layers, out, rank, step)
     if need.teachers:
         return engine.distil(
-            params, indices, out, Lesson(namespace(params).stack(need.teachers), need.weight), rank, step
+            params, indices, out, DistillationTargets(namespace(params).stack(need.teachers), need.weight), rank, step
         )
     return engine.gradient(params, indices, out, rank, step)
 

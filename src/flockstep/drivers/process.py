@@ -11,10 +11,10 @@ import numpy as np
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.making import make_server
-from flockstep.drivers.member import Member, Ticket, failure_of, knock
+from flockstep.drivers.member import Member, NodeSpec, failure_of, send_to_control
+from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
-from flockstep.drivers.real import Seat
+from flockstep.drivers.real import NodeConnection
 from flockstep.drivers.renewal import notes_of
 from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
@@ -26,45 +26,45 @@ from flockstep.programs import NeedGradient
 from flockstep.strategies.base import Strategy
 
 
-def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
+def run_worker(node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]]) -> int:
     """Take part in a run as a worker; return the exit code of the process."""
-    with _guarded(ticket) as guard:
+    with _guarded(node_spec) as guard:
         engine, plan = make()
         release()
-        largest = max(engine.buffers(ticket.address).nbytes, plan.strategy.largest_message)
-        member = guard.member = Member(ticket, engine.schema, largest, plan.strategy.notes, plan.strategy.sums)
+        largest = max(engine.buffers(node_spec.address).nbytes, plan.strategy.largest_message)
+        member = guard.member = Member(node_spec, engine.schema, largest, plan.strategy.notes, plan.strategy.sums)
         params = engine.home()
-        _warm_up(engine, params, plan, ticket.address)
+        _warm_up(engine, params, plan, node_spec.address)
         _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)
         stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
         stepper.lr = plan.lr_at(0)
-        worker = plan.worker(engine, ticket.address, params, stepper)
+        worker = plan.worker(engine, node_spec.address, params, stepper)
         release()
         member.begin()
-        seat = guard.seat = Seat(member, worker, plan.strategy, plan.evaluate_every)
-        seat.snapshots.buffers = lambda: engine.buffers(ticket.address)
-        gradient = seat.home(np.zeros_like(params))
-        _train(engine, worker, stepper, seat.runner, plan, gradient)
-        seat.close()
-        member.wait_for_end(seat.attend)
+        connection = guard.connection = NodeConnection(member, worker, plan.strategy, plan.evaluate_every)
+        connection.snapshots.buffers = lambda: engine.buffers(node_spec.address)
+        gradient = connection.home(np.zeros_like(params))
+        _train(engine, worker, stepper, connection.runner, plan, gradient)
+        connection.close()
+        member.wait_for_end(connection.attend)
     return guard.code
 
 
-def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
+def run_server(node_spec: NodeSpec, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
     """Take part in a run as a server; return the exit code of the process."""
-    with _guarded(ticket) as guard:
+    with _guarded(node_spec) as guard:
         rule = Strategy.parse(strategy)
-        member = guard.member = Member(ticket, schema, rule.largest_message, notes_of(rule))
+        member = guard.member = Member(node_spec, schema, rule.largest_message, notes_of(rule))
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
-        node = make_server(rule, cluster, index, params, schema, ticket.seed, spec)
+        node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
         member.begin()
-        seat = guard.seat = Seat(member, node, rule, every)
-        seat.runner.serve(rule, node)
-        seat.drive(seat.runner)
-        seat.close()
-        member.wait_for_end(seat.attend)
+        connection = guard.connection = NodeConnection(member, node, rule, every)
+        connection.runner.serve(rule, node)
+        connection.drive(connection.runner)
+        connection.close()
+        member.wait_for_end(connection.attend)
     return guard.code
 
 
@@ -94,12 +94,12 @@ def _warm_up(engine: Engine, params: FlatArray, plan: Plan, rank: int) -> None:
 class _Guard:
     def __init__(self) -> None:
         self.member: Member | None = None
-        self.seat: Seat | None = None
+        self.connection: NodeConnection | None = None
         self.code = 0
 
 
 @contextmanager
-def _guarded(ticket: Ticket) -> Iterator[_Guard]:
+def _guarded(node_spec: NodeSpec) -> Iterator[_Guard]:
     """Context manager that reports errors to the supervisor as a sentence and leaves Ctrl-C to it, so that the record
     is kept.
     """
@@ -111,16 +111,18 @@ def _guarded(ticket: Ticket) -> Iterator[_Guard]:
     except Exception as error:  # noqa: BLE001 - the job's code may raise anything
         guard.code = error.exit_code if isinstance(error, FlockstepError) else 1
         failure = failure_of(
-            error, ticket, guard.seat.node.step if guard.seat is not None and ticket.address >= 0 else None
+            error,
+            node_spec,
+            guard.connection.node.step if guard.connection is not None and node_spec.address >= 0 else None,
         )
         if guard.member is None:
-            knock(ticket, failure)
+            send_to_control(node_spec, failure)
         else:
-            if guard.seat is not None:
-                guard.seat.salvage()
+            if guard.connection is not None:
+                guard.connection.salvage()
             guard.member.fail(failure)
     finally:
-        if guard.seat is not None:
-            guard.seat.leave(failed=guard.code != 0)
+        if guard.connection is not None:
+            guard.connection.leave(failed=guard.code != 0)
         if guard.member is not None:
             guard.member.close(0.3 if guard.code else 0.0)

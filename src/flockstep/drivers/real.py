@@ -8,12 +8,12 @@ from pathlib import Path
 
 from flockstep.arrays.namespace import is_tensor
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import PAUSE, Member
 from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.renewal import Reception
-from flockstep.drivers.reports import Reports
 from flockstep.drivers.runner import Runner
-from flockstep.drivers.snapshots import Snapshots
+from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
@@ -30,15 +30,15 @@ GLANCE = 0.001
 """Longest wait for a message in seconds while background tasks wait for something else."""
 
 
-class Seat(Messenger):
+class NodeConnection(Messenger):
     """A node's connection to the run for which this process was started: its messages and its snapshots."""
 
     def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0):
         """`every`: steps of a worker between two evaluations; 0 for none."""
-        self.reports = Reports(member)
+        self.reports = EventSender(member)
         super().__init__(member.bus, member.receive, node, self.reports.write)
         node.view = member.view
-        self.snapshots = Snapshots(member)
+        self.snapshots = SnapshotSender(member)
         self._member = member
         self._survives = bool(strategy.traits.survives)
         self._moved = 0.0
@@ -46,7 +46,7 @@ class Seat(Messenger):
         self._left: dict[Address, int] = {}
         self._gone: set[Address] = set()
         self._group: SharedGroup | None = None
-        self.runner.hand_in, self.runner.every, self.runner.stepped = self.hand_in, every, self._stepped
+        self.runner.send_snapshot, self.runner.every, self.runner.stepped = self.send_snapshot, every, self._stepped
         if isinstance(node, Worker):
             self._meet(node)
         elif isinstance(node, Server):
@@ -71,7 +71,7 @@ class Seat(Messenger):
         node = self.node
         while (wanted := runner.waiting) is not None and not isinstance(wanted, NeedGradient):
             if node.address < 0:
-                self.snapshots.newest(node, self.now, runner.account.traffic.sent_bytes)
+                self.snapshots.newest(node, self.now, runner.metrics.traffic.sent_bytes)
             if isinstance(wanted, NeedWork):
                 runner.go_on(self._join(wanted.work))
                 continue
@@ -94,28 +94,28 @@ class Seat(Messenger):
         Raises:
             PeerLost: a worker has left or died.
         """
-        group, account = self._group, self.runner.account
+        group, metrics = self._group, self.runner.metrics
         if group is None or not group.can(array):
             return False
         group.all_reduce(array, self._listen, divisor)
-        account.waited += group.waited
-        account.traffic.moved(*group.moved(array))
+        metrics.waited += group.waited
+        metrics.traffic.moved(*group.moved(array))
         return True
 
-    def hand_in(self, tick: float) -> None:
+    def send_snapshot(self, tick: float) -> None:
         """Send a snapshot of the node's current parameters, to be evaluated off the clock."""
-        self.snapshots.hand_in(self.node, tick, self.now(), self.runner.account.traffic.sent_bytes)
+        self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes)
 
     def salvage(self) -> None:
         """Send the messages that are ready, because the run is failing."""
         with contextlib.suppress(FlockstepError):
             self.reports.flush()
-        self.snapshots.salvage(self.node, self.now(), self.runner.account.traffic.sent_bytes)
+        self.snapshots.salvage(self.node, self.now(), self.runner.metrics.traffic.sent_bytes)
 
     def close(self) -> None:
         """Record the totals of a program that has ended, and send the final parameters."""
-        self.runner.account.close(self.now(), self.node.params)
-        self.hand_in(FINAL)
+        self.runner.metrics.close(self.now(), self.node.params)
+        self.send_snapshot(FINAL)
 
     def attend(self, message: Message) -> None:
         """Deliver a message after the end of the program, for background tasks that still run."""
@@ -129,19 +129,19 @@ class Seat(Messenger):
 
     def _meet(self, worker: Worker) -> None:
         """Give a worker its ways of communication other than messages."""
-        ticket = self._member.ticket
+        node_spec = self._member.node_spec
         worker.rendezvous = Rendezvous(
-            ticket.run, Path(ticket.record), ticket.address, ticket.workers, self._attend, self._count
+            node_spec.run, Path(node_spec.record), node_spec.address, node_spec.workers, self._attend, self._count
         )
         if self._member.memory is not None and worker.workers > 1:
             room = room_for(self._member.schema.nbytes)
             self._group = SharedGroup(self._member.memory, worker.rank, worker.workers, room)
-            worker.together = self
+            worker.shared_sum = self
 
     def _count(self, sent: int, received: int, messages: int) -> None:
         """Count traffic that another library moved for this node, as computed by a formula."""
-        self.runner.account.traffic.moved(sent, received, messages)
-        self.runner.account.estimated_bytes += sent
+        self.runner.metrics.traffic.moved(sent, received, messages)
+        self.runner.metrics.estimated_bytes += sent
 
     def _listen(self) -> None:
         """Handle messages while this node waits for others in shared memory.
@@ -187,7 +187,7 @@ class Seat(Messenger):
 
     def _hear_of_loss(self, failure: PeerLost, to: Address | None = None) -> None:
         """After a failure caused by a peer, wait for the supervisor's report of the lost node."""
-        deadline = time.monotonic() + 2 * self._member.ticket.heartbeat
+        deadline = time.monotonic() + 2 * self._member.node_spec.heartbeat
         while not (self.node.lost if to is None else to in self.node.lost):
             self._require_others()
             message = self._receive(max(0.0, deadline - time.monotonic()))
@@ -204,7 +204,7 @@ class Seat(Messenger):
         """Handle messages that arrived during a step."""
         self.collect()
         self._moved = self.now()
-        self.snapshots.newest(self.node, self.now, self.runner.account.traffic.sent_bytes)
+        self.snapshots.newest(self.node, self.now, self.runner.metrics.traffic.sent_bytes)
 
     def _tell_waiting(self) -> None:
         """Report to the supervisor, once per `WAIT_PERIOD`, what this worker has waited for since its last step."""
@@ -243,7 +243,7 @@ class Seat(Messenger):
         If all workers proceed in step, none can continue after one has left with fewer steps; servers leave last. The
         supervisor reports dead nodes in time; if it reports none, only the connection has broken.
         """
-        for peer in self._bus.broken(2 * self._member.ticket.heartbeat) - self.node.lost:
+        for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost:
             raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:

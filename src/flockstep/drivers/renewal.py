@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flockstep.arrays.namespace import copied, on_host
+from flockstep.arrays.namespace import copied, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
@@ -218,12 +218,12 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
         me.send(root, "replica", me.params if policy == "mean" else None)
         return (await me.receive("common", root)).payload
     replicas = Tick(set())
-    replicas.add_worker(on_host(me.params), 0, 0)
+    replicas.add_worker(to_host(me.params), 0, 0)
     for peer in me.peers:
         with contextlib.suppress(PeerLost):
             message = await me.receive("replica", peer)
             if message.array is not None:
-                replicas.add_worker(on_host(message.array), 0, 0)
+                replicas.add_worker(to_host(message.array), 0, 0)
     chosen = await served(me, held) if policy == "server" else replicas.model(policy, held)
     assert chosen is not None
     me.send_all(me.peers, "common", chosen)
@@ -247,6 +247,6 @@ async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> O
         memory: OptimizerStateHeader = reply.note
         whole.steps, whole.numbers = memory.steps, whole.numbers | memory.numbers
         for name in memory.slots:
-            slot = on_host((await me.receive(name, server(index))).payload)
+            slot = to_host((await me.receive(name, server(index))).payload)
             whole.slots.setdefault(name, np.zeros(len(me.params), slot.dtype))[held[index]] = slot
     return whole

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flockstep.arrays.namespace import beside, copied
+from flockstep.arrays.namespace import copied, to_device_of
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Account
+from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.renewal import CHANNEL, Reception, Renewed
 from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
@@ -48,7 +48,7 @@ class OneProcess:
         """Deliver a message to another node of this process."""
         runner = self.runners[to]
         if message.array is not None:
-            message.array = beside(message.array, runner.node.params)
+            message.array = to_device_of(message.array, runner.node.params)
         runner.deliver(message)
 
     def collect(self) -> None:
@@ -82,7 +82,7 @@ class History:
 class Runner:
     """Runs a node's programs and keeps its metrics. `waiting` is what the program waits for; None while it runs."""
 
-    hand_in: Callable[[float], None] | None = None
+    send_snapshot: Callable[[float], None] | None = None
     """Sends a snapshot of the node's parameters for a tick of progress."""
     every = 0
     """Steps of a worker between two ticks; 0 for no ticks."""
@@ -101,10 +101,10 @@ class Runner:
     replaying: bool = False
     """Whether the program repeats its past: requests of the program must not take effect again."""
 
-    def __init__(self, node: Node, driver: Driver, account: Account, clock: Callable[[], float]):
+    def __init__(self, node: Node, driver: Driver, metrics: NodeMetrics, clock: Callable[[], float]):
         self.node = node
-        self.account = account
-        self.recorded = account.emit is not None
+        self.metrics = metrics
+        self.recorded = metrics.emit is not None
         self.clock = clock
         self.waiting: Effect | None = None
         self.done = False
@@ -338,7 +338,7 @@ class Runner:
         else:
             now = self.clock()
             if now > self._since:
-                self.account.waited_for(self._since, sent_at, now)
+                self.metrics.waited_for(self._since, sent_at, now)
                 self._since = now
         self.resume(value)
 
@@ -349,12 +349,12 @@ class Runner:
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Record updates that took effect on this node."""
         if self.recorded:
-            self.account.updates(self.clock(), source, count, staleness, weight)
+            self.metrics.updates(self.clock(), source, count, staleness, weight)
 
     def scalar(self, name: str, value: float) -> None:
         """Record a scalar of the strategy."""
         if self.recorded:
-            self.account.scalar(self.clock(), name, value)
+            self.metrics.scalar(self.clock(), name, value)
 
     def _end(self) -> None:
         """Handle the end of a program."""
@@ -374,8 +374,8 @@ class Runner:
         """Handle a program's request for a gradient."""
         if not self.partly < need.share:
             self.partly = 0.0
-        if self.every and not self.partly and self.hand_in and self.recorded and self.node.step % self.every == 0:
-            self.hand_in(self.node.step // self.every)
+        if self.every and not self.partly and self.send_snapshot and self.recorded and self.node.step % self.every == 0:
+            self.send_snapshot(self.node.step // self.every)
         if self.source is not None:
             self.source(need)
 
@@ -388,15 +388,15 @@ class Runner:
         return found is not None
 
     def _step(self, loss: float | None) -> None:
-        self.account.step(self._since, loss)
+        self.metrics.step(self._since, loss)
         if self.stepped is not None:
             self.stepped(loss)
 
     def _idle(self) -> None:
         """While a server waits, send due snapshots and answer requests."""
-        if self.progress is not None and self.hand_in is not None and self.recorded:
+        if self.progress is not None and self.send_snapshot is not None and self.recorded:
             for tick in self.progress.due():
-                self.hand_in(tick)
+                self.send_snapshot(tick)
         if self.reception is not None and self.reception.asked:
             self._attend()
 
@@ -412,12 +412,12 @@ class Runner:
 
     def _lap(self, kind: str) -> None:
         """Count the time since the last entry as `kind`, except the part spent waiting in shared memory."""
-        now, since, account = self.clock(), self._since, self.account
+        now, since, metrics = self.clock(), self._since, self.metrics
         if now > since:
-            slept, account.waited = min(account.waited, now - since), 0.0
-            account.spent(kind, since, now - slept)
+            slept, metrics.waited = min(metrics.waited, now - since), 0.0
+            metrics.spent(kind, since, now - slept)
             if slept:
-                account.spent("wait", now - slept, now)
+                metrics.spent("wait", now - slept, now)
         self._since = now
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 from flockstep.drivers.every_nth import ShardedBatches
-from flockstep.drivers.ticket import place_of_script, require_own_process, ticket_from_environment
+from flockstep.drivers.node_spec import place_of_script, require_own_process, spec_from_environment
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
@@ -33,8 +33,8 @@ def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
         raise ConfigurationError(f"epoch must be >= 0, got {epoch}; give the number of the next epoch")
     place_of_script()
     require_own_process("shard")
-    ticket = ticket_from_environment()
-    if ticket is None or ticket.workers == 1:
+    node_spec = spec_from_environment()
+    if node_spec is None or node_spec.workers == 1:
         return loader
     if find_spec("torch") is not None:
         from torch.utils.data import DataLoader
@@ -42,10 +42,10 @@ def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
         from flockstep.drivers.torch_data import set_epoch, split
 
         if isinstance(loader, DataLoader):
-            part = split(loader, ticket.address, ticket.workers)
+            part = split(loader, node_spec.address, node_spec.workers)
             if epoch is not None:
                 set_epoch(part, epoch)
             return part
-    plain = ShardedBatches(loader, ticket.address, ticket.workers)
+    plain = ShardedBatches(loader, node_spec.address, node_spec.workers)
     plain.epoch = epoch or 0
     return plain

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from flockstep.arrays.kernels import numpy_dtype
-from flockstep.arrays.namespace import is_tensor, on_host, tensor
+from flockstep.arrays.namespace import is_tensor, to_host, to_tensor
 from flockstep.errors import ConfigurationError, ProtocolError
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -69,7 +69,7 @@ class _Writer:
             data = np.ascontiguousarray(value).tobytes()
             return ["array", number, value.dtype.name, list(value.shape), value.flags.writeable, data]
         if is_tensor(value):
-            there = on_host(value)
+            there = to_host(value)
             return ["tensor", number, there.dtype.name, list(there.shape), str(value.device), there.tobytes()]
         if isinstance(value, np.generic):
             return ["number", number, value.dtype.name, value.tobytes()]
@@ -119,7 +119,7 @@ class _Reader:
             return array
         if kind == "tensor":
             name, shape, device, data = rest
-            return tensor(np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape), device)
+            return to_tensor(np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape), device)
         if kind == "number":
             return np.frombuffer(rest[1], numpy_dtype(rest[0]))[0]
         if kind == "random":

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from flockstep.arrays.namespace import on_host
+from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.torch_state import bytes_of, tensor_of
@@ -95,13 +95,13 @@ async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[in
             f"all ranks must pass the same buffers to distribute, got {policy!r} on rank {me.rank} and "
             f"{first.note['policy']!r} on rank 0; pass one of them everywhere"
         )
-    return {0: on_host(first.payload)}
+    return {0: to_host(first.payload)}
 
 
 async def _from(me: Worker, rank: int) -> FlatArray | None:
     """The buffers that a rank sent; None if the rank died."""
     with contextlib.suppress(PeerLost):
-        return on_host((await me.receive("buffers", rank)).payload)
+        return to_host((await me.receive("buffers", rank)).payload)
     if rank not in me.lost:
         raise ConfigurationError(f"rank {rank} has called finish(); call sync_buffers() on every rank before that that")
     return None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from flockstep.arrays.namespace import beside
+from flockstep.arrays.namespace import to_device_of
 from flockstep.collectives.exchange import broadcast_on_tree
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
@@ -93,7 +93,7 @@ class Consent:
         """Sums over all ranks."""
 
         async def program(me: Worker) -> list[float]:
-            array = beside(np.array(values, np.float32), me.params)
+            array = to_device_of(np.array(values, np.float32), me.params)
             await Ring().all_reduce(me, array)
             return [float(value) for value in array]
 

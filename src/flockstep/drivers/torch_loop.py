@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from flockstep.arrays.namespace import as_tensor, beside, copied
+from flockstep.arrays.namespace import as_tensor, copied, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import BackwardHooks
@@ -297,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not self.loop.finished:
             self._guard.check()
-        kept, model = self.buffers.packed(), copied(beside(self.loop.common(), self.flat.params))
+        kept, model = self.buffers.packed(), copied(to_device_of(self.loop.common(), self.flat.params))
         self.sync_buffers()
         own = copied(self.flat.params)  # last: background tasks write to the replica during both exchanges
         self._show(model)

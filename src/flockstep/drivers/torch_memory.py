@@ -6,9 +6,9 @@ import contextlib
 
 import torch
 
-from flockstep.arrays.namespace import on_host
-from flockstep.drivers.account import fingerprint
+from flockstep.arrays.namespace import to_host
 from flockstep.drivers.loop import Loop
+from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.renewal import told
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.torch_flat import FlatModule
@@ -83,7 +83,7 @@ class WorkerMemory:
         if me.rank == source:
             me.send_all(sorted(takers), "state", packed(self._optimizer.state_dict()) if takers else None)
         elif me.rank in takers:
-            array = on_host((await me.receive("state", source)).payload)
+            array = to_host((await me.receive("state", source)).payload)
             self._taking = True
             self._optimizer.load_state_dict(unpacked(array))
             self._taking = False

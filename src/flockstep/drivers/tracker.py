@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.namespace import on_host
+from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Emit, fingerprint
+from flockstep.drivers.node_metrics import Emit, fingerprint
 from flockstep.frameworks.base import Engine, Evaluation
 from flockstep.messages import Address, Message, server
 from flockstep.nodes import Cluster
@@ -142,7 +142,7 @@ class Tracker:
         """
         if address in self._idle:
             return
-        params = on_host(params)
+        params = to_host(params)
         entry = self._ticks.setdefault(tick, Tick(set(self._alive)))
         entry.missing.discard(address)
         entry.t = max(entry.t, t)

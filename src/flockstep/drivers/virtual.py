@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Account, Emit
 from flockstep.drivers.batched import BatchedGradients
-from flockstep.drivers.making import make_server
-from flockstep.drivers.mishaps import Mishaps
+from flockstep.drivers.fault_injector import FaultInjector
+from flockstep.drivers.node_creation import make_server
+from flockstep.drivers.node_metrics import Emit, NodeMetrics
 from flockstep.drivers.plan import LocalOptimizer, Plan
 from flockstep.drivers.runner import History, Runner
 from flockstep.drivers.state import from_bytes, to_bytes
@@ -99,10 +99,12 @@ class Simulation:
         self._report = progress
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._clock_of_run = partial(getattr, self._queue, "now")
-        self._mishaps = Mishaps(faults, plan.cluster)
-        self._clock = self._mishaps.clock(compute.start(plan.cluster.workers, plan.seed))
+        self._fault_injector = FaultInjector(faults, plan.cluster)
+        self._clock = self._fault_injector.clock(compute.start(plan.cluster.workers, plan.seed))
         self._fabric = network.start(plan.cluster)
-        for t, node, factor in reversed(self._mishaps.narrowings()):  # refuses the impossible, applies those at 0
+        for t, node, factor in reversed(
+            self._fault_injector.narrowings()
+        ):  # refuses the impossible, applies those at 0
             self._fabric.narrow(node, plan.cluster.addresses, 1.0 if t else factor)
         self._gradients = BatchedGradients(engine, plan)
         self._computing: dict[int, Computing] = {}
@@ -141,9 +143,9 @@ class Simulation:
                 self._begin(self.runners[address])
             for t in self._restarts:
                 self._queue.schedule(t, self._begin_anew)
-            for t, address, factor in self._mishaps.narrowings():
+            for t, address, factor in self._fault_injector.narrowings():
                 self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.addresses, factor))
-            for t, address, noticed in self._mishaps.deaths():
+            for t, address, noticed in self._fault_injector.deaths():
                 self._queue.schedule(t, partial(self._notice if noticed else self._die, address))
             self._queue.run()
         stuck = [runner for runner in self.runners.values() if not runner.done]
@@ -157,7 +159,7 @@ class Simulation:
         for runner in self.runners.values():
             if not runner.done:
                 runner.close()
-                runner.account.close(self.now, runner.node.params)
+                runner.metrics.close(self.now, runner.node.params)
 
     def close(self) -> None:
         """Free the nodes at once, which refer to each other: nothing of them can be used any more.
@@ -170,8 +172,8 @@ class Simulation:
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to the virtual network."""
-        self.runners[message.source].account.traffic.sent(message, HEADER_BYTES)
-        if not self._mishaps.drops or not self._mishaps.lost(to, message):
+        self.runners[message.source].metrics.traffic.sent(message, HEADER_BYTES)
+        if not self._fault_injector.drops or not self._fault_injector.lost(to, message):
             array, now = message.array, self._queue.now
             nbytes = HEADER_BYTES if array is None else HEADER_BYTES + array.nbytes
             transit = self._fabric.depart(message.source, to, nbytes, now)
@@ -265,9 +267,9 @@ class Simulation:
         return make_server(*facts, plan.optimizer)
 
     def _runner_of(self, node: Node) -> Runner:
-        account = Account(node.address, self._emit)
-        runner = self.runners[node.address] = Runner(node, self, account, self._clock_of_run)
-        runner.hand_in = partial(self._hand_in, runner)
+        metrics = NodeMetrics(node.address, self._emit)
+        runner = self.runners[node.address] = Runner(node, self, metrics, self._clock_of_run)
+        runner.send_snapshot = partial(self._send_snapshot, runner)
         runner.ended = partial(self._ended, runner)
         return runner
 
@@ -381,19 +383,19 @@ class Simulation:
         runner = self.runners[to]
         if runner.node.tasks:
             self._gradients.keep(to)  # a background task may change the parameters that the gradient is of
-        runner.account.traffic.received(message)
+        runner.metrics.traffic.received(message)
         runner.deliver(message, sent_at)
         waiting = runner.waiting
         if type(waiting) is NeedGradient and waiting.unless is not None:
             self._look_for_needless(runner)
 
-    def _hand_in(self, runner: Runner, tick: float) -> None:
+    def _send_snapshot(self, runner: Runner, tick: float) -> None:
         node = runner.node
-        self.tracker.add(tick, node.address, node.params, self.now, node.step, runner.account.traffic.sent_bytes)
+        self.tracker.add(tick, node.address, node.params, self.now, node.step, runner.metrics.traffic.sent_bytes)
 
     def _ended(self, runner: Runner) -> None:
-        self._hand_in(runner, FINAL)
-        runner.account.close(self.now, runner.node.params)
+        self._send_snapshot(runner, FINAL)
+        runner.metrics.close(self.now, runner.node.params)
 
 
 def _settle(node: Node, saved: Saved) -> None:

@@ -13,9 +13,9 @@ from flockstep.experiments.arguments import listed
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
 from flockstep.planning.advice import Advice, advise, require_known
+from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
-from flockstep.planning.task import task_of
 from flockstep.report.progress import ProgressCallback, silent
 
 

@@ -16,7 +16,7 @@ from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
     from flockstep.arrays.schema import FlatArray, Schema
-    from flockstep.launchers.standing import Standing
+    from flockstep.launchers.node_progress import NodeProgress
     from flockstep.messages import Address
     from flockstep.records.events import Event
     from flockstep.strategies.base import Strategy
@@ -201,7 +201,7 @@ def carry_out(
     folder: Path,
     overwrite: bool = False,
     watch: Watch | None = None,
-    standings: Callable[[dict[Address, Standing], int], Any] | None = None,
+    standings: Callable[[dict[Address, NodeProgress], int], Any] | None = None,
 ) -> RunResult:
     """Train or simulate with a configuration.
 

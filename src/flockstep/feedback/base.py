@@ -29,6 +29,6 @@ class Feedback(Component):
         The new memory may be the given one, changed in place.
         """
 
-    def among(self, workers: int) -> Feedback:
+    def bind_workers(self, workers: int) -> Feedback:
         """Return the feedback for `workers` senders whose arrays are averaged; by default the feedback itself."""
         return self

@@ -55,7 +55,7 @@ class Momentum(Feedback):
     needs_contraction = True
     """True, because with another codec the feedback memory could grow without bound."""
 
-    def among(self, workers: int) -> Feedback:
+    def bind_workers(self, workers: int) -> Feedback:
         """Return the feedback with clip·N^-1/2, so that the sum of N independent gradients would be clipped at
         `clip`.
         """

@@ -28,13 +28,13 @@ def check_composition(codec: Codec, feedback: Feedback) -> None:
 
 
 @lru_cache(maxsize=1024)
-def fitted(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], step: int) -> Codec:
+def bound_codec(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], step: int) -> Codec:
     """Return `codec` for tensors of these shapes at a step, as both sender and receiver use it.
 
     Under feedback that needs a contraction, an unbiased codec of variance omega is damped by 1 / (1 + omega), which
     makes it a contraction (Richtárik, Sokolov & Fatkhullin 2021, lemma 8).
     """
-    chosen = codec.on(shapes).at(step)
+    chosen = codec.bind_shapes(shapes).bind_step(step)
     if feedback.needs_contraction and not (chosen.contraction or chosen.lossless):
         return damped(chosen)
     return chosen

@@ -110,7 +110,7 @@ def metric_of(
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class DistillationTargets:
     """Models to learn from: `teachers`, of shape (M, K), and the weight of the distance to their predictions."""
 
     teachers: FlatArray
@@ -204,9 +204,9 @@ class Engine(ABC):
             )
 
     def distil(
-        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+        self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Like `gradient`, of the loss plus the weighted distance to the mean prediction of the lesson's teachers.
+        """Like `gradient`, of the loss plus the weighted distance to the mean prediction of the teachers.
 
         With classes, the distance is the cross-entropy with the mean of the teachers' probabilities, otherwise the mean
         squared difference of the outputs. Returns the mean loss without the distance.

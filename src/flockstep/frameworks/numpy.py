@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job, Lesson, metric_of
+from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
 from flockstep.optimizers.base import Optimizer
 
 Views = Mapping[str, FlatArray]
@@ -251,7 +251,7 @@ class NumpyEngine(Engine):
         return Evaluation(loss, float(self._metric(outputs, self._data.test_y)))
 
     def distil(
-        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+        self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
         """Like `gradient`, of the loss plus the weighted cross-entropy with the mean probabilities of the teachers.
 
@@ -265,9 +265,9 @@ class NumpyEngine(Engine):
         loss = self.gradient(params, indices, out, replica, step)
         x, own, views = self._data.train_x[indices], self.schema.views(params), self.schema.views(out)
         taught = np.exp(
-            _mean_probabilities(np.stack([self.model.outputs(self.schema.views(w), x) for w in lesson.teachers]))
+            _mean_probabilities(np.stack([self.model.outputs(self.schema.views(w), x) for w in targets.teachers]))
         )
-        error = (np.exp(_log_softmax(self.model.outputs(own, x))) - taught) * x.dtype.type(lesson.weight / len(x))
+        error = (np.exp(_log_softmax(self.model.outputs(own, x))) - taught) * x.dtype.type(targets.weight / len(x))
         views["weight"] += x.T @ error
         views["bias"] += error.sum(axis=0)
         return loss

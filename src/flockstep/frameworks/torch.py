@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Evaluation, Indices, Job, Lesson, metric_of
+from flockstep.frameworks.base import DistillationTargets, Evaluation, Indices, Job, metric_of
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
@@ -118,10 +118,10 @@ class TorchEngine(FactoringEngine):
 
         `params` that are not the module's own are copied into the module.
         """
-        return self.distil(params, indices, out, Lesson(self.flat.params[None, :][:0], 0.0), replica, step)
+        return self.distil(params, indices, out, DistillationTargets(self.flat.params[None, :][:0], 0.0), replica, step)
 
     def distil(
-        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+        self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
         if params is not self.flat.params:
             self._keep_start()
@@ -133,11 +133,11 @@ class TorchEngine(FactoringEngine):
         with self._stream(replica, step):
             outputs = self.module(x)
         loss = total = self._loss(outputs, y)
-        if len(lesson.teachers):
+        if len(targets.teachers):
             buffers = self._mean_buffers([replica])
             with torch.no_grad():
-                taught = [functional_call(self.module, self._state_of(w) | buffers, (x,)) for w in lesson.teachers]
-            total = loss + lesson.weight * distance(outputs, combined(taught, classes), classes)
+                taught = [functional_call(self.module, self._state_of(w) | buffers, (x,)) for w in targets.teachers]
+            total = loss + targets.weight * distance(outputs, combined(taught, classes), classes)
         self._backward(total, out)
         return float(loss.item())
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flockstep.arrays.namespace import as_tensor, copied, on_host
+from flockstep.arrays.namespace import as_tensor, copied, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer, OptimizerState, require
@@ -111,7 +111,7 @@ class TorchOptimizer(Optimizer):
                 if name in NUMBERS:
                     found.numbers[f"{name}:{group}"] = float(value)
                 elif name != "step" and value is not None:
-                    array = on_host(value)
+                    array = to_host(value)
                     found.slots.setdefault(name, np.zeros(size, array.dtype))[part] = array
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flockstep.arrays.namespace import on_host
+from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import Entry, FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
@@ -42,7 +42,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
                 slot = found.slots.setdefault(
                     name if foreign else ours[name], np.zeros(flat.schema.size, flat.schema.dtype)
                 )
-                slot[entry.offset : entry.offset + entry.size] = on_host(value.reshape(-1))
+                slot[entry.offset : entry.offset + entry.size] = to_host(value.reshape(-1))
                 found.steps = max(found.steps, int("step" not in state))  # SGD does not count
     return found if found.steps else None
 
@@ -130,7 +130,7 @@ def bytes_of(tensor: torch.Tensor) -> FlatArray:
 
 def tensor_of(data: FlatArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Return the tensor that `bytes_of` converted to these bytes."""
-    return torch.from_numpy(on_host(data).copy()).view(dtype).reshape(tuple(shape))
+    return torch.from_numpy(to_host(data).copy()).view(dtype).reshape(tuple(shape))
 
 
 def _plain(value: Any, tensors: list[torch.Tensor], whole: bool) -> Any:

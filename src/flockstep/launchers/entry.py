@@ -6,7 +6,7 @@ import os
 import sys
 
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.member import Ticket, die_with
+from flockstep.drivers.member import NodeSpec, die_with
 from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
 from flockstep.frameworks.job import import_components
@@ -15,26 +15,26 @@ from flockstep.launchers.threads import limit_threads
 from flockstep.records.config import RunConfig
 
 
-def worker_main(ticket: Ticket, threads: int, config: str) -> None:
+def worker_main(node_spec: NodeSpec, threads: int, config: str) -> None:
     """Entry point of a worker process: rebuild the job from the run's configuration and train."""
-    die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
+    die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder())
     limit_process(threads)
 
     def make():  # type: ignore[no-untyped-def]
         engine, plan, _ = prepare(RunConfig.from_toml(config, "the run's configuration"))
         return engine, plan
 
-    sys.exit(run_worker(ticket, make))
+    sys.exit(run_worker(node_spec, make))
 
 
 def server_main(
-    ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int, imports: tuple[str, ...]
+    node_spec: NodeSpec, index: int, strategy: str, optimizer: str, schema: Schema, every: int, imports: tuple[str, ...]
 ) -> None:
     """Entry point of a server process, which imports neither the job nor its framework, only strategy and optimizer."""
-    die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
+    die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder())
     limit_process(1)
     import_components(imports)
-    sys.exit(run_server(ticket, index, strategy, optimizer, schema, every))
+    sys.exit(run_server(node_spec, index, strategy, optimizer, schema, every))
 
 
 def limit_process(threads: int) -> None:

@@ -25,16 +25,16 @@ import numpy as np
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.filed import FiledTick, FiledTracker
 from flockstep.drivers.member import in_short
 from flockstep.drivers.setup import prepare
+from flockstep.drivers.snapshot_tracker import SnapshotTick, SnapshotTracker
 from flockstep.errors import FlockstepError, RunError, of_kind
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
 from flockstep.launchers.entry import limit_process
 from flockstep.messages import Address
 from flockstep.records.events import ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.handed_in import LAST, SNAPSHOTS, HandedIn
+from flockstep.records.snapshots import LAST, SNAPSHOTS, Snapshot
 
 BACKLOG = 1 << 30
 """Bytes of snapshots that may wait for their evaluation."""
@@ -45,7 +45,7 @@ YIELD = 10
 class SnapshotHandler:
     """The supervisor's interface to the evaluation of snapshots. This class evaluates nothing."""
 
-    def take(self, item: HandedIn) -> None:
+    def take(self, item: Snapshot) -> None:
         """Handle a snapshot that a node has sent."""
 
     def lose(self, address: Address) -> None:
@@ -58,7 +58,7 @@ class SnapshotHandler:
 class Tell(msgspec.Struct, omit_defaults=True):
     """Message to the evaluating process: a snapshot is stored, a node is lost, or the run has ended."""
 
-    item: HandedIn | None = None
+    item: Snapshot | None = None
     lost: int | None = None
     ended: bool = False
 
@@ -80,10 +80,10 @@ class Evaluator(SnapshotHandler):
         self._child: Child | None = None
         self._feed: socket.socket
         self._unsent = bytearray()
-        self._waiting: list[HandedIn] = []
+        self._waiting: list[Snapshot] = []
         self._seen: set[float] = set()
 
-    def take(self, item: HandedIn) -> None:
+    def take(self, item: Snapshot) -> None:
         """Send a snapshot to the evaluating process, unless its backlog is full."""
         if self._child is None:
             self._feed, theirs = socket.socketpair()
@@ -169,12 +169,12 @@ def _evaluate(record: RunFolder, feed: socket.socket) -> None:
     engine, plan, _ = prepare(record.read_config())
     release()
 
-    def keep(tick: FiledTick, params: FlatArray) -> None:
+    def keep(tick: SnapshotTick, params: FlatArray) -> None:
         record.write_result(params, engine.schema)
         events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
 
     with EventWriter(record.node_events_file(None)) as events:
-        desk = _Desk(FiledTracker(engine, plan, events.write, keep))
+        desk = _Desk(SnapshotTracker(engine, plan, events.write, keep))
         meanwhile = Thread(target=desk.work, args=(YIELD,))
         meanwhile.start()
         ended = desk.listen(feed)
@@ -190,7 +190,7 @@ def _evaluate(record: RunFolder, feed: socket.socket) -> None:
 class _Desk:
     """Queue of the evaluating process; a thread of low priority handles it until the workers have ended."""
 
-    tracker: FiledTracker
+    tracker: SnapshotTracker
     errors: list[Exception] = field(default_factory=list)
     told: queue.SimpleQueue[Tell | None] = field(default_factory=queue.SimpleQueue)
     over: bool = False
@@ -242,6 +242,6 @@ class _Desk:
 
     def _act(self, words: Tell) -> None:
         if words.item is not None and not (self.newest_only and words.item.tick not in (None, LAST)):
-            self.tracker.hand_in(words.item)
+            self.tracker.add_snapshot(words.item)
         if words.lost is not None:
             self.tracker.lose(words.lost)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from flockstep.launchers.children import Child, how_it_ended
 from flockstep.launchers.link import ProcessLink
-from flockstep.launchers.want_of_memory import WantOfMemory
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.messages import Address, node_name
 
 SETTLING = 0.5
@@ -29,13 +29,13 @@ class Health:
         children: Mapping[Address, Child],
         links: Mapping[Address, ProcessLink],
         heartbeat: float,
-        memory: WantOfMemory | None = None,
+        memory: OutOfMemoryDetector | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
         self._children = children
         self._links = links
         self._heartbeat = heartbeat
-        self._memory = memory or WantOfMemory()
+        self._memory = memory or OutOfMemoryDetector()
         self._now = now
         self._broken: set[Address] = set()
         self._since: dict[Address, float] = {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello
-from flockstep.messages import Address, Beside, Message
+from flockstep.messages import Address, AnyNote, Message
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control
 from flockstep.transports.wire import SenderIdentity
@@ -26,7 +26,7 @@ class ProcessLink:
         me = SenderIdentity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
         self.wire = control.link(hello.address, hello.line, me)
 
-    def tell(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:
+    def tell(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
         """Queue a message for the node without waiting; messages that concern all also go to its communicator.
 
         The array must not change afterwards, because all links send it without a copy.

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.member import Hello, Ticket
-from flockstep.drivers.ticket import TICKET, ticket_to_text
+from flockstep.drivers.member import Hello, NodeSpec
+from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
 from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
-from flockstep.launchers import begin
+from flockstep.launchers import script_entry
 from flockstep.launchers.children import Child, Script, drain_all, fork, refuse_program
 from flockstep.launchers.entry import server_main
-from flockstep.launchers.handles import require_handles
+from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished, keep_newest, newest_model
 from flockstep.optimizers.base import Optimizer
@@ -77,7 +77,7 @@ def launch(
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
     import_components(config.imports)
-    require_handles(config.workers)
+    require_open_files(config.workers)
     record = RunFolder(folder)
     with record.created(config, overwrite):
         _launch(script, arguments, config, record, output)
@@ -87,15 +87,15 @@ def launch(
 def _launch(script: Path, arguments: Sequence[str], config: RunConfig, record: RunFolder, output: Output) -> None:
     scripts: list[Script] = []
 
-    def start_worker(ticket: Ticket) -> Child:
-        ticket = dataclasses.replace(ticket, seed=config.seed, imports=config.imports)
-        scripts.append(start_script(script, arguments, ticket, config.threads, output))
+    def start_worker(node_spec: NodeSpec) -> Child:
+        node_spec = dataclasses.replace(node_spec, seed=config.seed, imports=config.imports)
+        scripts.append(start_script(script, arguments, node_spec, config.threads, output))
         return scripts[-1]
 
-    def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
+    def start_server(node_spec: NodeSpec, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
-        ticket = dataclasses.replace(ticket, seed=config.seed)
-        return fork(server_main, (ticket, index, hello.strategy, optimizer, hello.schema, 0, config.imports))
+        node_spec = dataclasses.replace(node_spec, seed=config.seed)
+        return fork(server_main, (node_spec, index, hello.strategy, optimizer, hello.schema, 0, config.imports))
 
     supervisor = Supervisor(
         config.workers,
@@ -138,26 +138,26 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
 
 
 def start_script(
-    script: Path, arguments: Sequence[str], ticket: Ticket, threads: int | None, output: Output = Output()
+    script: Path, arguments: Sequence[str], node_spec: NodeSpec, threads: int | None, output: Output = Output()
 ) -> Script:
     """Start the script as one worker.
 
     `threads` None keeps the user's thread variables, or sets one thread if there are none.
     """
-    command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
+    command = [sys.executable, "-I", "-S", script_entry.__file__, str(node_spec.supervisor), str(script), *arguments]
     chosen = threads is None and any(name in os.environ for name in THREADS)
     limits = {} if chosen else dict.fromkeys(THREADS, str(threads or 1))
-    environment = {**os.environ, **limits, **place_of(ticket), TICKET: ticket_to_text(ticket)}
-    prefix = f"[rank {ticket.address}] " if output.prefix else ""
-    return Script(command, environment, prefix, muted=output.ranks == "rank0" and ticket.address > 0)
+    environment = {**os.environ, **limits, **place_of(node_spec), NODE_SPEC: spec_to_text(node_spec)}
+    prefix = f"[rank {node_spec.address}] " if output.prefix else ""
+    return Script(command, environment, prefix, muted=output.ranks == "rank0" and node_spec.address > 0)
 
 
-def place_of(ticket: Ticket) -> dict[str, str]:
+def place_of(node_spec: NodeSpec) -> dict[str, str]:
     """Environment variables in which scripts look for their rank, as torchrun names them.
 
     All workers run on this host.
     """
-    rank, workers = str(ticket.address), str(ticket.workers)
+    rank, workers = str(node_spec.address), str(node_spec.workers)
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
 
 

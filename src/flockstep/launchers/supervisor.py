@@ -17,28 +17,28 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.communicator.joining import rule_of
-from flockstep.drivers.account import fingerprint
-from flockstep.drivers.filed import Newest
-from flockstep.drivers.member import WINDOW, Failure, Hello, NodeLost, Ticket, Welcome, in_short
-from flockstep.drivers.reports import MOST, events_in
+from flockstep.drivers.event_sender import MOST, events_in
+from flockstep.drivers.member import WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short
+from flockstep.drivers.node_metrics import fingerprint
+from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
-from flockstep.launchers.draws import GradientFingerprints
+from flockstep.launchers.duplicate_batches import GradientFingerprints
 from flockstep.launchers.evaluation import SnapshotHandler
-from flockstep.launchers.handles import require_handles
 from flockstep.launchers.health import Health
 from flockstep.launchers.link import ProcessLink
+from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.scratch import scratch
-from flockstep.launchers.standing import Standing
-from flockstep.launchers.waits import Waits, on_stderr
-from flockstep.messages import Address, Beside, Fields, Message, node_name, server
+from flockstep.launchers.wait_monitor import WaitMonitor, on_stderr
+from flockstep.messages import Address, AnyNote, Fields, Message, node_name, server
 from flockstep.nodes import View
 from flockstep.records import owner
 from flockstep.records.events import Event, LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.handed_in import LAST, Arriving, places
+from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
 from flockstep.transports.links import Control
@@ -61,7 +61,7 @@ class Outcome:
     workers: int = 0
     schema: Schema | None = None
     strategy: Strategy | None = None
-    newest: Newest = field(default_factory=Newest)
+    newest: NewestSnapshots = field(default_factory=NewestSnapshots)
     warnings: list[str] = field(default_factory=list)
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
@@ -78,9 +78,9 @@ class Supervisor:
         transport: Transport,
         heartbeat: float,
         record: Path,
-        start_worker: Callable[[Ticket], Child | None],
-        start_server: Callable[[Ticket, int, Hello], Child | None],
-        show: Callable[[dict[Address, Standing]], None] = lambda standings: None,
+        start_worker: Callable[[NodeSpec], Child | None],
+        start_server: Callable[[NodeSpec, int, Hello], Child | None],
+        show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
         patience: float | None = GRACE,
         step_timeout: float | None = None,
         evaluation: SnapshotHandler | None = None,
@@ -92,7 +92,7 @@ class Supervisor:
         successful run; None, for users' scripts, sets no limit and requires exit code 0.
         """
         self.outcome = Outcome(workers)
-        self.standings: dict[Address, Standing] = {rank: Standing() for rank in range(workers)}
+        self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
         self.children: dict[Address, Child] = {}
         self._workers = workers
         self._transport = transport
@@ -103,18 +103,18 @@ class Supervisor:
         self._show = show
         self._patience = patience
         self._run, self._secret = secrets.token_hex(8), secrets.token_bytes(32)
-        self._evaluation, self._places = evaluation or SnapshotHandler(), places(record, self._run)
+        self._evaluation, self._places = evaluation or SnapshotHandler(), snapshot_folders(record, self._run)
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, ProcessLink] = {}
         self._writers: dict[Address, EventWriter] = {}
-        self._arriving: dict[Address, Arriving] = {}
+        self._arriving: dict[Address, SnapshotWriter] = {}
         self._health = Health(self.children, self._links, heartbeat)
         self._went: float | None = None
         self._hashes: dict[Address, str] = {}
         self._ready: set[Address] = set()
         self._done: set[Address] = set()
         self._gone: set[Address] = set()
-        self._waits = Waits(workers, step_timeout)
+        self._wait_monitor = WaitMonitor(workers, step_timeout)
         self._view = View(0, tuple(range(workers)))
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._done)
@@ -159,14 +159,14 @@ class Supervisor:
         self._control = Control(self._transport.listen(self._directory, "control"), self._heartbeat, self._secret)
         self._open.callback(self._control.close)
         for rank in range(self._workers):
-            self._keep_child(rank, self._start_worker(self._ticket(rank)))
+            self._keep_child(rank, self._start_worker(self._node_spec(rank)))
 
     def _keep_child(self, address: Address, child: Child | None) -> None:
         if child is not None:
             self.children[address] = child
 
-    def _ticket(self, address: Address) -> Ticket:
-        return Ticket(
+    def _node_spec(self, address: Address) -> NodeSpec:
+        return NodeSpec(
             self._run,
             address,
             self._control.address,
@@ -207,11 +207,11 @@ class Supervisor:
     def _poll(self) -> None:
         if self._control.wait((link.wire for link in self._links.values()), POLL):
             for words in self._control.heard():
-                self._knock(words)
+                self._accept_control(words)
             for link in list(self._links.values()):
                 self._hear(link, TURN)
         self._look_after_children()
-        self._waits.look(self._links.keys(), self._done | self._gone)
+        self._wait_monitor.look(self._links.keys(), self._done | self._gone)
         self._evaluation.go_on()
 
     def _hear(self, link: ProcessLink, most: int = -1) -> None:
@@ -224,7 +224,7 @@ class Supervisor:
             if link.address not in self._gone:
                 self._lose(link.address, f"{node_name(link.address)} broke the protocol: {error}")
 
-    def _knock(self, data: bytes) -> None:
+    def _accept_control(self, data: bytes) -> None:
         try:
             words = msgspec.msgpack.decode(data, type=Hello | Failure)
         except (ValueError, RecursionError):
@@ -266,10 +266,10 @@ class Supervisor:
             return
         for index in range(strategy.servers_for(self._workers)):
             if server(index) not in self.standings:
-                require_handles(1, more=0)
-                self.standings[server(index)] = Standing()
+                require_open_files(1, more=0)
+                self.standings[server(index)] = NodeProgress()
                 hello = self._links[0].hello
-                self._keep_child(server(index), self._start_server(self._ticket(server(index)), index, hello))
+                self._keep_child(server(index), self._start_server(self._node_spec(server(index)), index, hello))
 
     def _welcome(self) -> None:
         """When all nodes have joined, send each of them the addresses of the others."""
@@ -291,7 +291,7 @@ class Supervisor:
                 self._ready.add(address)
                 if len(self._ready) == len(self._links):
                     self._went = time.monotonic()
-                    self._waits.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
+                    self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
                     # All are connected, so even a killed supervisor leaves no sockets behind.
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
@@ -303,7 +303,7 @@ class Supervisor:
             case "events":
                 self._write(address, events_in(message.payload))
             case "waiting":
-                self._waits.hear(address, note)
+                self._wait_monitor.hear(address, note)
             case "gradient":
                 self._draws.hear(address, note)
             case "snapshot":
@@ -337,11 +337,11 @@ class Supervisor:
                 self._hashes[address] = event.hash
         writer.flush()
         if address >= 0 and any(isinstance(event, StepEvent) for event in events):
-            self._waits.hear(address, {"step": self.standings[address].step})
+            self._wait_monitor.hear(address, {"step": self.standings[address].step})
 
     def _begin_snapshot(self, link: ProcessLink, note: Fields) -> None:
         with self._warned(float(note["tick"])):
-            self._arriving[link.address] = Arriving(self._places, link.address, note, link.hello.largest)
+            self._arriving[link.address] = SnapshotWriter(self._places, link.address, note, link.hello.largest)
             self._take(link.address, np.empty(0, np.uint8))
 
     def _take(self, address: Address, part: FlatArray) -> None:
@@ -412,7 +412,7 @@ class Supervisor:
             on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers continue")
         self._tell_others("lost", address, loss)
 
-    def _tell_others(self, tag: str, address: Address, note: Beside) -> None:
+    def _tell_others(self, tag: str, address: Address, note: AnyNote) -> None:
         for other, link in self._links.items():
             if other != address:
                 link.tell(tag, note)

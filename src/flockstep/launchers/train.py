@@ -11,17 +11,17 @@ from pathlib import Path
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Emit
-from flockstep.drivers.filed import FiledTick
-from flockstep.drivers.member import Hello, Ticket
+from flockstep.drivers.member import Hello, NodeSpec
+from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.setup import prepare
+from flockstep.drivers.snapshot_tracker import SnapshotTick
 from flockstep.errors import Diverged, FlockstepError, Interrupted
 from flockstep.expression import from_data
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import server_main, worker_main
 from flockstep.launchers.evaluation import Evaluator
-from flockstep.launchers.handles import require_handles
-from flockstep.launchers.standing import Standing
+from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
@@ -36,7 +36,7 @@ from flockstep.transports.base import Transport
 HEARTBEAT = 5.0
 """Default heartbeat: seconds without an answer after which a node counts as lost."""
 
-Show = Callable[[dict[Address, Standing], int], None]
+Show = Callable[[dict[Address, NodeProgress], int], None]
 
 
 def train(
@@ -64,7 +64,7 @@ def train(
     """
     refuse_program()
     engine, plan, config = prepare(config)
-    require_handles(plan.cluster.workers + plan.cluster.servers)
+    require_open_files(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan  # each holds a model; the evaluating process builds its own
@@ -79,18 +79,18 @@ def _train(
     record: RunFolder,
     every: int,
     policy: ResultPolicy,
-    show: Callable[[dict[Address, Standing]], None],
+    show: Callable[[dict[Address, NodeProgress]], None],
 ) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1)
     transport = Transport.parse(config.transport or "shared_memory")
 
-    def start_worker(ticket: Ticket) -> Child:
-        return fork(worker_main, (ticket, config.threads or 1, config.to_toml()), kernels=transport.lends)
+    def start_worker(node_spec: NodeSpec) -> Child:
+        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=transport.zero_copy)
 
-    def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
+    def start_server(node_spec: NodeSpec, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
-        ticket = dataclasses.replace(ticket, seed=config.seed)
-        return fork(server_main, (ticket, index, hello.strategy, optimizer, hello.schema, every, config.imports))
+        node_spec = dataclasses.replace(node_spec, seed=config.seed)
+        return fork(server_main, (node_spec, index, hello.strategy, optimizer, hello.schema, every, config.imports))
 
     supervisor = Supervisor(
         config.workers,
@@ -144,7 +144,7 @@ def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> No
             events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
 
 
-def newest_model(tick: FiledTick, policy: ResultPolicy, outcome: Outcome) -> FlatArray | None:
+def newest_model(tick: SnapshotTick, policy: ResultPolicy, outcome: Outcome) -> FlatArray | None:
     """The model that a policy selects from the newest snapshots; None if there is none."""
     if not tick.workers or outcome.strategy is None or outcome.schema is None:
         return None

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import UnknownName
-from flockstep.planning import sentences as say
+from flockstep.planning import advice_text as say
 from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous
-from flockstep.planning.failing import unfit_to_lose_workers
 from flockstep.planning.plan import KEEN, Outlook, combines
+from flockstep.planning.plan_text import short
 from flockstep.planning.prospect import ALONE, Prospect
 from flockstep.planning.scaling import Crossover, crossovers, waiting
-from flockstep.planning.words import short
-from flockstep.report import words
+from flockstep.planning.worker_losses import unfit_to_lose_workers
+from flockstep.report import formatting
 
 if TYPE_CHECKING:
     from flockstep.planning.search import Found
@@ -202,7 +202,7 @@ def _tried(choice: Prospect, second: Prospect | None, tried: dict[str, Found]) -
             how = f"{short(best.strategy)}, learning rate {best.lr:g}"
             said.append(
                 f"In trials {short(one.name)} reached the target of {best.target:g} after "
-                f"{words.seconds(best.seconds_to_target)} ({how})."
+                f"{formatting.seconds(best.seconds_to_target)} ({how})."
             )
     return tuple(said)
 
@@ -217,24 +217,28 @@ def value(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> f
 
 def counted(found: Prospect) -> bool:
     """Whether anything tells what a sample is worth: recorded updates, or the strategy's cell in the taxonomy."""
-    return found.updates or found.workers == 1 or (found.strategy is not None and found.strategy.cell is not None)
+    return (
+        found.updates
+        or found.workers == 1
+        or (found.strategy is not None and found.strategy.taxonomy_entry is not None)
+    )
 
 
 def unfit(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
     """Reason why a strategy does not meet the requirements or cannot run; None if it can."""
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
-        return f"needs more memory than the {words.size(memory)} of a worker"
+        return f"needs more memory than the {formatting.size(memory)} of a worker"
     if found.strategy is None:
         return "the data are on other machines" if "private" in requirements else None
-    cell, traits = found.strategy.cell, found.strategy.traits
+    cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
     if (found.workers > 1 and not combines(found)) or "ensemble" in traits.results:
         return "trains a separate model on every worker"
     if "private" in requirements and traits.samples != "own":
         return LEAVING[traits.samples]
     if "unbalanced" in requirements and not (is_central(cell) and is_synchronous(cell, traits)):
         return "needs similar data on all workers"
-    if "unbalanced" in requirements and traits.completeness == 4:
+    if "unbalanced" in requirements and traits.delivery == "partial":
         return "drops the gradients of slow workers, whose data then count less"
     if "reproducible" in requirements and not is_synchronous(cell, traits):
         return "the order of updates differs from run to run"

@@ -16,14 +16,14 @@ from flockstep.costs.machines import ClusterLink, MachineGroup, Rates
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import train
-from flockstep.planning.laws import fit_law
+from flockstep.planning.fit_durations import fit_law
+from flockstep.planning.job_profile import identity, task_of
+from flockstep.planning.plan_text import many
 from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, measure_rates
-from flockstep.planning.task import identity, task_of
-from flockstep.planning.words import many
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, ScalarEvent, StepEvent
 from flockstep.records.folder import RunFolder
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of
 
@@ -216,8 +216,9 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
     if not told:
         (small, short), (large, long) = sorted(next(iter(found.values())).items())
         raise ConfigurationError(
-            f"a message of {large:,} bytes must take longer than one of {small}, got {words.seconds(long)} and "
-            f"{words.seconds(short)}, which determines no bandwidth; calibrate an idle machine, or with more --rounds"
+            f"a message of {large:,} bytes must take longer than one of {small}, got {formatting.seconds(long)} and "
+            f"{formatting.seconds(short)}, which determines no bandwidth; calibrate an idle machine, or with more "
+            "--rounds"
         )
     if len(told) < len(found):
         notes.append(
@@ -236,7 +237,7 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
         low, high = min(values), max(values)
         notes.append(f"{name} of {many(len(values), 'pair')}: {low:.3g} to {high:.3g} {unit}, the median is taken")
         if high > UNEQUAL * low:
-            factor = words.number(high / max(low, 1e-12), 2)
+            factor = formatting.number(high / max(low, 1e-12), 2)
             notes.append(f"pairs differ in {name} by a factor of {factor}: one link describes them poorly")
     latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)
     if not latency:

@@ -13,16 +13,16 @@ from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
 from flockstep.planning.fit import first_counted, shortest, steps_by_worker, usual_seconds
+from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
+from flockstep.planning.plan_text import short
 from flockstep.planning.prospect import FEW, prospect
+from flockstep.planning.record_imports import NotAskedFor, trusted
 from flockstep.planning.rehearsal import STEPS, rehearse
-from flockstep.planning.task import BATCH, JobProfile, Site, task_of
-from flockstep.planning.trust import NotAskedFor, trusted
-from flockstep.planning.words import short
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
+from flockstep.report.formatting import NONE, number, seconds, size
 from flockstep.report.prediction import Prediction
-from flockstep.report.words import NONE, number, seconds, size
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
@@ -246,7 +246,7 @@ def _in_virtual_time(strategy: Strategy, task: JobProfile, config: RunConfig) ->
         optimizer=task.optimizer,
         steps=None if config.steps is None else max(2, min(int(config.steps), EVERYONES // config.workers)),
         seed=config.seed,
-        lessons=task.lessons if strategy.traits.needs_job else None,
+        surrogate_batches=task.surrogate_batches if strategy.traits.needs_job else None,
     )
     rate = found.steps_per_second * found.batches * task.batch
     return Figures(found.seconds_per_step, found.sent_bytes_per_step, found.utilization, found.staleness, rate)

@@ -18,10 +18,10 @@ import numpy as np
 from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
+from flockstep.planning.job_profile import Site
 from flockstep.planning.prospect import Pace, Prospect, codecs_of
-from flockstep.planning.stand_in import Unrehearsed
-from flockstep.planning.task import Site
-from flockstep.report.words import number
+from flockstep.planning.surrogate import Unrehearsed
+from flockstep.report.formatting import number
 from flockstep.strategies.base import TaxonomyEntry, Traits
 
 NOISE = 3.0
@@ -78,7 +78,7 @@ def criteria(found: Prospect, pace: Pace | None) -> Criteria:
     """The row of a predicted strategy; a trivial row for one worker."""
     if found.strategy is None:
         return Criteria("one worker", False, "likely", 0.0, 0, 1.0, 0, "easy")
-    cell, traits = found.strategy.cell, found.strategy.traits
+    cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
     central, synchronous = is_central(cell), is_synchronous(cell, traits)
     rate: Literal["higher", "likely", "lower"] = "lower" if not synchronous else "higher" if central else "likely"
     hard: Literal["easy", "medium", "hard"] = (
@@ -114,12 +114,12 @@ def is_central(cell: TaxonomyEntry | None) -> bool:
 
 def is_synchronous(cell: TaxonomyEntry | None, traits: Traits) -> bool:
     """Whether all workers wait for each other, so that no gradient is stale."""
-    return cell.scheduling == "sync" if cell is not None else traits.completeness == 1
+    return cell.scheduling == "sync" if cell is not None else traits.delivery == "synchronous"
 
 
 def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
     """Whether a run can be repeated; if servers drop gradients, the order of arrival decides which ones."""
-    return is_synchronous(cell, traits) and not (is_central(cell) and traits.completeness == 4)
+    return is_synchronous(cell, traits) and not (is_central(cell) and traits.delivery == "partial")
 
 
 def count(part: Component) -> int:
@@ -134,7 +134,7 @@ def departures(found: Prospect, site: Site) -> tuple[str, ...]:
     """
     if found.strategy is None:
         return ()
-    cell, traits = found.strategy.cell, found.strategy.traits
+    cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
     said = [f"{found.workers} times the batch" if is_synchronous(cell, traits) else f"{found.workers} workers at once"]
     if approximates(found):
         said.append("messages are approximations")
@@ -172,10 +172,10 @@ def relative_samples(found: Prospect, site: Site) -> float:
     """
     if found.strategy is None:
         return 1.0
-    n, cell, traits = found.workers, found.strategy.cell, found.strategy.traits
+    n, cell, traits = found.workers, found.strategy.taxonomy_entry, found.strategy.traits
     noise, held = compression(found, site)
     late = 1 + held / DEPTH
-    if not is_synchronous(cell, traits) and (is_central(cell) or traits.completeness == 3):
+    if not is_synchronous(cell, traits) and (is_central(cell) or traits.delivery == "unbounded delay"):
         stable = 1 / math.sin(math.pi / (2 * (2 * min(lateness(found, site), NEVER) + 1)))
         depth, apart, last = stable * late * (1 + (math.pi / 2 - 1) * momentum(site)), 0.0, 0.0
     elif is_central(cell):
@@ -218,8 +218,8 @@ def horizon(found: Prospect, site: Site) -> float:
     n, sent = found.workers, max(found.sent_bytes / site.task.nbytes, 1e-9)
     if n == 1:
         return 1.0
-    cell = found.strategy.cell
-    if found.strategy.traits.completeness < 4:
+    cell = found.strategy.taxonomy_entry
+    if found.strategy.traits.delivery != "partial":
         return max(1.0, 2 * (1 - 1 / n) / sent)
     waits = is_synchronous(cell, found.strategy.traits)
     rounds = math.log2(n)
@@ -272,7 +272,7 @@ def lost(codec: Codec) -> float:
     """Share of the energy of a Laplacian random array that its encoding omits; 1 if the codec cannot be tried."""
     array = np.random.default_rng(0).laplace(size=TRIED).astype(np.float32)
     try:
-        fit = codec.on(((TRIED,),)).at(0)
+        fit = codec.bind_shapes(((TRIED,),)).bind_step(0)
         decoded = np.asarray(fit.decode(fit.encode(array, np.random.default_rng(1)), TRIED, "float32"))
     except (ConfigurationError, NotImplementedError):
         return 1.0

@@ -27,10 +27,10 @@ from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.drivers.setup import prepare
 from flockstep.errors import ConfigurationError
 from flockstep.planning.calibrate import Calibration
-from flockstep.planning.laws import fit_law
+from flockstep.planning.fit_durations import fit_law
+from flockstep.planning.job_profile import identity
+from flockstep.planning.record_imports import trusted
 from flockstep.planning.rehearsal import LEFT_OUT, rehearse
-from flockstep.planning.task import identity
-from flockstep.planning.trust import trusted
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, StepEvent
 from flockstep.records.folder import RunFolder

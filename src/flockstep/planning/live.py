@@ -24,9 +24,9 @@ class LiveSimulation(Simulation):
 
     _begun = 0
 
-    def _hand_in(self, runner: Runner, tick: float) -> None:
+    def _send_snapshot(self, runner: Runner, tick: float) -> None:
         if tick == FINAL or self.plan.result not in NOW:
-            super()._hand_in(runner, tick)
+            super()._send_snapshot(runner, tick)
             return
         if runner.node.address < 0:
             return
@@ -38,7 +38,7 @@ class LiveSimulation(Simulation):
     def _look(self, steps: int) -> None:
         workers = range(self.plan.cluster.workers)
         found = self._engine.evaluate(self._model(), workers)
-        sent = sum(self.runners[rank].account.traffic.sent_bytes for rank in workers) / len(workers)
+        sent = sum(self.runners[rank].metrics.traffic.sent_bytes for rank in workers) / len(workers)
         apart = (
             float(np.abs(self._gradients.params - self._gradients.params[0]).max())
             if self.plan.result == "mean"

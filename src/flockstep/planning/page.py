@@ -10,9 +10,7 @@ from typing import Any
 
 from flockstep.planning.advice import Advice, slower
 from flockstep.planning.plan import KEEN, Outlook
-from flockstep.planning.prospect import faster
-from flockstep.planning.scaling import Contender, best
-from flockstep.planning.words import (
+from flockstep.planning.plan_text import (
     HEADINGS,
     LITTLE,
     TABLE_2,
@@ -25,11 +23,13 @@ from flockstep.planning.words import (
     unplanned,
     worth_of,
 )
+from flockstep.planning.prospect import faster
+from flockstep.planning.scaling import Contender, best
+from flockstep.report.formatting import number
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLORS, INK, Figure, axis, decades, layout, safe
-from flockstep.report.words import number
 
 CELLS = 13
 """Number of the map's cells in each direction."""

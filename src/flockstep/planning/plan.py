@@ -11,10 +11,10 @@ from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import Criteria, criteria, departures, relative_samples, worth
+from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, prospect
 from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
-from flockstep.planning.task import JobProfile, Site
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.strategies.base import Strategy
 
@@ -208,7 +208,7 @@ def _fitting(site: Site) -> str:
 
 def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
     """Refuse a strategy that needs a single machine, or matrices, if the site has none."""
-    shared = strategy.cell is not None and strategy.cell.topology == "shared memory"
+    shared = strategy.taxonomy_entry is not None and strategy.taxonomy_entry.topology == "shared memory"
     if shared and len(site.cluster.placed(workers)) > 1:
         raise ConfigurationError("all workers must be on one machine; plan it for a cluster of one node")
     if strategy.traits.matrices and not any(len(shape) > 1 for shape in site.task.tensors):
@@ -247,7 +247,7 @@ def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]
     said.append("how much a sample is worth under a strategy: samples per second say nothing about accuracy")
     said.append("reading data, evaluating, starting, and what the operating system and other programs take")
     if site.cluster.failures:
-        daily = words.number(site.cluster.failures * 86400, 2)
+        daily = formatting.number(site.cluster.failures * 86400, 2)
         said.append(
             f"failures: about {daily} a day on all machines together; the advice includes them, and assumes "
             f"that servers do not fail"

@@ -40,7 +40,7 @@ class Probe(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous, without tolerance of failures."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+        return Traits(delivery="synchronous", survives=False, results=("rank0", "mean"))
 
     async def worker(self, me: Worker) -> None:
         """Compute alone, compute at the same time, then exchange messages in pairs."""

@@ -14,10 +14,10 @@ import numpy as np
 from flockstep.codecs.base import Codec
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
+from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.rehearsal import LEFT_OUT, Rehearsal, rehearse
-from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
-from flockstep.report.words import seconds as told
+from flockstep.report.formatting import seconds as told
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.simulation.law import drawn, late_of, mean_of
@@ -175,7 +175,7 @@ def rehearsed(
 ) -> Rehearsal:
     """Rehearse a strategy in virtual time on the site's machines and links, with the costs of messages and steps.
 
-    `law`: another compute model; `quick`: use a small stand-in for the model; `even`: make every link as slow as the
+    `law`: another compute model; `quick`: use a small surrogate for the model; `even`: make every link as slow as the
     slowest; `ratio`: factor on the time that the model takes over links.
     """
     task, coding = site.task, 1.0
@@ -195,7 +195,7 @@ def rehearsed(
             dtype_bytes=task.itemsize,
             optimizer=task.optimizer,
             steps=steps,
-            lessons=task.lessons if strategy.traits.needs_job else None,
+            surrogate_batches=task.surrogate_batches if strategy.traits.needs_job else None,
             work=work,
             quick=quick,
         )
@@ -254,7 +254,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
 
 def has_versions(strategy: Strategy) -> bool:
     """Whether staleness counts versions of one model, rather than steps of replicas that differ."""
-    return strategy.traits.completeness == 1 or strategy.traits.server_optimizer
+    return strategy.traits.delivery == "synchronous" or strategy.traits.server_optimizer
 
 
 def _extrapolated(strategy: Strategy, site: Site, workers: int) -> Prospect:

@@ -48,7 +48,7 @@ def measure_rates(
     decode: dict[str, float] = {}
     steps: dict[str, float] = {}
     for text in codecs:
-        codec = Codec.parse(text).on(shapes).at(0)
+        codec = Codec.parse(text).bind_shapes(shapes).bind_step(0)
         data = codec.encode(array, random)
         encode[text] = _rate(elements, _encoding(codec, array, random), rounds)
         decode[text] = _rate(elements, _decoding(codec, data, out), rounds)

@@ -1,6 +1,6 @@
 """Rehearsals: the cost of a strategy's step, from its own program in virtual time with nothing to compute.
 
-Only seconds and bytes are needed, so a large model is replaced by a small stand-in, every byte of which counts for
+Only seconds and bytes are needed, so a large model is replaced by a small surrogate, every byte of which counts for
 many. Programs, messages and waiting are those of the real model, and so are the virtual seconds.
 """
 
@@ -23,7 +23,15 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
-from flockstep.planning.stand_in import Lessons, Shrunk, StandIn, Unrehearsed, longest_cycle, scaled, shrunk
+from flockstep.planning.surrogate import (
+    Shrunk,
+    SurrogateBatches,
+    SurrogateEngine,
+    Unrehearsed,
+    longest_cycle,
+    scaled,
+    shrunk,
+)
 from flockstep.records.events import Event, NodeEvent, StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.handling import Handled, Longer, Overheads
@@ -32,7 +40,7 @@ from flockstep.simulation.network import Ideal, Network
 from flockstep.strategies.base import Strategy, choose_result
 
 ELEMENTS = 4096
-"""Number of parameters of the stand-in for a large model."""
+"""Number of parameters of the surrogate for a large model."""
 SMALL = 60_000
 """Number of parameters of all workers up to which a model is always rehearsed itself."""
 LARGE = 5e7
@@ -60,7 +68,7 @@ AGREE, BYTES = 0.05, 0.15
 GROWS = 1.4
 """Factor by which delays grow with twice the steps if messages pile up; further steps do not end that."""
 ALIKE = 0.1
-"""Largest accepted relative difference between the bytes of a stand-in and those of one of a quarter of its size."""
+"""Largest accepted relative difference between the bytes of a surrogate and those of one of a quarter of its size."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class Rehearsal:
 
 
 @dataclass
-class _Books:
+class _Counts:
     """The events of a run that a rehearsal uses."""
 
     workers: int
@@ -151,7 +159,7 @@ class _Books:
 
 @dataclass(frozen=True)
 class _Stage:
-    """The settings of a rehearsal, except its number of steps and the size of its stand-in."""
+    """The settings of a rehearsal, except its number of steps and the size of its surrogate."""
 
     strategy: Strategy
     workers: int
@@ -162,7 +170,7 @@ class _Stage:
     dtype_bytes: int
     optimizer: Optimizer | None
     seed: int
-    lessons: Lessons
+    surrogate_batches: SurrogateBatches
     work: Overheads
     quick: bool
     listen: Callable[[Event], None]
@@ -173,36 +181,38 @@ class _Stage:
         return sum(map(math.prod, self.shapes))
 
     def longest(self, elements: int) -> int:
-        """Largest number of steps of a rehearsal with a stand-in of `elements` parameters."""
+        """Largest number of steps of a rehearsal with a surrogate of `elements` parameters."""
         return max(20, min(MOST, ALL // self.workers, int(WORK / (self.workers * elements))))
 
-    def run(self, elements: int, steps: int) -> tuple[_Books, StandIn]:
-        """Run `steps` steps with a stand-in of about `elements` parameters."""
+    def run(self, elements: int, steps: int) -> tuple[_Counts, SurrogateEngine]:
+        """Run `steps` steps with a surrogate of about `elements` parameters."""
         shapes = shrunk(self.shapes, elements)
-        engine = StandIn(
-            shapes, self.model_bytes, self.dtype_bytes, self.lessons, self.workers, self.optimizer, self.seed
+        engine = SurrogateEngine(
+            shapes, self.model_bytes, self.dtype_bytes, self.surrogate_batches, self.workers, self.optimizer, self.seed
         )
         known = self.strategy if shapes == self.shapes else scaled(self.strategy, engine.factor)
         cluster = Cluster(self.workers, known.servers_for(self.workers))
         parts = np.array_split(np.arange(engine.train_size), self.workers)
         result = choose_result(known, None)
-        plan = Plan(known, cluster, engine.optimizer, parts, self.lessons.batch, steps, self.seed, result, steps)
+        plan = Plan(
+            known, cluster, engine.optimizer, parts, self.surrogate_batches.batch, steps, self.seed, result, steps
+        )
         traits = known.traits
-        drops = traits.server_optimizer and traits.completeness == 4
-        books = _Books(self.workers, servers=cluster.servers if drops else 0)
+        drops = traits.server_optimizer and traits.delivery == "partial"
+        counts = _Counts(self.workers, servers=cluster.servers if drops else 0)
 
         def both(event: Event) -> None:
-            books.take(event)
+            counts.take(event)
             self.listen(event)
 
         compute = Longer(self.compute, self.work.step) if self.work.step else self.compute
         network = Handled(self.network, self.work.message, self.work.receive, self.work.serve, engine.factor)
         simulation = Simulation(engine, plan, compute, network, both)
         simulation.run()
-        books.held = statistics.fmean(_bytes_in(simulation.runners[rank].node.state) for rank in range(self.workers))
-        books.late = max(0.0, simulation.now - max(step.seconds for step in books.steps))
+        counts.held = statistics.fmean(_bytes_in(simulation.runners[rank].node.state) for rank in range(self.workers))
+        counts.late = max(0.0, simulation.now - max(step.seconds for step in counts.steps))
         simulation.close()
-        return books, engine
+        return counts, engine
 
 
 def _nothing(event: Event) -> None:
@@ -222,11 +232,11 @@ def rehearse(
     steps: int | None = None,
     quick: bool = False,
     seed: int = 0,
-    lessons: Lessons | None = None,
+    surrogate_batches: SurrogateBatches | None = None,
     work: Overheads = Overheads(),  # noqa: B008
     listen: Callable[[Event], None] = _nothing,
 ) -> Rehearsal:
-    """Run `strategy` in virtual time on a stand-in for a model of `model_bytes` bytes.
+    """Run `strategy` in virtual time on a surrogate for a model of `model_bytes` bytes.
 
     Args:
         strategy: the strategy to rehearse.
@@ -239,15 +249,15 @@ def rehearse(
         dtype_bytes: bytes of an element.
         optimizer: optimizer of the servers; None for the default.
         steps: number of steps; None for as many as whole periods of the strategy need, until both halves agree.
-        quick: use a stand-in also for a small model.
+        quick: use a surrogate also for a small model.
         seed: seed of the random draws.
-        lessons: what is known of the job's samples.
+        surrogate_batches: what is known of the job's samples.
         work: costs of nodes besides gradients.
-        listen: called with every event, whose bytes are the stand-in's.
+        listen: called with every event, whose bytes are the surrogate's.
 
     Raises:
         ConfigurationError: the strategy cannot run on so many workers.
-        Unrehearsed: no stand-in can replace the model, or a strategy that should send sent nothing.
+        Unrehearsed: no surrogate can replace the model, or a strategy that should send sent nothing.
     """
     strategy.check(workers)
     if steps is not None and steps < 2:
@@ -263,7 +273,7 @@ def rehearse(
         dtype_bytes,
         optimizer,
         seed,
-        lessons or Lessons(),
+        surrogate_batches or SurrogateBatches(),
         work,
         quick,
         listen,
@@ -272,7 +282,7 @@ def rehearse(
 
 
 def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
-    """Rehearse the model itself if that is quick or no stand-in can replace it; otherwise a stand-in."""
+    """Rehearse the model itself if that is quick or no surrogate can replace it; otherwise a surrogate."""
     whole, workers = stage.elements, stage.workers
     first = 2 if steps is None else steps
     least = max(FEW + 2, longest_cycle(stage.strategy, MOST))
@@ -285,7 +295,7 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
         if _by_shape(stage):
             raise Shrunk("what it sends depends on the shapes of matrices")
         few = _few(stage.strategy, workers)
-        if steps is None and few > 1 and (why := _unlike(stage.strategy, few, stage.shapes, stage.lessons)):
+        if steps is None and few > 1 and (why := _unlike(stage.strategy, few, stage.shapes, stage.surrogate_batches)):
             raise Shrunk(why)
         return _of_size(stage, ELEMENTS, steps)
     except Shrunk as reason:
@@ -308,12 +318,12 @@ def _begun(stage: _Stage, elements: int, first: int) -> int:
 def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
     if steps is None:
         return _until_settled(stage, elements)
-    books, engine = stage.run(elements, steps)
-    first = max(1, int(LEFT_OUT * max(step.step for step in books.steps)))
-    counted = [[step for step in mine if step.step > first] for mine in books.by_worker()]
-    found = _summary([mine for mine in counted if mine], books, engine, 1, steps)
-    every = sum(node.steps for node in books.nodes if node.node >= 0) / stage.workers
-    return replace(found, server_sent_bytes_per_step=engine.factor * _busiest(books) / every)
+    counts, engine = stage.run(elements, steps)
+    first = max(1, int(LEFT_OUT * max(step.step for step in counts.steps)))
+    counted = [[step for step in mine if step.step > first] for mine in counts.by_worker()]
+    found = _summary([mine for mine in counted if mine], counts, engine, 1, steps)
+    every = sum(node.steps for node in counts.nodes if node.node >= 0) / stage.workers
+    return replace(found, server_sent_bytes_per_step=engine.factor * _busiest(counts) / every)
 
 
 def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
@@ -324,11 +334,11 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
     late = dict[int, float]()
     while True:
         steps = _length(count)
-        books, engine = stage.run(elements, steps)
-        late[steps] = books.late
-        abreast, every = _together(books.by_worker(), cycle)
+        counts, engine = stage.run(elements, steps)
+        late[steps] = counts.late
+        abreast, every = _together(counts.by_worker(), cycle)
         counted = [_whole(mine, count, cycle) for mine in every]
-        found = _summary(counted, books, engine, cycle, steps)
+        found = _summary(counted, counts, engine, cycle, steps)
         silent = not found.sent_bytes_per_step and not found.server_sent_bytes_per_step and _sends(stage)
         early = _filling(late, max(map(_period, counted)))
         least = max(_counted(stage, cycle, longest, _random(stage, found.seconds_per_step)), 0 if abreast else FEWEST)
@@ -409,7 +419,7 @@ def _whole(steps: list[StepEvent], count: int, cycle: int) -> list[StepEvent]:
 
 def _sends(stage: _Stage) -> bool:
     """Whether the workers have anything to send to each other."""
-    cell = stage.strategy.cell
+    cell = stage.strategy.taxonomy_entry
     return stage.workers > 1 and (cell is None or (cell.exchange != "none" and cell.topology != "shared memory"))
 
 
@@ -464,35 +474,37 @@ def _sent(step: StepEvent) -> float:
     return step.sent_bytes
 
 
-def _busiest(books: _Books) -> int:
+def _busiest(counts: _Counts) -> int:
     """Bytes that the busiest server sent."""
-    return max((node.sent_bytes for node in books.nodes if node.node < 0), default=0)
+    return max((node.sent_bytes for node in counts.nodes if node.node < 0), default=0)
 
 
-def _summary(counted: list[list[StepEvent]], books: _Books, engine: StandIn, cycle: int, steps: int) -> Rehearsal:
+def _summary(
+    counted: list[list[StepEvent]], counts: _Counts, engine: SurrogateEngine, cycle: int, steps: int
+) -> Rehearsal:
     """The result of a rehearsal; `counted`: the counted steps of each worker."""
     periods = [_period(mine) for mine in counted]
     busy = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
     whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [s for mine in counted for s in mine]
     sent = statistics.fmean(map(_sent, whole))
-    every = sum(node.sent_bytes for node in books.nodes if node.node >= 0)
-    late = books.staleness[int(LEFT_OUT * len(books.staleness)) :]
+    every = sum(node.sent_bytes for node in counts.nodes if node.node >= 0)
+    late = counts.staleness[int(LEFT_OUT * len(counts.staleness)) :]
     return Rehearsal(
         statistics.fmean(periods),
         sum(1 / period for period in periods if period) if any(periods) else math.inf,
         sum(busy) / sum(periods) if any(periods) else 1.0,
         engine.factor * sent,
-        engine.factor * sent * books.workers * _busiest(books) / every if every else 0.0,
+        engine.factor * sent * counts.workers * _busiest(counts) / every if every else 0.0,
         statistics.fmean(step.messages_sent for step in whole),
         statistics.fmean(late) if late else None,
         max(late, default=None),
         steps,
         True,
         engine.batches,
-        books.workers,
-        books.used,
-        engine.factor * books.held,
-        updates=books.updates,
+        counts.workers,
+        counts.used,
+        engine.factor * counts.held,
+        updates=counts.updates,
     )
 
 
@@ -509,11 +521,25 @@ def _bytes_in(state: Any) -> int:
 
 
 @lru_cache(maxsize=512)
-def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons: Lessons) -> str | None:
-    """Reason why a stand-in is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
+def _unlike(
+    strategy: Strategy, workers: int, shapes: tuple[Shape, ...], surrogate_batches: SurrogateBatches
+) -> str | None:
+    """Reason why a surrogate is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
     nbytes = 4 * sum(map(math.prod, shapes))
     stage = _Stage(
-        strategy, workers, nbytes, ConstantTime(1.0), Ideal(), shapes, 4, None, 0, lessons, Overheads(), True, _nothing
+        strategy,
+        workers,
+        nbytes,
+        ConstantTime(1.0),
+        Ideal(),
+        shapes,
+        4,
+        None,
+        0,
+        surrogate_batches,
+        Overheads(),
+        True,
+        _nothing,
     )
     try:
         begun = _begun(stage, ELEMENTS, 2)
@@ -527,16 +553,16 @@ def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons
         one, other = getattr(large, name), getattr(small, name)
         if abs(one - other) > ALIKE * max(one, other):
             return (
-                f"it sends other shares of a stand-in of {ELEMENTS:,} elements than of one of {ELEMENTS // 4:,}, so "
+                f"it sends other shares of a surrogate of {ELEMENTS:,} elements than of one of {ELEMENTS // 4:,}, so "
                 "that neither can stand for the model"
             )
     return None
 
 
 def _by_shape(stage: _Stage) -> bool:
-    """Whether the strategy's bytes depend on shapes that a stand-in of a matrix with a short side would lose."""
+    """Whether the strategy's bytes depend on shapes that a surrogate of a matrix with a short side would lose."""
     codecs = [one for one in vars(stage.strategy).values() if isinstance(one, Codec)]
-    fitted = stage.strategy.traits.matrices or any(one.on(stage.shapes) is not one for one in codecs)
+    fitted = stage.strategy.traits.matrices or any(one.bind_shapes(stage.shapes) is not one for one in codecs)
     return fitted and any(len(shape) > 1 for shape in stage.shapes)
 
 

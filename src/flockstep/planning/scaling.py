@@ -11,8 +11,8 @@ from typing import Any
 
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import relative_samples, worth
+from flockstep.planning.job_profile import Site
 from flockstep.planning.prospect import Moved, Pace, Prospect, faster
-from flockstep.planning.task import Site
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
 from flockstep.simulation.law import mean_of
 
@@ -61,7 +61,7 @@ class Contender:
 
     def _step(self, pace: Pace, site: Site, workers: int, law: ComputeModel | None) -> Moved | None:
         """Cost of a step; None if the strategy cannot run."""
-        cell = pace.strategy.cell
+        cell = pace.strategy.taxonomy_entry
         if workers > GRAPH and cell is not None and cell.topology in GRAPHS:
             return None
         try:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import ConfigurationError, RunError
-from flockstep.planning.kept import TrialStore
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.prospect import Prospect
-from flockstep.planning.space import Knob, changed, knobs, learning_rate
+from flockstep.planning.search_space import Knob, changed, knobs, learning_rate
+from flockstep.planning.trial_store import TrialStore
 from flockstep.planning.trials import Trial, TrialContext, trial
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.base import require

@@ -19,9 +19,9 @@ from flockstep.frameworks.job import make_engine
 from flockstep.launchers.threads import limit_threads
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Cluster
+from flockstep.planning.job_profile import Site
 from flockstep.planning.live import LiveSimulation
 from flockstep.planning.prospect import ALONE
-from flockstep.planning.task import Site
 from flockstep.records.events import EvaluationEvent, Event
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Speeds
 from flockstep.simulation.handling import Longer

@@ -26,8 +26,8 @@ from flockstep.records import owner
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import HELD_BACK, EvaluationEvent, Event, ReplicaEvent, ScalarEvent
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
-from flockstep.records.handed_in import SNAPSHOTS
 from flockstep.records.owner import OWNER, owned
+from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import Summary, summarize, time_of
 
 T = TypeVar("T")

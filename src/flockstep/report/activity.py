@@ -8,7 +8,7 @@ from typing import Any
 
 from flockstep.messages import node_name
 from flockstep.records.events import SpanEvent
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.style import (
     ACTIVITIES,
     GRID,
@@ -46,7 +46,7 @@ def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
     totals = [sum(_ms_per_step(one, kind) for kind in ACTIVITIES) for one in shown]
     for kind, (name, color) in ACTIVITIES.items():
         amounts = [_ms_per_step(one, kind) for one in shown]
-        shares = [words.share(a / t if t else None) for a, t in zip(amounts, totals, strict=True)]
+        shares = [formatting.share(a / t if t else None) for a, t in zip(amounts, totals, strict=True)]
         data.append(
             {
                 "type": "bar",
@@ -99,7 +99,7 @@ def _ms_per_step(one: Series, kind: str) -> float:
 def _total(one: Series, name: str) -> dict[str, Any]:
     total = sum(_ms_per_step(one, kind) for kind in ACTIVITIES)
     place = {"x": total, "y": name, "xanchor": "left", "showarrow": False, "xshift": 5, "font": {"size": 12}}
-    return {"text": f"{words.number(total)} ms", **place}
+    return {"text": f"{formatting.number(total)} ms", **place}
 
 
 def per_worker(series: Sequence[Series], narrow: bool = False) -> Figure:
@@ -146,7 +146,9 @@ def _worker_bars(one: Series, index: int) -> list[dict[str, Any]]:
             "y": [getattr(worker, f"{kind}_seconds") / worker.seconds for worker in workers],
             "width": 0.86 if len(workers) <= 32 else 1.0,
             "marker": {"color": color, "line": {"width": 0}},
-            "customdata": [[words.seconds(getattr(worker, f"{kind}_seconds")), worker.steps] for worker in workers],
+            "customdata": [
+                [formatting.seconds(getattr(worker, f"{kind}_seconds")), worker.steps] for worker in workers
+            ],
             "hovertemplate": f"worker %{{x}}, {name}: %{{customdata[0]}} (%{{y:.1%}})"
             "<br>%{customdata[1]:,} steps<extra></extra>",
             "xaxis": ref("x", index),

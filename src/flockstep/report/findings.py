@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flockstep.records.summary import Summary
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.ranking import places
 from flockstep.report.style import ACTIVITIES, Series
 
@@ -62,7 +62,7 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
         return [
             (
                 f"There is no target, so runs are ranked by their final {best.metric}: {series[0].label} ended with "
-                f"{words.metric(best.final_metric)}."
+                f"{formatting.metric(best.final_metric)}."
             )
         ]
     goal = f"{best.metric} {best.target:g}"
@@ -71,7 +71,7 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
         return [
             (
                 f"No run reached {goal}. {series[0].label} came nearest in the ranking with a final {best.metric} of "
-                f"{words.metric(best.final_metric)}."
+                f"{formatting.metric(best.final_metric)}."
             )
         ]
     text = f"{hits[0].label} reached {goal} first, after {_clock(hits[0])}."
@@ -81,10 +81,10 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
             why = "the evaluations are too far apart" if seeds == 1 else "the ranges of their seeds overlap too much"
             text += f" {second.label} followed after {_clock(second)}: a tie, for {why} to tell which was first."
         else:
-            ratio = words.times(_ratio(second.time, hits[0].time))
+            ratio = formatting.times(_ratio(second.time, hits[0].time))
             text += f" {second.label} followed after {_clock(second)} ({ratio} the time)."
     if missed:
-        who = _and([f"{one.label} (best {words.metric(one.record.summary.best_metric)})" for one in missed])
+        who = _and([f"{one.label} (best {formatting.metric(one.record.summary.best_metric)})" for one in missed])
         text += f" {who} never reached it."
     return [text]
 
@@ -95,13 +95,13 @@ def _why(fast: _Hit, slow: _Hit) -> str:
     """
     samples = _ratio(fast.samples, slow.samples)
     speed = _ratio(fast.samples * slow.time, fast.time * slow.samples)
-    took = words.share(_ratio(fast.time, slow.time))
+    took = formatting.share(_ratio(fast.time, slow.time))
     head = f"The slowest run that reached it, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of that: "
-    pace = f"it processed {words.times(speed)} as many samples a second"
+    pace = f"it processed {formatting.times(speed)} as many samples a second"
     if samples > 1.03:
-        return f"{head}it needed {words.times(samples)} the samples, but {pace}."
+        return f"{head}it needed {formatting.times(samples)} the samples, but {pace}."
     if samples < 0.97:
-        return f"{head}it needed only {words.times(samples)} the samples, and {pace}."
+        return f"{head}it needed only {formatting.times(samples)} the samples, and {pace}."
     return f"{head}both needed about as many samples, and {pace}."
 
 
@@ -117,9 +117,9 @@ def _step(hit: _Hit) -> str:
     total = sum(spent.values())
     if not total or not summary.steps:
         return f"{hit.label} has no times in the record"
-    parts = _and([f"{words.share(seconds / total)} {name}" for name, seconds in spent.items()])
+    parts = _and([f"{formatting.share(seconds / total)} {name}" for name, seconds in spent.items()])
     sent = summary.sent_bytes_per_worker * summary.workers / summary.steps
-    return f"{hit.label} {words.seconds(total / summary.steps)}, {parts}, with {words.size(sent)} sent"
+    return f"{hit.label} {formatting.seconds(total / summary.steps)}, {parts}, with {formatting.size(sent)} sent"
 
 
 def _fewest_bytes(hits: Sequence[_Hit]) -> list[str]:
@@ -127,9 +127,9 @@ def _fewest_bytes(hits: Sequence[_Hit]) -> list[str]:
     most = max(hits, key=lambda hit: hit.sent)
     if most.sent <= 0 or least.sent >= 0.98 * most.sent:
         return []
-    text = f"Fewest bytes to the target: {least.label}, {words.size(least.sent)} sent per worker"
+    text = f"Fewest bytes to the target: {least.label}, {formatting.size(least.sent)} sent per worker"
     if least.sent > 0:
-        text += f"; {most.label} sent {words.times(most.sent / least.sent)} as much, {words.size(most.sent)}"
+        text += f"; {most.label} sent {formatting.times(most.sent / least.sent)} as much, {formatting.size(most.sent)}"
     return [f"{text}."]
 
 
@@ -139,7 +139,7 @@ def _quality(series: Sequence[Series]) -> list[str]:
     if late:
         mean, one = max(late, key=lambda pair: pair[0])
         found.append(
-            f"Updates were stalest in {one.label}: {words.number(mean, 2)} versions on average, at most "
+            f"Updates were stalest in {one.label}: {formatting.number(mean, 2)} versions on average, at most "
             f"{one.record.summary.staleness_max}."
         )
     apart = [(s.divergence, one) for one in series if (s := one.record.summary).divergence]
@@ -147,10 +147,10 @@ def _quality(series: Sequence[Series]) -> list[str]:
         distance, one = max(apart, key=lambda pair: pair[0])
         found.append(
             f"Replicas were furthest apart at the end in {one.label}: root mean square distance from their mean "
-            f"{words.number(distance)}."
+            f"{formatting.number(distance)}."
         )
     partial = [
-        f"{one.label} {words.share(share)}"
+        f"{one.label} {formatting.share(share)}"
         for one in series
         if (share := one.record.summary.completeness) is not None and share < 1
     ]
@@ -184,9 +184,9 @@ def _caveats(series: Sequence[Series], repeated: int) -> list[str]:
 
 def _clock(hit: _Hit) -> str:
     return (
-        words.seconds(hit.time).replace(" ", " virtual ", 1)
+        formatting.seconds(hit.time).replace(" ", " virtual ", 1)
         if hit.summary.clock == "virtual"
-        else words.seconds(hit.time)
+        else formatting.seconds(hit.time)
     )
 
 

@@ -10,7 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import Record
-from flockstep.report import activity, figures, medians, words
+from flockstep.report import activity, figures, formatting, medians
 from flockstep.report.findings import findings
 from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
 from flockstep.report.page import Drawing, filled, write
@@ -144,12 +144,12 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
     found = []
     for one in series:
         summary = one.record.summary
-        lost = [f"{node_name(e.node)} lost after {words.seconds(e.seconds)}: {e.reason}" for e in summary.lost]
+        lost = [f"{node_name(e.node)} lost after {formatting.seconds(e.seconds)}: {e.reason}" for e in summary.lost]
         if summary.status != "finished":
             found.append(
                 (
                     one,
-                    f"{summary.status} after {words.seconds(summary.seconds)}",
+                    f"{summary.status} after {formatting.seconds(summary.seconds)}",
                     [*filter(None, [summary.error]), *lost],
                 )
             )

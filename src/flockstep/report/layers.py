@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flockstep.costs.layers import Layer, ModelShape, require_scale
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLORS, Figure, axis, key, layout, ref, safe
 
@@ -150,15 +150,16 @@ def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
 
 def _advice(model: ModelShape, batch: int, workers: int) -> str:
     sent, split = model.data_bytes(workers), model.split_layers(batch, workers)
-    start = f"Data parallelism on {workers} workers sends {words.size(sent)} per worker and step"
+    start = f"Data parallelism on {workers} workers sends {formatting.size(sent)} per worker and step"
     if not split:
         return f"{start}; at {batch} samples per worker no layer would send fewer bytes if it were split."
     least = model.cheapest_bytes(batch, workers)
     named = {layer.name: model.break_even_batch(layer, workers) for layer in model.layers if layer.name in split}
     largest = max(named, key=lambda name: named[name])
     return (
-        f"{start}; with {_listed(split)} split over the workers it would be {words.size(least)}. For {largest} this "
-        f"holds below {words.number(named[largest])} samples per worker."
+        f"{start}; with {_listed(split)} split over the workers it would be {formatting.size(least)}. For {largest} "
+        "this "
+        f"holds below {formatting.number(named[largest])} samples per worker."
     )
 
 
@@ -166,8 +167,8 @@ def amount(value: float) -> str:
     """Format a count with three digits and the suffix k, M, G, T, P or E."""
     for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
-            return f"{words.number(value / scale)} {prefix}"
-    return words.number(value)
+            return f"{formatting.number(value / scale)} {prefix}"
+    return formatting.number(value)
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:
@@ -184,13 +185,13 @@ def cells(row: LayerRow) -> tuple[str, ...]:
         row.kind + marks[row.counted] + (f", weights of {row.tied}" if row.tied else ""),
         amount(row.parameters) if row.parameters else "",
         amount(row.multiply_adds) if row.multiply_adds else "",
-        words.NONE if missing else amount(row.work_forward + row.work_backward),
-        words.NONE if missing else f"{row.depth:,}",
-        words.NONE if missing else amount(row.parallelism),
-        words.size(row.activation_bytes),
-        words.size(row.gradient_bytes) if row.gradient_bytes else "",
-        words.size(row.data_bytes) if row.gradient_bytes else "",
-        "" if row.split_bytes is None else words.size(row.split_bytes),
+        formatting.NONE if missing else amount(row.work_forward + row.work_backward),
+        formatting.NONE if missing else f"{row.depth:,}",
+        formatting.NONE if missing else amount(row.parallelism),
+        formatting.size(row.activation_bytes),
+        formatting.size(row.gradient_bytes) if row.gradient_bytes else "",
+        formatting.size(row.data_bytes) if row.gradient_bytes else "",
+        "" if row.split_bytes is None else formatting.size(row.split_bytes),
         row.cheaper or "",
     )
 
@@ -205,11 +206,11 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
         amount(model.work(batch)),
         f"{model.depth(batch):,}",
         amount(model.parallelism(batch)),
-        words.size(model.activation_bytes(batch)),
-        words.size(model.gradient_bytes()),
-        words.size(model.data_bytes(workers)),
+        formatting.size(model.activation_bytes(batch)),
+        formatting.size(model.gradient_bytes()),
+        formatting.size(model.data_bytes(workers)),
         "",
-        words.size(model.cheapest_bytes(batch, workers)),
+        formatting.size(model.cheapest_bytes(batch, workers)),
     )
 
 

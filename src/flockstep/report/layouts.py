@@ -11,7 +11,7 @@ from typing import Any
 
 from flockstep.collectives.layouts import LAYOUTS, Times
 from flockstep.errors import ConfigurationError
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLORS, GRID, Figure, above, axis, key, layout, ref, safe
 
@@ -70,7 +70,7 @@ class Delays:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Table rows: one row for each layout, one column for each model."""
-        return [(name, *(words.seconds(self.seconds(model, name)) for model in self.models)) for name in LAYOUTS]
+        return [(name, *(formatting.seconds(self.seconds(model, name)) for model in self.models)) for name in LAYOUTS]
 
     def sentences(self) -> list[str]:
         """The table's main results in sentences."""
@@ -80,9 +80,10 @@ class Delays:
             least, most = min(shared, key=lambda n: self.seconds(model, n)), "naive server"
             times = self.seconds(model, most) / self.seconds(model, least)
             said.append(
-                f"{model.name} ({words.size(model.nbytes)}) on {self.workers} workers with {self.link}: at least "
-                f"{words.seconds(self.seconds(model, most))} a step with a {most}, "
-                f"{words.seconds(self.seconds(model, least))} with a {least}, {words.number(times)} times less."
+                f"{model.name} ({formatting.size(model.nbytes)}) on {self.workers} workers with {self.link}: at least "
+                f"{formatting.seconds(self.seconds(model, most))} a step with a {most}, "
+                f"{formatting.seconds(self.seconds(model, least))} with a {least}, {formatting.number(times)} times "
+                "less."
             )
         return said
 
@@ -98,7 +99,7 @@ def speed(bandwidth: float) -> str:
 
 def layouts_page(delays: Delays) -> Page:
     """The HTML page: the figure, and its values as tables."""
-    headings = ("layout", *(f"{model.name} ({words.size(model.nbytes)})" for model in delays.models))
+    headings = ("layout", *(f"{model.name} ({formatting.size(model.nbytes)})" for model in delays.models))
     note = f"Seconds a step, {delays.workers} workers, {delays.link} each."
     return Page(
         brand="flockstep layouts",
@@ -115,7 +116,7 @@ def layouts_page(delays: Delays) -> Page:
 
 def _over_workers(delays: Delays, model: ModelSize) -> Listing:
     times = Times.of(model.nbytes, delays.bandwidth)
-    rows = [(name, *(words.seconds(form(n, times)) for n in WORKERS)) for name, form in LAYOUTS.items()]
+    rows = [(name, *(formatting.seconds(form(n, times)) for n in WORKERS)) for name, form in LAYOUTS.items()]
     heading = f"{model.name}: a step over the number of workers"
     return Listing(heading, f"{delays.link} each.", ("layout", *(f"{n:,}" for n in WORKERS)), rows)
 
@@ -141,7 +142,7 @@ def picture(delays: Delays) -> Figure:
             )
             there = delays.link if row == 0 else f"{delays.workers} workers"
             titles.append(
-                above(f"<b>{safe(f'{model.name} ({words.size(model.nbytes)}), {there}')}</b>", left, domain[1])
+                above(f"<b>{safe(f'{model.name} ({formatting.size(model.nbytes)}), {there}')}</b>", left, domain[1])
             )
     legend = {"orientation": "h", "x": 0, "y": 1 + 44 / height, "yanchor": "bottom"}
     margin = {"l": 64, "r": 24, "t": TOP_PX, "b": 56}

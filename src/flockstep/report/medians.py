@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from flockstep.records.summary import Summary
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.ranking import rank
 from flockstep.report.terminal import TableColumn, TextTable
 
@@ -145,7 +145,7 @@ def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns) -> list[str]:
     among, at = (f" at {len(rates)} learning rates", f", at {lr:g}") if len(rates) > 1 else ("", "")
     said = (
         f"{first.strategy} reached the target {first.target:g} in {reached or 'none'} of {len(runs)} runs{among}: the "
-        f"{word} {first.metric} was {words.metric(top)}{at}; train longer (--epochs, --steps), try other learning "
+        f"{word} {first.metric} was {formatting.metric(top)}{at}; train longer (--epochs, --steps), try other learning "
         "rates, or change --target"
     )
     return [said]
@@ -175,7 +175,7 @@ def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list
 
 def _row(group: RepeatedRuns, starred: bool) -> list[str]:
     first, told = group.runs[0], group.document(starred)
-    lr = f"{words.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
+    lr = f"{formatting.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
     figures = [_range(group.spread("seconds_to_target")), _range(group.spread("final_metric"))]
     counts = [str(len(group.runs)), *figures, str(told["reached"]), str(told["useless"])]
     return [first.system or first.strategy, lr, *counts]
@@ -190,6 +190,6 @@ def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> T
 
 def _range(spread: tuple[float, float, float] | None) -> str:
     if spread is None:
-        return words.NONE
-    least, median, largest = map(words.number, spread)
+        return formatting.NONE
+    least, median, largest = map(formatting.number, spread)
     return median if least == largest else f"{median} [{least} to {largest}]"

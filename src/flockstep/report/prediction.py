@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.report import words
+from flockstep.report import formatting
 
 HEADINGS = ("strategy", "predicted s a step", "in the run", "error", "predicted MB sent a step", "in the run", "from")
 
@@ -27,5 +27,5 @@ class Prediction:
 
     def cells(self, label: str) -> list[str]:
         """The texts of a table row, in the order of `HEADINGS`."""
-        took = [words.seconds(self.seconds), words.seconds(self.measured), f"{self.error:+.1%}"]
+        took = [formatting.seconds(self.seconds), formatting.seconds(self.measured), f"{self.error:+.1%}"]
         return [label, *took, f"{self.sent_bytes / 1e6:.4g}", f"{self.measured_sent_bytes / 1e6:.4g}", self.source]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flockstep.records.folder import Record
-from flockstep.report.words import lines
+from flockstep.report.formatting import lines
 
 Figure = dict[str, Any]
 """A plotly figure as plain data: {"data": [...], "layout": {...}}."""

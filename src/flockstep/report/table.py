@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.ranking import labels, places, rank
 from flockstep.report.terminal import TableColumn, TextTable
 
@@ -44,23 +44,26 @@ _APPLIED = (
 def cells(place: str, label: str, summary: Summary) -> list[str]:
     """One row as text, in the order of `columns`; a run that missed the target shows its whole time."""
     return [
-        place if summary.useful else words.NONE,
+        place if summary.useful else formatting.NONE,
         label,
         _time(summary),
-        words.metric(summary.final_metric),
-        f"{words.number(summary.sent_bytes_per_worker / 1e6)}/{words.number(summary.received_bytes_per_worker / 1e6)}",
-        words.staleness(summary),
-        words.share(summary.utilization),
-        words.number(summary.divergence),
-        words.share(summary.completeness),
+        formatting.metric(summary.final_metric),
+        "/".join(
+            formatting.number(count / 1e6)
+            for count in (summary.sent_bytes_per_worker, summary.received_bytes_per_worker)
+        ),
+        formatting.staleness(summary),
+        formatting.share(summary.utilization),
+        formatting.number(summary.divergence),
+        formatting.share(summary.completeness),
         summary.status,
     ]
 
 
 def _time(summary: Summary) -> str:
     if summary.seconds_to_target is not None:
-        return words.number(summary.seconds_to_target)
-    return words.number(summary.seconds) if summary.target is None else f"> {words.number(summary.seconds)}"
+        return formatting.number(summary.seconds_to_target)
+    return formatting.number(summary.seconds) if summary.target is None else f"> {formatting.number(summary.seconds)}"
 
 
 def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from flockstep.report.words import lines, pieces
+from flockstep.report.formatting import lines, pieces
 
 ROOMY, NARROW = 24, 14
 """Characters of a column of text of rank 0, and of other ranks, below which columns are left out before text is broken

@@ -44,8 +44,8 @@ class AllReduce(Strategy):
         check_composition(self.codec, self.feedback)
 
     # Synchronous: a dead worker stops all workers.
-    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+    traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), clips="combined")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> AllReduceState:
         return AllReduceState()

@@ -65,7 +65,7 @@ class Strategy(Component):
         """The properties this strategy guarantees; checks and drivers read the traits, never the strategy's name."""
 
     @property
-    def cell(self) -> TaxonomyEntry | None:
+    def taxonomy_entry(self) -> TaxonomyEntry | None:
         """The strategy's cell in the taxonomy, or None if the taxonomy has no cell for the composition."""
         return None
 

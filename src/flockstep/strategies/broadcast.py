@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flockstep.arrays.ledger import Ledger, on_grid
+from flockstep.arrays.exact_sum import ExactSum, on_grid
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
@@ -24,7 +24,7 @@ class StepCount(Note, frozen=True):
 class BroadcastState:
     """The exact sum of all updates so far; None with one worker, where the order of additions is fixed."""
 
-    ledger: Ledger | None
+    exact_sum: ExactSum | None
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Broadcast(Strategy):
             raise ConfigurationError(f"scale must be > 0 and finite, got {self.scale}; 1 sums the workers' updates")
 
     # Complete, with unbounded delay; workers may die.
-    traits = Traits(completeness=3, survives=True, results=("rank0", "mean", "best"))
-    cell = TaxonomyEntry("central", "async", "ad hoc", "p2p mesh")
+    traits = Traits(delivery="unbounded delay", survives=True, results=("rank0", "mean", "best"))
+    taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> BroadcastState:
-        return BroadcastState(Ledger.of(me.params) if me.workers > 1 else None)
+        return BroadcastState(ExactSum.of(me.params) if me.workers > 1 else None)
 
     async def worker(self, me: Worker) -> None:
         while me.training:
@@ -69,14 +69,14 @@ def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: fl
     """Take the optimizer's step, and return the update exactly as the receivers will add it."""
     before = copied(me.params)
     me.optimizer_step(gradient)
-    if state.ledger is None and scale == 1.0:
+    if state.exact_sum is None and scale == 1.0:
         return me.params - before
     update = on_grid(scale * (me.params - before))
-    if state.ledger is None:
+    if state.exact_sum is None:
         me.params[:] = before + update
     else:
-        state.ledger.add(update)
-        state.ledger.write(me.params)
+        state.exact_sum.add(update)
+        state.exact_sum.write(me.params)
     return update
 
 
@@ -85,8 +85,8 @@ def absorb_arrived(me: Worker, state: BroadcastState) -> None:
     messages = list(me.arrived("update"))
     for message in messages:
         _add(me, state, message)
-    if messages and state.ledger is not None:
-        state.ledger.write(me.params)
+    if messages and state.exact_sum is not None:
+        state.exact_sum.write(me.params)
 
 
 async def drain(me: Worker, state: BroadcastState) -> None:
@@ -94,11 +94,11 @@ async def drain(me: Worker, state: BroadcastState) -> None:
     async for message in me.messages():
         if message.tag == "update":
             _add(me, state, message)
-    if state.ledger is not None:
-        state.ledger.write(me.params)
+    if state.exact_sum is not None:
+        state.exact_sum.write(me.params)
 
 
 def _add(me: Worker, state: BroadcastState, message: Message) -> None:
-    if state.ledger is not None:
-        state.ledger.add(message.payload)
+    if state.exact_sum is not None:
+        state.exact_sum.add(message.payload)
     me.record_update(message.source, max(0, me.step - message.step), message.note.count)

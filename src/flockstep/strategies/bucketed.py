@@ -42,8 +42,8 @@ class Bucketed(Strategy):
             raise ConfigurationError(f"accumulate must be >= 1 batches, got {self.accumulate}; 1 steps after each")
 
     # Synchronous where every step exchanges: a dead worker stops all workers.
-    traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+    traits = Traits("synchronous", survives=False, results=("rank0", "mean"), clips="combined")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> GradientAccumulator:
         return GradientAccumulator()

@@ -42,8 +42,8 @@ class Codistillation(Strategy):
             raise ConfigurationError(f"burn_in must be >= 0 steps, got {self.burn_in}; 0 learns from the first copies")
 
     # Updates reach other workers through predictions only; workers may die.
-    traits = Traits(4, survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
-    cell = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
+    traits = Traits("partial", survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
+    taxonomy_entry = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> Teachers:
         return Teachers()

@@ -47,8 +47,8 @@ class DecoupledMomentum(Strategy):
         Dct(self.k, self.chunk)
 
     # Synchronous: a dead worker stops all workers.
-    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="sent later")
-    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+    traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), approximation="sent later")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     @property
     def coding(self) -> Codec:

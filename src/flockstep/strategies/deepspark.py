@@ -63,7 +63,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
             )
 
     # The traits of easgd; needs the loss of each step.
-    traits = Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
+    traits = Traits("partial", survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def ceiling(self, workers: int, lr: float) -> float:
         """Return the upper bound of alpha.

@@ -132,10 +132,12 @@ class Downpour(Strategy):
     def traits(self) -> Traits:
         """Class 3: every gradient arrives, and no worker waits for another."""
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        return Traits(3, survives=True, results=results, server_optimizer=True, memory=self.server_update.memory)
+        return Traits(
+            "unbounded delay", survives=True, results=results, server_optimizer=True, memory=self.server_update.memory
+        )
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         return TaxonomyEntry("central", "async", "ad hoc", "distributed PS" if self.shards > 1 else "single PS")
 
     @property

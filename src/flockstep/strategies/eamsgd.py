@@ -40,7 +40,7 @@ class ElasticMomentum(ElasticAveraging):
             raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, the paper's 0.99")
 
     # The traits of easgd; needs to know the job's optimizer.
-    traits = Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
+    traits = Traits("partial", survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def worker_state(self, me: Worker) -> Velocity:
         """Return the initial momentum buffer: zeros of shape (K,).

@@ -44,8 +44,8 @@ class SynchronousElasticAveraging(Strategy):
             )
 
     # Replicas are never equal; a dead worker stops all workers.
-    traits = Traits(completeness=4, survives=False, results=("server", "mean", "rank0", "best"))
-    cell = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
+    traits = Traits(delivery="partial", survives=False, results=("server", "mean", "rank0", "best"))
+    taxonomy_entry = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
     servers = 1
 
     def check(self, workers: int) -> None:

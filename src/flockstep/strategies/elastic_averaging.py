@@ -47,8 +47,8 @@ class ElasticAveraging(Strategy):
             )
 
     # The center receives part of every replica; workers may die.
-    traits = Traits(completeness=4, survives=True, results=("server", "mean", "rank0", "best"))
-    cell = TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")
+    traits = Traits(delivery="partial", survives=True, results=("server", "mean", "rank0", "best"))
+    taxonomy_entry = TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")
     servers = 1
 
     async def worker(self, me: Worker) -> None:

@@ -8,7 +8,7 @@ from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.feedback.base import Feedback
-from flockstep.feedback.sender import encode, fitted, random_of
+from flockstep.feedback.sender import bound_codec, encode, random_of
 from flockstep.messages import Message
 from flockstep.nodes import Node
 
@@ -21,7 +21,7 @@ def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = N
         step: the node's number of gradients, the newest included; None for now. Codecs count the steps of a run from 0.
     """
     count = me.before + (me.step if step is None else step)
-    return fitted(codec, feedback, me.shapes(part), max(0, count - 1))
+    return bound_codec(codec, feedback, me.shapes(part), max(0, count - 1))
 
 
 def encoded(
@@ -32,7 +32,7 @@ def encoded(
     """
     chosen = codec_for(me, codec, feedback, part)
     random = random_of(chosen, me.random, me.run_step)
-    return encode(chosen, feedback.among(me.cluster.workers), array, memory, random)
+    return encode(chosen, feedback.bind_workers(me.cluster.workers), array, memory, random)
 
 
 def decoded(me: Node, codec: Codec, feedback: Feedback, message: Message) -> FlatArray:

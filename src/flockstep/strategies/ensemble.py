@@ -17,8 +17,8 @@ class Ensemble(Strategy):
     """
 
     # No update ever reaches another worker.
-    traits = Traits(completeness=4, survives=True, results=("ensemble", "best", "rank0"))
-    cell = TaxonomyEntry("decentral", "async", "none", "none")
+    traits = Traits(delivery="partial", survives=True, results=("ensemble", "best", "rank0"))
+    taxonomy_entry = TaxonomyEntry("decentral", "async", "none", "none")
 
     async def worker(self, me: Worker) -> None:
         while me.training:

@@ -79,8 +79,8 @@ class EpochServer(Strategy):
             raise ConfigurationError(f"length must be >= 1 steps, got {self.length}; use a pass over a worker's data")
 
     # Asynchronous within an epoch; some batches are never used.
-    traits = Traits(4, True, ("server", "mean", "rank0", "best"), True, fixed_steps=False, needs_job=True)
-    cell = TaxonomyEntry("central", "async", "ad hoc", "single PS")
+    traits = Traits("partial", True, ("server", "mean", "rank0", "best"), True, fixed_steps=False, needs_job=True)
+    taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "single PS")
     servers = 1
 
     def worker_state(self, me: Worker) -> Reader:

@@ -53,8 +53,8 @@ class Fused(Strategy):
             raise ConfigurationError(f"fusion must be > 0 megabytes, got {self.fusion}; 64 is usual")
 
     # Synchronous: a dead worker stops all workers.
-    traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+    traits = Traits("synchronous", survives=False, results=("rank0", "mean"), clips="combined")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     async def worker(self, me: Worker) -> None:
         while me.training:

@@ -40,7 +40,7 @@ class Peers(Note, frozen=True):
 
 
 @dataclass(eq=False)
-class Loan:
+class UnacknowledgedModel:
     """A model sent to a peer that has not acknowledged it yet."""
 
     peer: int
@@ -56,7 +56,7 @@ class GossipState:
     mass: int
     sent: int = 0
     """Number of models sent so far; the next model's number follows it."""
-    loans: list[Loan] = field(default_factory=list)
+    unacknowledged: list[UnacknowledgedModel] = field(default_factory=list)
     returned: dict[tuple[int, int], int] = field(default_factory=dict)
     """(peer, number) → mass of a model that was taken back from a dead peer."""
     owed: int = 0
@@ -93,8 +93,8 @@ class Gossip(Strategy):
             raise ConfigurationError(f"p must be a probability in [0, 1], got {self.p}; 0.1 is usual")
 
     # Random and one-way; workers may die.
-    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-    cell = TaxonomyEntry("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
+    traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
+    taxonomy_entry = TaxonomyEntry("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> GossipState:
         """Return equal masses; the units left over by the division go to the first ranks."""
@@ -119,7 +119,7 @@ class Gossip(Strategy):
                 state.mass -= half
                 peer, state.sent = peers[int(me.random.integers(len(peers)))], state.sent + 1
                 if self.acknowledged:
-                    state.loans.append(Loan(peer, state.sent, half, copied(me.params)))
+                    state.unacknowledged.append(UnacknowledgedModel(peer, state.sent, half, copied(me.params)))
                 state.receivers.add(peer)
                 me.send(peer, "model", me.params, GossipedModel(half, state.sent))
 
@@ -178,12 +178,18 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
     """Discard the copies of acknowledged models, and take back the mass of models that will never be acknowledged."""
     arrived = {(message.source, message.note.number) for message in acknowledgements}
     last = {peer: max(number for other, number in arrived if other == peer) for peer, _ in arrived}
-    open_loans = [loan for loan in state.loans if (loan.peer, loan.number) not in arrived]
-    lost = [loan for loan in open_loans if loan.peer in me.lost or loan.number < last.get(loan.peer, 0)]
-    state.loans = [loan for loan in open_loans if loan not in lost]
-    for loan in lost:
-        add(me, state, loan.mass, loan.model)
-        state.returned[loan.peer, loan.number] = loan.mass
+    outstanding = [
+        model_sent for model_sent in state.unacknowledged if (model_sent.peer, model_sent.number) not in arrived
+    ]
+    lost = [
+        model_sent
+        for model_sent in outstanding
+        if model_sent.peer in me.lost or model_sent.number < last.get(model_sent.peer, 0)
+    ]
+    state.unacknowledged = [model_sent for model_sent in outstanding if model_sent not in lost]
+    for model_sent in lost:
+        add(me, state, model_sent.mass, model_sent.model)
+        state.returned[model_sent.peer, model_sent.number] = model_sent.mass
     for key in state.returned.keys() & arrived:  # the news of the death overtook the acknowledgement
         state.owed += state.returned.pop(key)
     given_up = min(state.owed, state.mass - 1)

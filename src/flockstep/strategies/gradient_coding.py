@@ -61,9 +61,9 @@ class GradientCoding(Strategy):
     def traits(self) -> Traits:
         """Class 1; up to s workers may die, because s other workers hold each of their blocks of data."""
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
-        return Traits(1, self.s, results, True, needs_job=True, samples="others" if self.s else "own")
+        return Traits("synchronous", self.s, results, True, needs_job=True, samples="others" if self.s else "own")
 
-    cell = TaxonomyEntry("central", "sync", "reduce", "single PS")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "reduce", "single PS")
     servers = 1
 
     def check(self, workers: int) -> None:

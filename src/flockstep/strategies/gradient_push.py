@@ -71,10 +71,10 @@ class GradientPush(Strategy):
             raise ConfigurationError(f"tau must be >= 0 steps, got {self.tau}; use 1 to overlap with one gradient")
 
     # Updates spread along the graph's edges; a dead worker's mass is lost, and the others continue.
-    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+    traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         """Each worker pushes to its out-neighbors and waits for its in-neighbors, with tau > 0 tau steps later."""
         return TaxonomyEntry("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
 

@@ -14,6 +14,7 @@ from flockstep.messages import BYE, MASTER, Address, Message, Note, Notes, node_
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import ParameterVersion, Pushed
 from flockstep.strategies.base import Clips, ResultPolicy, Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.traits import Delivery
 
 
 class Summed(Note, frozen=True):
@@ -244,14 +245,14 @@ class Hierarchical(Strategy):
     @property
     def traits(self) -> Traits:
         """Class 1 with a synchronous root, otherwise 3; with asynchronous leaves workers may die."""
-        completeness: Literal[1, 3] = 1 if self.root == "synchronous" else 3
+        delivery: Delivery = "synchronous" if self.root == "synchronous" else "unbounded delay"
         survives = self.leaf == "asynchronous"
         clips: Clips = "combined" if self.root == "synchronous" else "own"
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        return Traits(completeness, survives, results, server_optimizer=True, clips=clips)
+        return Traits(delivery, survives, results, server_optimizer=True, clips=clips)
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         sync = self.root == "synchronous"
         return TaxonomyEntry("central", "sync" if sync else "async", "reduce" if sync else "ad hoc", "hierarchical PS")
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.namespace import beside, on_host
+from flockstep.arrays.namespace import to_device_of, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import Note, Notes
@@ -65,19 +65,19 @@ class Hogwild(Strategy):
     locked: bool = False
 
     # Every worker sees an update as soon as it is written; workers may die.
-    traits = Traits(3, True, ("rank0", "mean"), server_optimizer=True, restarts=False)
-    cell = TaxonomyEntry("central", "async", "ad hoc", "shared memory")
+    traits = Traits("unbounded delay", True, ("rank0", "mean"), server_optimizer=True, restarts=False)
+    taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "shared memory")
 
     def worker_state(self, me: Worker) -> HogwildState:
         assert me.optimizer is not None
-        return HogwildState(me.optimizer.init(on_host(me.params)))
+        return HogwildState(me.optimizer.init(to_host(me.params)))
 
     async def worker(self, me: Worker) -> None:
         """Read, compute and write until the training ends, then count the lost updates."""
         segment = await attached(me)
         while me.training:
-            me.params[:] = beside(segment.params, me.params)
-            gradient = on_host(await me.gradient())
+            me.params[:] = to_device_of(segment.params, me.params)
+            gradient = to_host(await me.gradient())
             if self.locked:
                 with segment.memory.lock():
                     self.update(me, segment, gradient)
@@ -119,7 +119,7 @@ class Hogwild(Strategy):
             me.send(0, "stopped", None, WriterStopped(updated))
             with contextlib.suppress(PeerLost):
                 await me.receive("count", 0)
-        me.params[:] = beside(segment.params, me.params)
+        me.params[:] = to_device_of(segment.params, me.params)
 
     async def finish(self, me: Worker) -> None:
         """Leave, and notify the peers that wait for this worker."""
@@ -132,7 +132,7 @@ async def attached(me: Worker) -> Segment:
     Raises:
         CompositionError: the workers are not on one host.
     """
-    start = on_host(me.params)
+    start = to_host(me.params)
     offset = -(-start.nbytes // 8) * 8
     if me.rank == 0:
         memory = SharedMemory.create(offset + 8 * len(start))

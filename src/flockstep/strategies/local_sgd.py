@@ -20,7 +20,7 @@ from flockstep.strategies.synchronization_schedules.fixed import Fixed
 
 
 @dataclass
-class Meetings:
+class LocalSgdState:
     """A worker's state: the step of the last average, and the states of the period and of the outer optimizer."""
 
     period: Any
@@ -69,30 +69,32 @@ class LocalSGD(Strategy):
         """Class 1 if the replicas are averaged after every step, otherwise 2; a dead worker stops all workers."""
         schedule = self.schedule
         return Traits(
-            completeness=1 if schedule.every_step else 2,
+            delivery="synchronous" if schedule.every_step else "bounded delay",
             survives=False,
             results=("mean", "rank0", "best"),
             needs_job=schedule.needs_job or self.weighting == "samples",
         )
 
-    cell = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
+    taxonomy_entry = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
 
-    def worker_state(self, me: Worker) -> Meetings:
+    def worker_state(self, me: Worker) -> LocalSgdState:
         """Return the state before the first average; a period's state is kept when a new model replaces the old one."""
-        period = me.state.period if isinstance(me.state, Meetings) else self.schedule.start(me)
+        period = me.state.period if isinstance(me.state, LocalSgdState) else self.schedule.start(me)
         if not self.outer_optimizer.moves:
-            return Meetings(period)
-        return Meetings(period, model=copied(me.params), outer_state=self.outer_optimizer.start(me.params, me.workers))
+            return LocalSgdState(period)
+        return LocalSgdState(
+            period, model=copied(me.params), outer_state=self.outer_optimizer.start(me.params, me.workers)
+        )
 
     async def worker(self, me: Worker) -> None:
-        state: Meetings = me.state
+        state: LocalSgdState = me.state
         if state.model is not None and 0 < state.met == me.step:
             me.params[:] = state.model  # a run that continues after its result was taken
         while me.training:
             me.optimizer_step(await me.gradient())
             await self.after_step(me, me.state)
 
-    async def after_step(self, me: Worker, state: Meetings) -> None:
+    async def after_step(self, me: Worker, state: LocalSgdState) -> None:
         """If an average is due, average the replicas and let the outer optimizer step."""
         since = me.step - state.met
         if not self.schedule.due(me, state.period, since):
@@ -111,7 +113,7 @@ class LocalSGD(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Take the outer optimizer's result if the last step ended with an average, then leave."""
-        state: Meetings = me.state
+        state: LocalSgdState = me.state
         if state.model is not None and 0 < state.met == me.step:
             me.params[:] = self.outer_optimizer.result(state.model, state.outer_state)
         me.leave()

@@ -41,8 +41,8 @@ class MajorityVote(Strategy):
             raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 for none")
 
     # Synchronous: a dead worker stops all workers.
-    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="lost")
-    cell = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), approximation="lost")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> MajorityVoteState:
         return MajorityVoteState(namespace(me.params).zeros_like(me.params) if self.momentum else None)

@@ -67,8 +67,8 @@ class PenalizedAveraging(Strategy):
             raise ConfigurationError(f"gamma must be in [0, 1], got {self.gamma}; 0 does not extrapolate")
 
     # The penalty draws replicas together; a dead worker stops all workers.
-    traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
-    cell = TaxonomyEntry("decentral", "soft-bounded async", "binomial tree", "dedicated master")
+    traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))
+    taxonomy_entry = TaxonomyEntry("decentral", "soft-bounded async", "binomial tree", "dedicated master")
 
     def worker_state(self, me: Worker) -> MpcaState:
         return MpcaState()

@@ -37,10 +37,10 @@ class NeighborAveraging(Strategy):
     topology: Topology = field(default_factory=RingGraph)
 
     # Updates spread along the graph's edges; neighbors of a dead worker are connected.
-    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+    traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         """Each replica averages with its neighbors; the taxonomy has a separate entry for the ring."""
         ring = isinstance(self.topology, RingGraph)
         return TaxonomyEntry(

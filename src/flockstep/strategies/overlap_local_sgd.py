@@ -48,8 +48,8 @@ class OverlapLocalSGD(Strategy):
             raise ConfigurationError(f"beta must be in [0, 1), got {self.beta}; 0 is without momentum, 0.7 is usual")
 
     # Replicas move part of the way to an old average; a dead worker stops all workers.
-    traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
-    cell = TaxonomyEntry("decentral", "bounded async", "reduce", "dedicated master")
+    traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))
+    taxonomy_entry = TaxonomyEntry("decentral", "bounded async", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Anchor:
         return Anchor(copied(me.params), 0 * me.params, copied(me.params))

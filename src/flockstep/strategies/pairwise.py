@@ -31,8 +31,8 @@ class PairwiseAveraging(Strategy):
     topology: Topology = field(default_factory=RingGraph)
 
     # Random pairs; a request to a dead worker fails, and later requests skip that worker.
-    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-    cell = TaxonomyEntry("decentral", "soft-bounded async", "ad hoc", "graph")
+    traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
+    taxonomy_entry = TaxonomyEntry("decentral", "soft-bounded async", "ad hoc", "graph")
 
     def check(self, workers: int) -> None:
         """Check that the graph is bipartite.

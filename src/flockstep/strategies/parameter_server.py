@@ -28,6 +28,7 @@ from flockstep.strategies.finite import require_finite_update
 from flockstep.strategies.server_state import PushState, ServerState, without
 from flockstep.strategies.server_updates.base import ServerUpdate
 from flockstep.strategies.server_updates.plain import Plain
+from flockstep.strategies.traits import Delivery
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,28 @@ class ParameterServer(Strategy):
             any(each.carries for each in self.filters),
         )  # the server must recognize a last push
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        clips: Clips = "own" if own.completeness in (2, 3) else self.server_update.clips if self.shards == 1 else "none"
-        chosen = own.completeness, own.survives, results, True, True, ends, own.gathers, own.least
+        clips: Clips = (
+            "own"
+            if own.delivery in ("bounded delay", "unbounded delay")
+            else self.server_update.clips
+            if self.shards == 1
+            else "none"
+        )
+        chosen = own.delivery, own.survives, results, True, True, ends, own.gathers, own.least
         return Traits(*chosen, "own", clips, self.server_update.memory)
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         """The cell by the rule's class; a rule that drops late gradients is synchronous, because all workers use one
         version.
         """
-        scheduling: dict[int, Scheduling] = {1: "sync", 2: "bounded async", 3: "async", 4: "sync"}
-        when = scheduling[self.consistency.completeness]
+        scheduling: dict[Delivery, Scheduling] = {
+            "synchronous": "sync",
+            "bounded delay": "bounded async",
+            "unbounded delay": "async",
+            "partial": "sync",
+        }
+        when = scheduling[self.consistency.delivery]
         eager: Exchange = "ad hoc with eager scatter" if isinstance(self._access, SentCopies) else "ad hoc"
         how: Exchange = "reduce" if when == "sync" else eager
         return TaxonomyEntry("central", when, how, "distributed PS" if self.shards > 1 else "single PS")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from flockstep.arrays.exact_sum import ExactSum, on_grid
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.ledger import Ledger, on_grid
 from flockstep.arrays.namespace import cast, copied, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
@@ -57,15 +57,19 @@ class PartialBroadcast(Strategy):
     @property
     def traits(self) -> Traits:
         """Class 3 if updates are deferred, class 4 if they are dropped; any number of workers may die."""
-        return Traits(completeness=3 if self.rest == "defer" else 4, survives=True, results=("mean", "rank0", "best"))
+        return Traits(
+            delivery="unbounded delay" if self.rest == "defer" else "partial",
+            survives=True,
+            results=("mean", "rank0", "best"),
+        )
 
-    cell = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
+    taxonomy_entry = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> PartialState:
         rows = me.workers if self.rest == "defer" and me.workers > 1 else 0
-        ledger = Ledger.of(me.params) if me.workers > 1 else None
+        exact_sum = ExactSum.of(me.params) if me.workers > 1 else None
         wide = cast(me.params, "float64")
-        return PartialState(ledger, zeros(wide, rows, len(wide)), [0] * me.workers)
+        return PartialState(exact_sum, zeros(wide, rows, len(wide)), [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:
         state: PartialState = me.state
@@ -111,15 +115,15 @@ def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: flo
 
 def average_arrived(me: Worker, state: PartialState) -> None:
     """Move by the mean of the held update, if any, and the updates that have arrived since the last step."""
-    if state.held is None or state.ledger is None:
+    if state.held is None or state.exact_sum is None:
         return
     messages = list(me.arrived("update"))
     total = state.held + sum(message.payload for message in messages)
     for message in messages:
         me.record_update(message.source, max(0, me.step - message.step))
     state.held = None
-    state.ledger.add(on_grid(total / (1 + len(messages))))
-    state.ledger.write(me.params)
+    state.exact_sum.add(on_grid(total / (1 + len(messages))))
+    state.exact_sum.write(me.params)
 
 
 def pay(me: Worker, state: PartialState, peer: int) -> None:

@@ -63,14 +63,14 @@ class PowerSgd(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(
-        completeness=1,
+        delivery="synchronous",
         survives=False,
         results=("rank0", "mean"),
         clips="combined",
         approximation="sent later",
         matrices=True,
     )
-    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     @property
     def coding(self) -> Codec:

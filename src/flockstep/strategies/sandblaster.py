@@ -68,10 +68,12 @@ class Sandblaster(Strategy):
                 raise ConfigurationError(f"{name} must be >= {least}, got {getattr(self, name)}; see flockstep list")
 
     # One exact gradient at a time; any worker can take any portion, including that of a dead worker.
-    traits = Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others", curvature=True)
+    traits = Traits(
+        "synchronous", True, ("server",), needs_job=True, fixed_steps=False, samples="others", curvature=True
+    )
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         return TaxonomyEntry("central", "sync", "ad hoc", "single PS" if self.shards == 1 else "distributed PS")
 
     @property

@@ -44,8 +44,10 @@ class ScatterReduce(Strategy):
         check_composition(self.codec, self.feedback)
 
     # Synchronous: the slice of a dead worker is lost.
-    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none")
-    cell = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    traits = Traits(
+        delivery="synchronous", survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none"
+    )
+    taxonomy_entry = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> SliceState:
         assert me.optimizer is not None

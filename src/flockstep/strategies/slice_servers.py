@@ -38,8 +38,10 @@ class SliceServers(Strategy):
     notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": ParameterVersion}
 
     # No worker waits for another's gradient; the slice of a dead worker is lost.
-    traits = Traits(completeness=3, survives=False, results=("mean", "rank0", "best"), server_optimizer=True)
-    cell = TaxonomyEntry("central", "async", "ad hoc", "distributed PS (k = n)")
+    traits = Traits(
+        delivery="unbounded delay", survives=False, results=("mean", "rank0", "best"), server_optimizer=True
+    )
+    taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> ServedState:
         assert me.optimizer is not None

@@ -10,7 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
-from flockstep.strategies.local_sgd import LocalSGD, Meetings
+from flockstep.strategies.local_sgd import LocalSGD, LocalSgdState
 from flockstep.strategies.selectors.base import Selector
 from flockstep.strategies.selectors.random import RandomSelector
 
@@ -42,11 +42,11 @@ class Sparta(Strategy):
         """Class 4, or that of `full`; a dead worker stops all workers."""
         if self.full is not None:
             return replace(self.full.traits, approximation="sent later")
-        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"), approximation="sent later")
+        return Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"), approximation="sent later")
 
-    cell = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
+    taxonomy_entry = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
 
-    def worker_state(self, me: Worker) -> Meetings | None:
+    def worker_state(self, me: Worker) -> LocalSgdState | None:
         return None if self.full is None else self.full.worker_state(me)
 
     async def worker(self, me: Worker) -> None:

@@ -81,10 +81,10 @@ class StreamingDiloco(Strategy):
         check_composition(self.codec, self.feedback)
 
     # Every update reaches all workers within a period and the overlap; a dead worker stops all workers.
-    traits = Traits(completeness=2, survives=False, results=("mean", "rank0", "best"))
+    traits = Traits(delivery="bounded delay", survives=False, results=("mean", "rank0", "best"))
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         """Replicas are averaged; workers wait for a mean only if it takes longer than the overlap."""
         return TaxonomyEntry("decentral", "bounded async" if self.overlap else "sync", "reduce", "dedicated master")
 

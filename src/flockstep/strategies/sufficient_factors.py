@@ -26,8 +26,8 @@ class SufficientFactors(Strategy):
     collective: Collective = field(default_factory=Ring)
 
     # Synchronous: a dead worker stops all workers.
-    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")
-    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+    traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> None:
         """Check that the model has layers that can be factored; there is no state.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from flockstep.errors import UnknownName
+
+Delivery = Literal["synchronous", "bounded delay", "unbounded delay", "partial"]
 ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
 Samples = Literal["own", "others", "sent"]
 Clips = Literal["own", "combined", "none"]
@@ -16,9 +19,10 @@ Approximation = Literal["none", "sent later", "lost"]
 class Traits:
     """The properties that a composed strategy guarantees."""
 
-    completeness: Literal[1, 2, 3, 4]
-    """Class on FAST's spectrum of communication completeness: 1 synchronous, 2 complete with bounded delay, 3 complete
-    with unbounded delay, 4 partial.
+    delivery: Delivery
+    """Which updates of a worker reach the others, and when (the spectrum of communication completeness of FAST):
+    `synchronous` for all of them before the next step, `bounded delay` for all within a bound, `unbounded delay` for
+    all at some time, `partial` if some never do.
     """
     survives: bool | int
     """Number of worker deaths after which the other workers still continue: False for none, True for any number."""
@@ -68,10 +72,14 @@ class Traits:
     restarts: bool = True
     """Whether a stopped run can be resumed from the states of its nodes; False if some state lies outside the nodes."""
 
+    def __post_init__(self) -> None:
+        if self.delivery not in get_args(Delivery):
+            raise UnknownName.among("delivery", str(self.delivery), get_args(Delivery))
+
     @property
     def alike(self) -> bool:
         """Whether every worker's own optimizer steps along the same gradient, so that all replicas stay equal."""
-        return self.completeness == 1 and not self.server_optimizer
+        return self.delivery == "synchronous" and not self.server_optimizer
 
     def deaths(self, workers: int) -> int:
         """Number of worker deaths, of `workers` workers, after which the others still continue."""

@@ -42,8 +42,8 @@ class TreeElasticAveraging(Strategy):
             )
 
     # A worker exchanges with its neighbors only; workers may die.
-    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-    cell = TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree")
+    traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
+    taxonomy_entry = TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree")
 
     @property
     def rate(self) -> float:

@@ -23,8 +23,8 @@ class TreeServer(Strategy):
     """
 
     # Synchronous: a dead worker stops all workers.
-    traits = Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
-    cell = TaxonomyEntry("central", "sync", "binomial tree", "single PS")
+    traits = Traits("synchronous", survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "binomial tree", "single PS")
 
     def worker_state(self, me: Worker) -> OptimizerState | None:
         """Return the root's optimizer state; the other workers have no state."""

@@ -53,8 +53,8 @@ class TwoWay(Strategy):
             )
 
     # Synchronous: a dead worker stops all workers.
-    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), clips="combined")
+    taxonomy_entry = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> Dropped:
         return Dropped([None] * me.workers)

@@ -68,7 +68,7 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def cells(self) -> list[TaxonomyEntry]:
         """Return the taxonomy cell of each listed mode, derived from its composition."""
-        found = [Strategy.parse(mode.strategy).cell for mode in self.modes if mode.listed]
+        found = [Strategy.parse(mode.strategy).taxonomy_entry for mode in self.modes if mode.listed]
         return [cell for cell in found if cell is not None]
 
     def row(self) -> dict[str, str]:

@@ -29,7 +29,7 @@ def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
         AssertionError: a promise is broken; the message names it.
         ImportError: torch is not installed.
     """
-    bound = codec.on(SHAPES).at(3)
+    bound = codec.bind_shapes(SHAPES).bind_step(3)
     for dtype in FLOATS:
         for one, arrays in ((codec, [*samples(dtype), wide(dtype)]), (bound, list(tensors(dtype)))):
             for array in arrays:

@@ -30,7 +30,7 @@ def check_codec(codec: Codec) -> None:
     Raises:
         AssertionError: a promise is broken; the message names it.
     """
-    bound = codec.on(SHAPES).at(STEP)
+    bound = codec.bind_shapes(SHAPES).bind_step(STEP)
     for dtype in FLOATS:
         for one, arrays, tensor_count in (
             (codec, [*samples(dtype), wide(dtype)], 1),
@@ -188,7 +188,7 @@ def check_lossless(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 def check_exact_parts(codec: Codec, dtype: str) -> None:
     """Check that the elements named by `exact_parts` arrive bit for bit, with and without binding to tensors."""
-    for one, arrays in ((codec, samples(dtype)), (codec.on(SHAPES), tensors(dtype))):
+    for one, arrays in ((codec, samples(dtype)), (codec.bind_shapes(SHAPES), tensors(dtype))):
         for array in arrays:
             decoded, flat = round_trip(one, array), array.reshape(-1)
             for part in one.exact_parts(array.size):

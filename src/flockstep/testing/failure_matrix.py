@@ -17,6 +17,7 @@ from importlib import resources
 import msgspec
 
 from flockstep.strategies.base import Strategy
+from flockstep.strategies.traits import Delivery
 from flockstep.testing import failures
 
 CELLS: dict[str, Callable[[Strategy], str | dict[str, str]]] = {
@@ -95,9 +96,9 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Strategy.parse(self.strategy)
 
     @property
-    def completeness(self) -> int:
-        """The strategy's class of communication completeness (FAST), as its traits declare."""
-        return self.composed.traits.completeness
+    def delivery(self) -> Delivery:
+        """The strategy's delivery guarantee, as its traits declare."""
+        return self.composed.traits.delivery
 
     def words(self) -> Iterator[str]:
         """Every word of the row."""

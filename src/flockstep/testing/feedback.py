@@ -11,7 +11,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.feedback.base import Feedback
-from flockstep.feedback.sender import check_composition, encode, fitted
+from flockstep.feedback.sender import bound_codec, check_composition, encode
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors
 
 STEPS = 5
@@ -65,9 +65,9 @@ def check_feedback(feedback: Feedback, codec: Codec) -> None:
     check_composition(codec, feedback)
     for dtype in ROUNDING:
         for array in samples(dtype):
-            check_sending(feedback.among(WORKERS), codec, ((array.size,),), array)
+            check_sending(feedback.bind_workers(WORKERS), codec, ((array.size,),), array)
         for array in tensors(dtype):
-            check_sending(feedback.among(WORKERS), codec, SHAPES, array)
+            check_sending(feedback.bind_workers(WORKERS), codec, SHAPES, array)
 
 
 def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...], ...], array: FlatArray) -> None:
@@ -76,7 +76,7 @@ def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...
     memory: Any = None
     flat, before = array.reshape(-1).copy(), array.reshape(-1).copy()
     for step in range(STEPS):
-        one = fitted(codec, feedback, shapes, step)
+        one = bound_codec(codec, feedback, shapes, step)
         saved = copy.deepcopy(memory)
         data, memory = encode(one, feedback, flat, memory, np.random.default_rng(step))
         assert same_bits(flat, before), f"{what}: changes the array"
@@ -107,7 +107,7 @@ def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> Non
     memory: Any = None
     sent, wanted = np.zeros(256), np.zeros(256)
     for step in range(steps):
-        one = fitted(codec, feedback, ((256,),), step)
+        one = bound_codec(codec, feedback, ((256,),), step)
         array = random.normal(size=256).astype(np.float32)
         data, memory = encode(one, feedback, array, memory, random)
         sent += one.decode(data, 256, "float32")

@@ -61,7 +61,7 @@ def check_strategy(
         check_ends(run)
         check_repeatable(run)
         check_deliveries(run)
-        if strategy.traits.completeness == 1:
+        if strategy.traits.delivery == "synchronous":
             check_replicas_agree(run)
         check_restart(run)
     if alone_is_plain and 1 in accepted:
@@ -79,9 +79,8 @@ def accepts(strategy: Strategy, workers: int) -> bool:
 
 
 def check_traits(strategy: Strategy) -> None:
-    """Check that the traits are consistent: an existing class of completeness, and results that some node holds."""
+    """Check that the traits are consistent: results that some node holds."""
     traits = strategy.traits
-    assert traits.completeness in (1, 2, 3, 4), f"{strategy} is of class {traits.completeness}; there are 1, 2, 3 and 4"
     assert traits.results, f"{strategy} names no policy for its result"
     held = strategy.servers_for(2) > 0
     assert held or "server" not in traits.results, f"{strategy} takes its result from a server, but has none"
@@ -108,7 +107,7 @@ def check_repeatable(first: SimulatedRun) -> None:
 
 
 def check_replicas_agree(run: SimulatedRun) -> None:
-    """Check that all workers end with the same parameters, bit for bit, as completeness class 1 promises."""
+    """Check that all workers end with the same parameters, bit for bit, as synchronous delivery promises."""
     strategy, workers, _ = run.setting
     replicas = run.replicas
     apart = [rank for rank in range(1, workers) if not equal_bits(replicas[0], replicas[rank])]
@@ -130,9 +129,9 @@ def check_deliveries(run: SimulatedRun) -> None:
     for (node, source), count in run.deliveries().items():
         where = f"of worker {source} take effect on {node_name(node)}"
         assert count <= steps, f"{who}: {count} updates {where}, which made only {steps}"
-        missing = steps - count if strategy.traits.completeness <= 3 else 0
+        missing = steps - count if strategy.traits.delivery != "partial" else 0
         assert not missing, f"{who} is declared complete, but {count} of {steps} updates {where}"
-    if strategy.traits.completeness <= 3:
+    if strategy.traits.delivery != "partial":
         unread = {node_name(a): tags for a, node in run.nodes.items() if (tags := _unread(node))}
         assert not unread, f"{who} is declared complete, but leaves messages unread: {unread}"
 

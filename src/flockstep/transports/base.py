@@ -18,7 +18,7 @@ class Transport(Component):
     noun: ClassVar[str] = "transport"
 
     @property
-    def lends(self) -> bool:
+    def zero_copy(self) -> bool:
         """Whether nodes of one host read large arrays directly in each other's memory."""
         return False
 
@@ -39,7 +39,7 @@ class Transport(Component):
         """Create a bus for the node `me`, called `name`; `directory` is private to the run."""
         from flockstep.transports.streams import StreamBus
 
-        return StreamBus(me, self.listen(directory, name), self.lends, self.encrypts)
+        return StreamBus(me, self.listen(directory, name), self.zero_copy, self.encrypts)
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:

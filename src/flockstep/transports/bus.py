@@ -66,7 +66,7 @@ class Bus(ABC):
 
     @abstractmethod
     def disconnect(self, peer: Address) -> None:
-        """Close the connection to a peer that was lost, and free the memory that the peer had borrowed."""
+        """Close the connection to a peer that was lost, and free the memory that the peer could read."""
 
     @abstractmethod
     def reachable(self, peer: Address) -> bool:
@@ -84,7 +84,7 @@ class Bus(ABC):
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a peer without waiting.
 
-        The caller may change the array afterwards, unless `lend` returned the array.
+        The caller may change the array afterwards, unless `copy_for_sending` returned the array.
 
         Raises:
             Backlog: too many messages or bytes are queued for the peer; the same message may be sent again later.
@@ -106,7 +106,7 @@ class Bus(ABC):
         """
 
     @abstractmethod
-    def lend(self, array: Array) -> Array:
+    def copy_for_sending(self, array: Array) -> Array:
         """Return a read-only copy of the array, in memory that peers can read if such memory is available."""
 
     @abstractmethod

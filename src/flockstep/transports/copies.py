@@ -28,7 +28,7 @@ class BufferPool:
         self.heap: SharedHeap | None = None
         """Heap that other nodes can read; None if this node shares no memory."""
         self.lost: set[Address] = set()
-        """Addresses of nodes that have died; memory lent to them is free."""
+        """Addresses of nodes that have died; memory that they could read is free."""
         self._buffers: dict[int, list[Array]] = {}
 
     def frozen(self, array: Any) -> Array:

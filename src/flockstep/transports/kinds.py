@@ -30,7 +30,7 @@ class InSharedMemory(Ipc):
         _require_memory("--transport ipc")
 
     @property
-    def lends(self) -> bool:
+    def zero_copy(self) -> bool:
         """True: all nodes are on one host."""
         return True
 
@@ -64,7 +64,7 @@ class Tcp(Transport):
             _require_memory("memory=false")
 
     @property
-    def lends(self) -> bool:
+    def zero_copy(self) -> bool:
         """Whether the transport lends shared memory, as its field `memory` says."""
         return self.memory
 

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
-from flockstep.messages import Address, Beside, Fields, Message, node_name
+from flockstep.messages import Address, AnyNote, Fields, Message, node_name
 from flockstep.transports.bus import LAUNCHER, Backlog, cannot_listen
 from flockstep.transports.wire import MAX_CODING, MAX_HEADER, SenderIdentity, decode, encode
 
@@ -39,7 +39,7 @@ SHAKING = 20_000
 """Milliseconds within which the other end of a TCP connection must prove that it knows the secret of the run."""
 QUEUED = 10_000
 """Largest number of queued messages; a sender waits when its queue is full."""
-KNOCKING = 20_000
+CONTROL_LINGER_MS = 20_000
 """Milliseconds until a message on the control socket must be delivered; the first packets over a new network link may
 be lost and sent again late.
 """
@@ -109,7 +109,7 @@ class SupervisorLink:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
 
-    def send(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:
+    def send(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
         """Queue a message without waiting.
 
         The array must not change afterwards, because all links send it without a copy.
@@ -232,13 +232,13 @@ class Line:
         self._context.term()
 
 
-def knock(control: str, data: bytes, heartbeat: float, secret: bytes = b"") -> None:
+def send_to_control(control: str, data: bytes, heartbeat: float, secret: bytes = b"") -> None:
     """Send one message to the control socket at `control`, which never answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     harden(socket, CONTROL_BYTES, heartbeat)
     seal(socket, control, secret, listens=False)
-    socket.setsockopt(zmq.LINGER, KNOCKING)
+    socket.setsockopt(zmq.LINGER, CONTROL_LINGER_MS)
     socket.connect(control)
     socket.send(data)
     socket.close()

@@ -210,7 +210,7 @@ def _of_script(backend: str, meeting: Rendezvous) -> Any:
     if (rank, size) != (meeting.rank, meeting.workers):
         raise ConfigurationError(
             f"the script's process group must have the run's ranks, got rank {rank} of {size} in worker {meeting.rank} "
-            f"of {meeting.workers}; pass the ticket's rank to init_process_group, or leave it to flockstep"
+            f"of {meeting.workers}; pass flockstep.rank() to init_process_group, or leave it to flockstep"
         )
     return dist.group.WORLD
 

@@ -120,7 +120,7 @@ class SharedHeap:
         return slot
 
 
-class Borrowed:
+class PeerMemory:
     """The segment of another node, as the node `me` reads it."""
 
     def __init__(self, told: str, me: Address):

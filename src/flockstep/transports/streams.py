@@ -28,7 +28,7 @@ from flockstep.messages import Address, Array, Message, Wanted, node_name
 from flockstep.transports.bus import Backlog, Bus, Traffic, cannot_listen
 from flockstep.transports.copies import BufferPool
 from flockstep.transports.sealed import LinkForged, SealedSocket
-from flockstep.transports.shared_heap import NODES, SMALLEST, Borrowed, SharedHeap, heap_room_for
+from flockstep.transports.shared_heap import NODES, SMALLEST, PeerMemory, SharedHeap, heap_room_for
 from flockstep.transports.wire import (
     GREETING,
     MAX_CODING,
@@ -126,10 +126,10 @@ class _Connection:
 class StreamBus(Bus):
     """A node's connections to its peers, one connection for each peer."""
 
-    def __init__(self, me: SenderIdentity, address: str, lends: bool = False, encrypts: bool = False):
+    def __init__(self, me: SenderIdentity, address: str, zero_copy: bool = False, encrypts: bool = False):
         """Listen at `address`, ipc://PATH or tcp://HOST:* for any free port.
 
-        `lends`: peers may read this node's memory. `encrypts`: TCP connections are encrypted. If `me` has a secret,
+        `zero_copy`: peers may read this node's memory. `encrypts`: TCP connections are encrypted. If `me` has a secret,
         both ends of a TCP connection must prove that they know it.
 
         Raises:
@@ -141,7 +141,7 @@ class StreamBus(Bus):
         self._me = me
         self._encrypts = encrypts
         self._copies = BufferPool()
-        self._heap = SharedHeap(heap_room_for(me.model_bytes)) if lends else None
+        self._heap = SharedHeap(heap_room_for(me.model_bytes)) if zero_copy else None
         self._listener, self.address = _listening(address)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
@@ -175,7 +175,7 @@ class StreamBus(Bus):
         if self._heap is not None and len(peers) < NODES:
             for peer, told in peers.items():
                 with contextlib.suppress(CompositionError):  # on another host: its messages go through the socket
-                    self._me.borrowed[peer] = Borrowed(told.partition(" ")[2], self._me.address)
+                    self._me.peer_memory[peer] = PeerMemory(told.partition(" ")[2], self._me.address)
         with self._lock:
             self._expected = set(peers)
             for connection in list(self._connections.values()):
@@ -186,7 +186,7 @@ class StreamBus(Bus):
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
 
     def disconnect(self, peer: Address) -> None:
-        """Close the connection to a peer that was lost, and free the memory that the peer had borrowed."""
+        """Close the connection to a peer that was lost, and free the memory that the peer could read."""
         self._copies.lost.add(peer)
         if peer in self._peers:
             with self._lock:
@@ -203,7 +203,7 @@ class StreamBus(Bus):
         latest = time.monotonic() - seconds
         return {peer for peer, at in self._ended.items() if at <= latest}
 
-    def lend(self, array: Array) -> Array:
+    def copy_for_sending(self, array: Array) -> Array:
         """A read-only copy of the array, in shared memory if there is room, otherwise in a reused buffer."""
         return self._copies.frozen(array)
 
@@ -377,7 +377,7 @@ class StreamBus(Bus):
 
     def _greet(self, connection: _Connection, peer: Address) -> None:
         """Send a greeting: this node's identity, and whether it can read the peer's memory."""
-        note = {"memory": int(peer in self._me.borrowed)}
+        note = {"memory": int(peer in self._me.peer_memory)}
         self._write(connection, encode(Message(self._me.address, GREETING, note=note), self._me), None)
 
     def _admit(self, connection: _Connection) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
 from flockstep.messages import Address, Array, Message, Note, Notes, node_name, note_kind
-from flockstep.transports.shared_heap import Borrowed
+from flockstep.transports.shared_heap import PeerMemory
 
 PROTOCOL = 3
 GREETING = "flockstep.hello"
@@ -89,7 +89,7 @@ class SenderIdentity:
     model_bytes: int
     incarnation: int = 0
     epoch: int = 0
-    borrowed: dict[Address, Borrowed] = field(default_factory=dict)
+    peer_memory: dict[Address, PeerMemory] = field(default_factory=dict)
     """Node → its memory, as far as this node can read it."""
     heard: dict[Address, int] = field(default_factory=dict)
     notes: Notes = field(default_factory=dict)
@@ -233,9 +233,9 @@ def _array(
     if head.size < 0 or nbytes > me.limit + (MAX_CODING if head.dtype == "uint8" else 0):
         raise ProtocolError(f"{who} announced {nbytes} bytes with {head.tag!r}; the model has {me.limit}")
     if head.place >= 0 and payload is None:
-        if head.source not in me.borrowed:
+        if head.source not in me.peer_memory:
             raise ProtocolError(f"{who} sent slot {head.place} with {head.tag!r}, but shares no memory with this one")
-        return me.borrowed[head.source].view(head.place, head.start, head.dtype, head.size)
+        return me.peer_memory[head.source].view(head.place, head.start, head.dtype, head.size)
     if payload is None or payload.nbytes != nbytes:
         got = 0 if payload is None else payload.nbytes
         raise ProtocolError(f"{who} sent {got} bytes with {head.tag!r}, whose header announces {nbytes}")

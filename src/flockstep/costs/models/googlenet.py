@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flockstep.costs.builder import At, Net, beside
+from flockstep.costs.builder import At, Net, in_parallel
 from flockstep.costs.layers import ModelShape
 
 INCEPTIONS = {
@@ -48,7 +48,7 @@ def _inception(net: Net, x: At, name: str, widths: tuple[int, ...]) -> At:
     def conv(y: At, what: str, channels: int, kernel: int = 1) -> At:
         return net.relu(net.conv(y, f"{name}.{what}", channels, kernel, pad=kernel // 2), f"{name}.relu.{what}")
 
-    return beside(
+    return in_parallel(
         [
             conv(x, "1x1", one),
             conv(conv(x, "3x3.reduce", three_reduced), "3x3", three, 3),

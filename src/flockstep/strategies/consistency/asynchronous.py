@@ -14,7 +14,7 @@ class Asynchronous(ClockRule):
     every read.
     """
 
-    completeness = 3
+    delivery = "unbounded delay"
     survives = True
 
     def full_step(self, workers: int) -> int:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from flockstep.expression import Component
 from flockstep.strategies.access import Access, Asks
 from flockstep.strategies.server_state import Push as Push
 from flockstep.strategies.server_state import Read as Read
+from flockstep.strategies.traits import Delivery
 
 
 class ConsistencyView(msgspec.Struct, eq=False):
@@ -63,8 +64,8 @@ class Consistency(Component):
 
     @property
     @abstractmethod
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """FAST class: 1 synchronous, 2 bounded delay, 3 unbounded delay, 4 if gradients are dropped."""
+    def delivery(self) -> Delivery:
+        """The delivery guarantee of the gradients, as in `Traits.delivery`; "partial" if gradients are dropped."""
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ from typing import Literal
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
+from flockstep.strategies.traits import Delivery
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class BoundedDelay(ClockRule):
             raise ConfigurationError(f"tau must be >= 0 tasks, got {self.tau}; use asynchronous for no bound")
 
     @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """FAST class 2, bounded delay; 1 with tau = 0."""
-        return 2 if self.tau else 1
+    def delivery(self) -> Delivery:
+        """`bounded delay`; `synchronous` with tau = 0."""
+        return "bounded delay" if self.tau else "synchronous"
 
     @property
     def survives(self) -> bool:

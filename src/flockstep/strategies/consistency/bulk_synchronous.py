@@ -14,7 +14,7 @@ class BulkSynchronous(ClockRule):
     continues.
     """
 
-    completeness = 1
+    delivery = "synchronous"
     survives = False
 
     def full_step(self, workers: int) -> int:

@@ -19,7 +19,7 @@ class FirstOf(Consistency):
     """
 
     access = GivesUp()
-    completeness = 4
+    delivery = "partial"
 
     @property
     def survives(self) -> bool | int:

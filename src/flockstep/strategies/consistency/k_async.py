@@ -24,7 +24,7 @@ class KAsync(Consistency):
         if self.k < 1:
             raise ConfigurationError(f"k must be >= 1 gradients, got {self.k}; 1 is asynchronous")
 
-    completeness = 3
+    delivery = "unbounded delay"
 
     @property
     def gathers(self) -> int:

@@ -27,7 +27,7 @@ class SoftSync(Consistency):
         if self.n < 1:
             raise ConfigurationError(f"n must be >= 1, got {self.n}; 1 collects a gradient per worker")
 
-    completeness = 3
+    delivery = "unbounded delay"
     survives = True
 
     def check(self, workers: int) -> None:

@@ -10,6 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.access import Access, CopyAccess, SentCopies
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push, by_timestamp
+from flockstep.strategies.traits import Delivery
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class StaleSynchronous(ClockRule):
             raise ConfigurationError(f"staleness bound must be >= 0, got {self.s}; use asynchronous for no bound")
 
     @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """FAST class 2, bounded delay; 1 with s = 0."""
-        return 2 if self.s else 1
+    def delivery(self) -> Delivery:
+        """`bounded delay`; `synchronous` with s = 0."""
+        return "bounded delay" if self.s else "synchronous"
 
     @property
     def survives(self) -> bool:

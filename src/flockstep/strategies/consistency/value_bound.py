@@ -30,7 +30,7 @@ class ValueBound(Consistency):
         if not self.delta > 0:
             raise ConfigurationError(f"delta must be > 0, got {self.delta}; use bsp for no change at all")
 
-    completeness = 2
+    delivery = "bounded delay"
     survives = True
 
     def full_step(self, workers: int) -> int:

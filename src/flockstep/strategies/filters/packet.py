@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.namespace import beside, cast, namespace, on_host, zeros
+from flockstep.arrays.namespace import cast, namespace, to_device_of, to_host, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import CompositionError, ProtocolError
@@ -60,7 +60,7 @@ def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
             f"filters need a codec whose number of bytes determines the number of elements, got {codec}; use "
             f"identity or half"
         )
-    if filters and codec.at(0) != codec.at(FAR):
+    if filters and codec.bind_step(0) != codec.bind_step(FAR):
         raise CompositionError(
             f"filters need a codec that is the same in every step, got {codec}; leave out its warm-up, or the filters"
         )
@@ -94,12 +94,12 @@ def pack(
             else:
                 wanted = xp.where(mask, wanted, 0)  # dropped permanently
     outbox.pending = xp.where(kept, wanted, 0) if kept.any() else None
-    keys, dtype = np.flatnonzero(on_host(sent)).astype(np.uint32), name_of(wanted)
+    keys, dtype = np.flatnonzero(to_host(sent)).astype(np.uint32), name_of(wanted)
     room = codec.wire_bytes(len(wanted), dtype) - codec.wire_bytes(len(keys), dtype)
     head = _write_keys(keys, room, outbox.lists, _remembered(filters))
     if head is None:
         return codec.encode(xp.where(sent, wanted, 0), random)
-    packet: Bytes = xp.concatenate([beside(head, wanted), codec.encode(wanted[sent], random)])
+    packet: Bytes = xp.concatenate([to_device_of(head, wanted), codec.encode(wanted[sent], random)])
     return packet
 
 
@@ -115,7 +115,7 @@ def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtyp
         return codec.decode(data, size, dtype)
     keys, start = _read_keys(data, size, inbox.lists, _remembered(filters))
     update: FlatArray = zeros(data, size, dtype=dtype)
-    update[beside(keys.astype(np.int64), data)] = codec.decode(data[start:], len(keys), dtype)
+    update[to_device_of(keys.astype(np.int64), data)] = codec.decode(data[start:], len(keys), dtype)
     return update
 
 
@@ -156,7 +156,7 @@ def _read_keys(data: Bytes, size: int, lists: Lists, remembered: int) -> tuple[K
 
 
 def _plain(data: Bytes) -> bytes:
-    return on_host(data).tobytes()
+    return to_host(data).tobytes()
 
 
 def _remembered(filters: Sequence[Filter]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flockstep.arrays.namespace import beside
+from flockstep.arrays.namespace import to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import SHOWN
 from flockstep.optimizers.base import require
@@ -26,4 +26,4 @@ class RandomSkip(Filter):
         require(0 <= self.share < 1, "share of random_skip", "in [0, 1)", self.share, "use 0 to skip nothing")
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        return beside(random.random(len(update)) >= self.share, update)
+        return to_device_of(random.random(len(update)) >= self.share, update)

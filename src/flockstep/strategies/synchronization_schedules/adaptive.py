@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from flockstep.arrays.namespace import beside
+from flockstep.arrays.namespace import to_device_of
 from flockstep.collectives.base import Collective
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
@@ -76,7 +76,7 @@ class Adaptive(SynchronizationSchedule):
         state.initial = max(state.initial, me.lr)
         changes = me.step >= state.change
         if changes or state.first is None:
-            loss = beside(np.array([state.total / state.count]), me.params)
+            loss = to_device_of(np.array([state.total / state.count]), me.params)
             await collective.average(me, loss)
             now = float(loss[0])
             state.first = now if state.first is None else state.first

@@ -30,7 +30,7 @@ class Teller(Protocol):
         """Queue a message for the supervisor."""
 
 
-class Reports:
+class EventSender:
     """Sends events in batches: steps, updates and spans wait for up to `PERIOD`, all others are sent at once."""
 
     def __init__(self, member: Teller, now: Callable[[], float] = time.monotonic):

@@ -13,7 +13,7 @@ from flockstep.simulation.compute import Clock
 from flockstep.simulation.faults import Dies, Drops, Fault, Narrows, Slows
 
 
-class Mishaps:
+class FaultInjector:
     """The faults of one run: lost messages, deaths, and durations of gradients and messages."""
 
     def __init__(self, faults: Sequence[Fault], cluster: Cluster):

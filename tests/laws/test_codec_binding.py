@@ -15,7 +15,7 @@ from flockstep.codecs.qsgd import Qsgd
 from flockstep.codecs.random_subset import RandomK
 from flockstep.feedback.momentum import Momentum
 from flockstep.feedback.residual import Residual
-from flockstep.feedback.sender import encode, fitted, random_of
+from flockstep.feedback.sender import bound_codec, encode, random_of
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 pytest.importorskip("numba")
@@ -29,7 +29,7 @@ def normal(size, seed=0):
 
 def warmed(parts, warmup, steps):
     """Bytes of a gradient in these parts, over the first steps of a run."""
-    codecs = [Dgc(0.001, warmup).at(step) for step in range(steps)]
+    codecs = [Dgc(0.001, warmup).bind_step(step) for step in range(steps)]
     return sum(codec.wire_bytes(part.stop - part.start, "float32") for codec in codecs for part in parts)
 
 
@@ -46,7 +46,7 @@ def test_the_first_gradient_of_a_run_has_the_first_ratio_of_the_warm_up(steps):
 
 def test_under_feedback_only_tensors_that_need_it_are_damped():
     codec = BySize(Qsgd(1, bucket=64), Identity(), limit=100)
-    bound = fitted(codec, Residual(), SHAPES, 0)
+    bound = bound_codec(codec, Residual(), SHAPES, 0)
     assert isinstance(bound, Parts)
     assert bound.codecs == (Damped(Qsgd(1, bucket=64)), Identity())
     assert bound.contraction
@@ -59,13 +59,13 @@ def test_under_feedback_only_tensors_that_need_it_are_damped():
 
 def test_under_feedback_every_tensor_is_damped_by_its_own_variance():
     codec = BySize(Qsgd(1, bucket=512), Qsgd(4, bucket=16), limit=100)
-    bound = fitted(codec, Residual(), SHAPES, 0)
+    bound = bound_codec(codec, Residual(), SHAPES, 0)
     assert bound.codecs[0].factor(400) == 1 / (1 + 20)
     assert bound.codecs[1].factor(100) == 1 / (1 + 1)
 
 
 def test_what_arrives_as_it_is_beside_a_damped_codec_has_plain_momentum():
-    bound, memory = fitted(BySize(Qsgd(1, bucket=64), Identity(), limit=100), Momentum(0.5), SHAPES, 0), None
+    bound, memory = bound_codec(BySize(Qsgd(1, bucket=64), Identity(), limit=100), Momentum(0.5), SHAPES, 0), None
     u = np.zeros(100, np.float32)
     for step in range(5):
         x = normal(500, step)
@@ -77,7 +77,7 @@ def test_what_arrives_as_it_is_beside_a_damped_codec_has_plain_momentum():
 def test_a_damped_codec_takes_tensors():
     torch = pytest.importorskip("torch")
     x = normal(100)
-    for codec in (Damped(Qsgd(1, bucket=64)), fitted(BySize(Qsgd(1), limit=100), Residual(), SHAPES, 0)):
+    for codec in (Damped(Qsgd(1, bucket=64)), bound_codec(BySize(Qsgd(1), limit=100), Residual(), SHAPES, 0)):
         x = normal(100 if isinstance(codec, Damped) else 500)
         data = codec.encode(torch.from_numpy(x), np.random.default_rng(3))
         ours = codec.encode(x, np.random.default_rng(3))

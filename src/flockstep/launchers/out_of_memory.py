@@ -30,7 +30,7 @@ def _counter(file: Path) -> int:
     return 0
 
 
-class WantOfMemory:
+class OutOfMemoryDetector:
     """Compares the kernel's counter of such kills with its value at the start of the run."""
 
     def __init__(self, count: Callable[[], int] = oom_kills):

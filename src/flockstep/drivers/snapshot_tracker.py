@@ -8,28 +8,28 @@ from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequ
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Emit
+from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.tracker import FINAL, Tick, Tracker
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address
-from flockstep.records.handed_in import LAST, HandedIn
+from flockstep.records.snapshots import LAST, Snapshot
 
 PART = 1 << 20
 """Number of parameters read at a time when several snapshots are summed."""
 
 
-class Files(MutableMapping[Address, FlatArray]):
+class SnapshotParameters(MutableMapping[Address, FlatArray]):
     """Node → its parameters, read from the snapshot's file at every access."""
 
     def __init__(self) -> None:
-        self.items_of: dict[Address, HandedIn] = {}
+        self.items_of: dict[Address, Snapshot] = {}
 
     def __getitem__(self, address: Address) -> FlatArray:
         return self.items_of[address].read()
 
     def __setitem__(self, address: Address, params: FlatArray) -> None:
-        raise TypeError("parameters in files are handed in, not set")
+        raise TypeError("parameters in files are added as snapshots, not set")
 
     def __delitem__(self, address: Address) -> None:
         del self.items_of[address]
@@ -41,16 +41,16 @@ class Files(MutableMapping[Address, FlatArray]):
         return len(self.items_of)
 
 
-class FiledTick(Tick):
+class SnapshotTick(Tick):
     """A tick whose parameters are in files."""
 
     def __init__(self, missing: set[Address]):
         super().__init__(missing)
-        self.files = Files()
+        self.files = SnapshotParameters()
         self.kept = self.files
         self._variance: float | None = None
 
-    def hand_in(self, item: HandedIn, samples: int) -> None:
+    def add_snapshot(self, item: Snapshot, samples: int) -> None:
         """Add a node's snapshot to the tick."""
         self.files.items_of[item.address] = item
         self.t = max(self.t, item.seconds)
@@ -61,7 +61,7 @@ class FiledTick(Tick):
             self.samples += samples
             self.sent += item.sent_bytes
 
-    def replicas(self) -> list[HandedIn]:
+    def replicas(self) -> list[Snapshot]:
         """The workers' snapshots, in order of rank."""
         return [item for address, item in sorted(self.files.items_of.items()) if address >= 0]
 
@@ -83,7 +83,7 @@ class FiledTick(Tick):
             self._variance = self._add_up(self.replicas(), None)
         return math.sqrt(max(self._variance, 0.0))
 
-    def _add_up(self, replicas: Sequence[HandedIn], mean: FlatArray | None) -> float:
+    def _add_up(self, replicas: Sequence[Snapshot], mean: FlatArray | None) -> float:
         variance = 0.0
         for start in range(0, replicas[0].size, PART):
             part, sums = slice(start, start + PART), Tick(set())
@@ -95,13 +95,13 @@ class FiledTick(Tick):
         return variance
 
 
-class Newest:
+class NewestSnapshots:
     """The newest snapshot of each node: the model of a run that ends early."""
 
     def __init__(self) -> None:
-        self._items: dict[Address, HandedIn] = {}
+        self._items: dict[Address, Snapshot] = {}
 
-    def take(self, item: HandedIn) -> None:
+    def take(self, item: Snapshot) -> None:
         """Store a snapshot that was sent outside of the evaluations, or the final one."""
         self._items[item.address] = item
 
@@ -110,28 +110,28 @@ class Newest:
         final = [item for address, item in self._items.items() if address >= 0 and item.tick is None]
         return {item.address: item.read_buffers() if item.buffers else None for item in final}
 
-    def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> FiledTick:
+    def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> SnapshotTick:
         """All newest snapshots as one tick, without the replicas of lost workers if there are others."""
         ranks = {address for address in self._items if address >= 0}
         left_out = ranks & set(lost) if ranks - set(lost) else set()
-        tick = FiledTick(set())
+        tick = SnapshotTick(set())
         for address, item in self._items.items():
             if address not in left_out:
-                tick.hand_in(item, samples(item.step))
+                tick.add_snapshot(item, samples(item.step))
         return tick
 
 
-class FiledTracker(Tracker):
+class SnapshotTracker(Tracker):
     """Evaluates each tick when the snapshots of all nodes have arrived, and stores the final model with `keep`."""
 
-    def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Callable[[FiledTick, FlatArray], None]):
+    def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Callable[[SnapshotTick, FlatArray], None]):
         super().__init__(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
         self._keep = keep
-        self._newest = Newest()
-        self._final: list[HandedIn] = []
+        self._newest = NewestSnapshots()
+        self._final: list[Snapshot] = []
         self._lost: set[Address] = set()
 
-    def hand_in(self, item: HandedIn) -> None:
+    def add_snapshot(self, item: Snapshot) -> None:
         """Add a node's snapshot; evaluate the ticks that are complete."""
         if item.tick is None or item.tick == LAST:
             self._newest.take(item)
@@ -140,9 +140,9 @@ class FiledTracker(Tracker):
         if item.tick == LAST or item.address in self._idle:
             return
         tick = FINAL if item.tick is None else item.tick
-        entry = self._ticks.setdefault(tick, FiledTick(set(self._alive)))
-        assert isinstance(entry, FiledTick)
-        entry.hand_in(item, self._samples(item.step))
+        entry = self._ticks.setdefault(tick, SnapshotTick(set(self._alive)))
+        assert isinstance(entry, SnapshotTick)
+        entry.add_snapshot(item, self._samples(item.step))
         for earlier in [one for one in self._ticks if one < tick]:
             self._ticks[earlier].missing.discard(item.address)  # a node's ticks only increase
         self._evaluate_complete()
@@ -162,7 +162,7 @@ class FiledTracker(Tracker):
 
     def _evaluate(self, tick: float) -> None:
         entry = self._ticks[tick]
-        assert isinstance(entry, FiledTick)
+        assert isinstance(entry, SnapshotTick)
         for item in entry.replicas():
             if item.buffers:
                 self._engine.restore_buffers(item.address, item.read_buffers().view(np.float64))
@@ -174,6 +174,6 @@ class FiledTracker(Tracker):
                     item.remove()
 
     def _chosen(self, tick: float, entry: Tick, params: FlatArray) -> None:
-        assert isinstance(entry, FiledTick)
+        assert isinstance(entry, SnapshotTick)
         if tick == FINAL:
             self._keep(entry, params)

@@ -19,14 +19,14 @@ from flockstep.costs.reference import MODELS, reference
 from flockstep.drivers.setup import digest, load_job
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
-from flockstep.feedback.sender import fitted
+from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.job import build_model, make_engine
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
-from flockstep.planning.stand_in import Lessons
-from flockstep.report import words
+from flockstep.planning.surrogate import SurrogateBatches
+from flockstep.report import formatting
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.handling import Overheads
 from flockstep.simulation.law import mean_of
@@ -67,12 +67,12 @@ class JobProfile:
     """The job's entry in a cluster file, see `identity`; None if the job has no name by which it could be loaded."""
 
     @cached_property
-    def lessons(self) -> Lessons:
+    def surrogate_batches(self) -> SurrogateBatches:
         """What a rehearsal knows of the job's samples, for strategies that ask for more than their next gradient."""
         if self.job is None:
-            return Lessons(self.batch)
+            return SurrogateBatches(self.batch)
         engine = make_engine(self.job(0), 0)
-        return Lessons(self.batch, engine.train_size, engine.layers(self.batch))
+        return SurrogateBatches(self.batch, engine.train_size, engine.layers(self.batch))
 
     @property
     def itemsize(self) -> int:
@@ -164,7 +164,7 @@ class Site:
             return None
         shapes = task.tensors or ((task.elements,),)
         feedback = getattr(strategy, "feedback", None) or NoFeedback()
-        return fitted(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
+        return bound_codec(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
 
     def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Overheads:
         """Costs of nodes besides gradients; a worker encodes in a `share` of its steps."""
@@ -178,7 +178,7 @@ class Site:
             step += share * (task.elements / self.rate("encode", name) + strategy.decodes(workers) * decode)
             receive, serve = 0.0, decode / once if strategy.servers_for(workers) else 0.0
         if traits.server_optimizer:
-            each = update / workers if traits.completeness == 1 else update
+            each = update / workers if traits.delivery == "synchronous" else update
             serve += each / (once or task.nbytes)
         return Overheads(self.cluster.message, receive, serve, step)
 
@@ -189,13 +189,15 @@ class Site:
             said.append("one worker has the fastest machine to itself; the first of several may have a slower one")
         if self.seconds is not None:
             said.append(
-                f"a gradient is assumed to last {words.seconds(self.seconds)} at speed 1, for its operations and the "
+                f"a gradient is assumed to last {formatting.seconds(self.seconds)} at speed 1, for its operations and "
+                "the "
                 f"overhead; what {self.cluster.name} calls compute says only how much that varies"
             )
         elif not self._measured:
             mean = mean_of(self.cluster.law)
             said.append(
-                f"a gradient is assumed to last {words.seconds(mean)} as on {self.cluster.name}, whatever the job: "
+                f"a gradient is assumed to last {formatting.seconds(mean)} as on {self.cluster.name}, whatever the "
+                "job: "
                 + ("the work of the model is not known" if self.task.work is None else "the cluster has no operations")
             )
         if not self.cluster.rates.encode:

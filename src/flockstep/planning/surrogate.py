@@ -1,4 +1,4 @@
-"""The stand-in for a model in a rehearsal: arrays in the model's shapes, with nothing to compute.
+"""The surrogate for a model in a rehearsal: arrays in the model's shapes, with nothing to compute.
 
 A small model stands for itself. For a larger model, matrices shrink to smaller matrices, every byte of payload counts
 for many, and the sizes in a strategy's settings shrink accordingly.
@@ -20,7 +20,7 @@ from flockstep.codecs.base import Codec, Shape
 from flockstep.collectives.base import Collective
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
-from flockstep.frameworks.base import Data, Evaluation, Indices, Job, Lesson
+from flockstep.frameworks.base import Data, DistillationTargets, Evaluation, Indices, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
@@ -34,7 +34,7 @@ C = TypeVar("C", bound=Component)
 
 
 @dataclass(frozen=True)
-class Lessons:
+class SurrogateBatches:
     """What a rehearsal knows of a job's samples."""
 
     batch: int = 1
@@ -44,25 +44,25 @@ class Lessons:
     """Layers whose gradients can be computed as factors; None if unknown."""
 
 
-class StandIn(NumpyEngine):
-    """The engine of a rehearsal. `factor`: bytes of the model for each byte of the stand-in."""
+class SurrogateEngine(NumpyEngine):
+    """The engine of a rehearsal. `factor`: bytes of the model for each byte of the surrogate."""
 
     def __init__(
         self,
         shapes: Sequence[Shape],
         model_bytes: float,
         dtype_bytes: int,
-        lessons: Lessons,
+        surrogate_batches: SurrogateBatches,
         workers: int,
         optimizer: Optimizer | None,
         seed: int,
     ):
-        samples = max(lessons.samples or BATCHES * lessons.batch * workers, workers)
-        job = _job(samples, lessons.batch, optimizer)
+        samples = max(surrogate_batches.samples or BATCHES * surrogate_batches.batch * workers, workers)
+        job = _job(samples, surrogate_batches.batch, optimizer)
         super().__init__(job, seed, _Bowl(tuple(shapes), DTYPES.get(dtype_bytes, "float32")))
         self._slopes = np.linspace(1e-3, 2e-3, self.schema.size, dtype=self.schema.dtype)
         self.factor = model_bytes / self.schema.nbytes
-        self._lessons = lessons
+        self._lessons = surrogate_batches
         self._asked, self._counted = 0, 0
 
     @property
@@ -83,14 +83,14 @@ class StandIn(NumpyEngine):
         """The job's layers.
 
         Raises:
-            ConfigurationError: the layers are unknown, or the stand-in is smaller than the model.
+            ConfigurationError: the layers are unknown, or the surrogate is smaller than the model.
         """
         if self._lessons.layers is None:
             raise ConfigurationError(
                 "factors are of fully connected layers, and of this model only sizes are known; plan it for a job"
             )
         if self._lessons.layers and self.factor != 1:
-            raise Shrunk(f"factors of layers do not shrink as a stand-in of {self.schema.size} elements does")
+            raise Shrunk(f"factors of layers do not shrink as a surrogate of {self.schema.size} elements does")
         return self._lessons.layers
 
     def factored(
@@ -113,7 +113,7 @@ class StandIn(NumpyEngine):
         return loss
 
     def distil(
-        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+        self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
         """Compute the gradient; the teachers' outputs cost no virtual time."""
         return self.gradient(params, indices, out, replica, step)
@@ -128,7 +128,7 @@ class Unrehearsed(ConfigurationError):
 
 
 class Shrunk(Unrehearsed):
-    """A stand-in smaller than the model cannot predict the cost of the model itself."""
+    """A surrogate smaller than the model cannot predict the cost of the model itself."""
 
 
 class _Bowl(Model):

@@ -30,7 +30,7 @@ def on_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
-class Waits:
+class WaitMonitor:
     """The time of each worker's last step, and what each waiting worker waits for."""
 
     def __init__(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.launchers import want_of_memory
+from flockstep.launchers import out_of_memory
 from flockstep.launchers.health import Health
-from flockstep.launchers.want_of_memory import WantOfMemory, oom_kills
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector, oom_kills
 
 
 class Ended:
@@ -29,7 +29,7 @@ class Ended:
 
 def how(code: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("flockstep.launchers.health.SETTLING", 0.0)
-    told = Health({0: Ended(code)}, {}, 5.0, WantOfMemory(lambda: counts.pop(0))).gone(0)
+    told = Health({0: Ended(code)}, {}, 5.0, OutOfMemoryDetector(lambda: counts.pop(0))).gone(0)
     assert told is not None
     return told
 
@@ -52,7 +52,7 @@ def test_the_counter_is_read_from_the_host_and_the_control_group(
     (tmp_path / "run.scope").mkdir()
     (tmp_path / "run.scope" / "memory.events").write_text("low 0\noom 7\noom_kill 3\n")
     for name, path in (("VMSTAT", "vmstat"), ("CGROUP", "cgroup"), ("EVENTS", "")):
-        monkeypatch.setattr(want_of_memory, name, tmp_path / path)
+        monkeypatch.setattr(out_of_memory, name, tmp_path / path)
     assert oom_kills() == 5
     (tmp_path / "cgroup").unlink()
     assert oom_kills() == 2

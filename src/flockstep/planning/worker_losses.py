@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from flockstep.planning.plan import Outlook
+from flockstep.planning.plan_text import many
 from flockstep.planning.prospect import Prospect
-from flockstep.planning.words import many
-from flockstep.report import words
+from flockstep.report import formatting
 
 HOUR, DAY = 3600.0, 86400.0
 """Seconds of an hour and of a day; a run is assumed to last a day if neither the user nor the job determines its
@@ -60,7 +60,7 @@ def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
     if probable <= RISK:
         return None
     lasts = _lasting(length(found, outlook))
-    return f"{ends}: in {words.share(probable)} of runs of {lasts} it ends early"
+    return f"{ends}: in {formatting.share(probable)} of runs of {lasts} it ends early"
 
 
 def sentence(found: Prospect, outlook: Outlook) -> str:
@@ -81,14 +81,14 @@ def _lost(odds: Sequence[float]) -> str:
     """
     mean = math.fsum(count * one for count, one in enumerate(odds))
     if mean >= 1:
-        return f"{words.number(mean, 2)} are predicted to die"
+        return f"{formatting.number(mean, 2)} are predicted to die"
     return f"fewer than one is predicted to die ({_of_runs(math.fsum(odds[1:]), 'loses', 'lose')} any)"
 
 
 def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
     """Text of the share of runs in which something happens: "8 % of runs end", "one run in 1,000 ends"."""
     if probability >= SELDOM:
-        return f"{words.share(probability)} of runs {end}"
+        return f"{formatting.share(probability)} of runs {end}"
     return (
         f"one run in {float(f'{1 / probability:.0e}'):,.0f} {ends}" if probability > NEVER else f"hardly any run {ends}"
     )
@@ -105,4 +105,4 @@ def _why(outlook: Outlook) -> str:
 
 
 def _lasting(seconds: float) -> str:
-    return f"{words.number(seconds / HOUR)} h" if seconds >= HOUR else words.seconds(seconds)
+    return f"{formatting.number(seconds / HOUR)} h" if seconds >= HOUR else formatting.seconds(seconds)

@@ -29,7 +29,7 @@ SNAPSHOTS = "snapshots"
 _HALF = ".half"
 
 
-class HandedIn(msgspec.Struct, frozen=True):
+class Snapshot(msgspec.Struct, frozen=True):
     """A snapshot of a node's parameters at a tick of progress, and its file.
 
     A `tick` of None is the end of the node's program.
@@ -71,7 +71,7 @@ class HandedIn(msgspec.Struct, frozen=True):
         Path(self.path).unlink(missing_ok=True)
 
 
-def places(record: Path, run: str) -> list[Path]:
+def snapshot_folders(record: Path, run: str) -> list[Path]:
     """Folders in which a run's snapshots may be stored: beside the record, otherwise in a temporary folder."""
     others = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - another file system; the folder is private
     return [record / SNAPSHOTS, *(place / f"flockstep-{run}" for place in others if place.is_dir())]
@@ -83,7 +83,7 @@ def file_name(address: Address, tick: float) -> str:
     return f"{node_name(address).replace(' ', '-')}.{when}"
 
 
-class Arriving:
+class SnapshotWriter:
     """Writes an arriving snapshot, parameters and buffers, to a file part by part; no part is kept in memory."""
 
     def __init__(self, folders: Sequence[Path], address: Address, note: Fields, largest: int):
@@ -96,7 +96,7 @@ class Arriving:
             RunError: no folder accepts a file.
         """
         self.tick = tick = float(note["tick"])
-        self.item = HandedIn(
+        self.item = Snapshot(
             None if math.isinf(tick) else tick,
             address,
             "",
@@ -115,7 +115,7 @@ class Arriving:
         self._file: IO[bytes] | None = None
         self._open()
 
-    def add(self, part: FlatArray) -> HandedIn | None:
+    def add(self, part: FlatArray) -> Snapshot | None:
         """Write the next part; return the snapshot if the file is complete, otherwise None.
 
         Raises:
@@ -141,7 +141,7 @@ class Arriving:
             self._file.close()
             Path(self._file.name).unlink(missing_ok=True)
 
-    def _whole(self) -> HandedIn:
+    def _whole(self) -> Snapshot:
         assert self._file is not None
         half = Path(self._file.name)
         self._file.close()

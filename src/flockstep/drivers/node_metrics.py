@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flockstep.arrays.namespace import on_host
+from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address
 from flockstep.records.events import Event, NodeEvent, ScalarEvent, SpanEvent, StepEvent, UpdateEvent
@@ -22,7 +22,7 @@ SPANS = 100
 """Largest number of spans of one node; a server has no steps that would limit them."""
 
 
-class Account:
+class NodeMetrics:
     """Metrics of one node: running totals, and the totals at the last step. Times are in seconds."""
 
     def __init__(self, address: Address, emit: Emit | None, traffic: Traffic | None = None):
@@ -118,4 +118,4 @@ class Account:
 
 def fingerprint(params: FlatArray) -> str:
     """16 hexadecimal digits of the array's SHA-256, equal for two arrays only if all their bits are equal."""
-    return hashlib.sha256(np.ascontiguousarray(on_host(params)).view(np.uint8).data).hexdigest()[:16]
+    return hashlib.sha256(np.ascontiguousarray(to_host(params)).view(np.uint8).data).hexdigest()[:16]

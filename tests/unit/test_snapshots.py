@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.member import PART, WINDOW, Member, Ticket
+from flockstep.drivers.member import PART, WINDOW, Member, NodeSpec
 from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Fields
-from flockstep.records.handed_in import Arriving, HandedIn
+from flockstep.records.snapshots import Snapshot, SnapshotWriter
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control
 from flockstep.transports.wire import SenderIdentity
@@ -37,15 +37,15 @@ def parts(size: int = 30_000) -> list[FlatArray]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def written(folders: list[Path]) -> HandedIn:
-    arriving = Arriving(folders, 0, NOTE, PARAMS.nbytes)
+def written(folders: list[Path]) -> Snapshot:
+    arriving = SnapshotWriter(folders, 0, NOTE, PARAMS.nbytes)
     *before, last = [arriving.add(part) for part in parts()]
     assert before == [None] * len(before)
     assert last is not None
     return last
 
 
-def check(item: HandedIn, folder: Path) -> None:
+def check(item: Snapshot, folder: Path) -> None:
     assert (item.tick, item.seconds, item.step, item.sent_bytes, Path(item.path).parent) == (3.0, 1.5, 7, 9, folder)
     assert np.array_equal(item.read(), PARAMS)
     assert np.array_equal(item.read_buffers(), BUFFERS)
@@ -68,8 +68,8 @@ def test_where_a_disk_is_full_the_file_moves_on(tmp_path: Path) -> None:
 
 def test_more_than_announced_or_allowed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="announced a snapshot of more than 399999 bytes"):
-        Arriving([tmp_path], 0, NOTE, PARAMS.nbytes - 1)
-    arriving = Arriving([tmp_path], 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
+        SnapshotWriter([tmp_path], 0, NOTE, PARAMS.nbytes - 1)
+    arriving = SnapshotWriter([tmp_path], 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
     with pytest.raises(ProtocolError, match="sent more of a snapshot"):
         arriving.add(np.zeros(PARAMS.nbytes + 8, np.uint8))
     arriving.drop()
@@ -80,7 +80,7 @@ def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
     """Supervisor and node in one process: each time that the node waits, the supervisor takes all there is."""
     schema = Schema.of({"w": (4 * PART,)}, "float32")
     control = Control(f"ipc://{tmp_path}/control", 5.0)
-    member = Member(Ticket("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)
+    member = Member(NodeSpec("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)
     wire = control.link(0, member.line.address, SenderIdentity("run", LAUNCHER, schema.hash, schema.nbytes))
     wire.send("linked")
     assert member.next().tag == "linked"
@@ -100,7 +100,7 @@ def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
 
     member.tell, member.line.wait = counted, take  # type: ignore[method-assign]
     params = np.arange(4 * PART, dtype=np.float32)
-    member.hand_over({"tick": 0.0}, [params])
+    member.send_in_parts({"tick": 0.0}, [params])
     while len(taken) * PART < params.nbytes:
         take(1.0)
     assert max(ahead) == WINDOW

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.namespace import on_host
+from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Member
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import FlockstepError
 from flockstep.messages import Fields
 from flockstep.nodes import Node
-from flockstep.records.handed_in import LAST
+from flockstep.records.snapshots import LAST
 
 NEWEST_FIRST = 1.0
 """Seconds after which a node sends its first snapshot, whether or not an evaluation is due."""
@@ -25,7 +25,7 @@ NEWEST_SHARE = 50
 """Smallest ratio of the waiting time to the time of sending a snapshot: snapshots take at most 2 % of a node's time."""
 
 
-class Snapshots:
+class SnapshotSender:
     """Sends a node's snapshots."""
 
     def __init__(self, member: Member):
@@ -34,24 +34,24 @@ class Snapshots:
         self._due = NEWEST_FIRST
         self._closed = False
 
-    def hand_in(self, node: Node, tick: float, t: float, sent: int) -> None:
+    def send_snapshot(self, node: Node, tick: float, t: float, sent: int) -> None:
         """Send a snapshot of the node's current parameters to the supervisor."""
         buffers = self.buffers()
         self._closed = tick == FINAL
         note: Fields = {"tick": tick, "seconds": t, "step": node.run_step, "sent_bytes": sent}
         size: Fields = {"size": len(node.params), "dtype": name_of(node.params), "buffers": buffers.nbytes}
-        self._member.hand_over({**note, **size}, [on_host(node.params), buffers])
+        self._member.send_in_parts({**note, **size}, [to_host(node.params), buffers])
         if self._closed:
             self._member.tell("done", None, {"step": node.run_step})
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
         """Send a snapshot from time to time, for a run that may end early."""
         if (began := now()) >= self._due:
-            self.hand_in(node, LAST, began, sent)
+            self.send_snapshot(node, LAST, began, sent)
             self._due = now() + max(NEWEST_PERIOD, NEWEST_SHARE * (now() - began))
 
     def salvage(self, node: Node, t: float, sent: int) -> None:
         """Send the current parameters of a failing run, if they are finite."""
         with contextlib.suppress(FlockstepError, RuntimeError):  # a GPU that has failed returns nothing
-            if not self._closed and np.isfinite(on_host(node.params)).all():
-                self.hand_in(node, LAST, t, sent)
+            if not self._closed and np.isfinite(to_host(node.params)).all():
+                self.send_snapshot(node, LAST, t, sent)

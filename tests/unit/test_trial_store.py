@@ -12,8 +12,8 @@ from flockstep.cli.app import run as run_command
 from flockstep.costs.cluster_reading import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data
-from flockstep.planning.kept import FILE, TrialStore, digest, settings_of
-from flockstep.planning.task import Site, task_of
+from flockstep.planning.job_profile import Site, task_of
+from flockstep.planning.trial_store import FILE, TrialStore, digest, settings_of
 from flockstep.planning.trials import Trial, TrialContext
 
 TARGET = 0.9

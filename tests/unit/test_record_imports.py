@@ -16,7 +16,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning.check import check, for_report, measure
 from flockstep.planning.fit import fit_records
-from flockstep.planning.trust import NotAskedFor
+from flockstep.planning.record_imports import NotAskedFor
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""The ticket with which a script's process joins its run; it also holds the process's rank."""
+"""The specification of a node, with which a script's process joins its run: rank, addresses and settings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import TracebackType
 
 import msgspec
 
-from flockstep.drivers.member import Ticket, failure_of, knock
+from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
 from flockstep.errors import ConfigurationError, FlockstepError
 
-TICKET = "FLOCKSTEP_TICKET"
-"""Environment variable in which a launcher passes the ticket to a script's process."""
+NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
+"""Environment variable in which a launcher passes the node specification to a script's process."""
 SIZES = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "MV2_COMM_WORLD_SIZE": "mpirun",
@@ -26,18 +26,18 @@ SIZES = {
 """Environment variables in which other launchers store the number of processes that they started."""
 
 
-def ticket_from_environment() -> Ticket | None:
-    """The ticket that `flockstep launch` gave to this process; None if the process was not launched."""
-    ticket = _ticket_of_script()
-    return ticket if ticket is not None and ticket.process == os.getpid() else None
+def spec_from_environment() -> NodeSpec | None:
+    """The node specification that `flockstep launch` gave to this process; None if the process was not launched."""
+    node_spec = _spec_of_script()
+    return node_spec if node_spec is not None and node_spec.process == os.getpid() else None
 
 
-def _ticket_of_script() -> Ticket | None:
-    """The ticket of this process's script, also in a process that the script started, such as a data
+def _spec_of_script() -> NodeSpec | None:
+    """The node specification of this process's script, also in a process that the script started, such as a data
     loader's worker.
     """
-    text = os.environ.get(TICKET)
-    return None if text is None else msgspec.convert(msgspec.json.decode(text), Ticket)
+    text = os.environ.get(NODE_SPEC)
+    return None if text is None else msgspec.convert(msgspec.json.decode(text), NodeSpec)
 
 
 def require_own_process(name: str) -> None:
@@ -46,32 +46,33 @@ def require_own_process(name: str) -> None:
     The process may call `name` while it imports the script again, as data loaders' workers do, because the result is
     unused.
     """
-    ticket = _ticket_of_script()
+    node_spec = _spec_of_script()
     anew = getattr(multiprocessing.current_process(), "_inheriting", False)
-    if ticket is not None and ticket.process != os.getpid() and not anew:
+    if node_spec is not None and node_spec.process != os.getpid() and not anew:
         raise ConfigurationError(
-            f"this process was started by the script of worker {ticket.address}, and flockstep.{name} would "
-            f"belong to no run here and process all data alone; call it in the script's own process, or unset {TICKET} "
+            f"this process was started by the script of worker {node_spec.address}, and flockstep.{name} would "
+            "belong to no run here and process all data alone; call it in the script's own process, or unset "
+            f"{NODE_SPEC} "
             "where that is meant"
         )
 
 
-def claim_ticket() -> Ticket | None:
-    """The ticket of this process, which can be claimed once."""
-    ticket = ticket_from_environment()
-    if ticket is not None and ticket.claimed:
+def claim_spec() -> NodeSpec | None:
+    """The node specification of this process, which can be claimed once."""
+    node_spec = spec_from_environment()
+    if node_spec is not None and node_spec.claimed:
         raise ConfigurationError(
             "this process is already part of a run; call flockstep.distribute once in a script, and flockstep.join "
             "after it"
         )
-    if ticket is not None:
-        os.environ[TICKET] = ticket_to_text(replace(ticket, claimed=True))
-    return ticket
+    if node_spec is not None:
+        os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, claimed=True))
+    return node_spec
 
 
-def ticket_to_text(ticket: Ticket) -> str:
-    """The ticket as text for the environment variable."""
-    return msgspec.json.encode(asdict(ticket)).decode()
+def spec_to_text(node_spec: NodeSpec) -> str:
+    """The node specification as text for the environment variable."""
+    return msgspec.json.encode(asdict(node_spec)).decode()
 
 
 def place_of_script() -> tuple[int, int]:
@@ -80,9 +81,9 @@ def place_of_script() -> tuple[int, int]:
     Raises:
         ConfigurationError: another launcher has started several processes, which would train independently.
     """
-    ticket = _ticket_of_script()
-    if ticket is not None:
-        return ticket.address, ticket.workers
+    node_spec = _spec_of_script()
+    if node_spec is not None:
+        return node_spec.address, node_spec.workers
     refuse_other_launchers(os.environ)
     return 0, 1
 
@@ -91,7 +92,7 @@ def refuse_other_launchers(environment: Mapping[str, str]) -> None:
     """Raise `ConfigurationError` in a process that another launcher has started together with others."""
     for name, launcher in SIZES.items():
         size = environment.get(name, "")
-        if TICKET not in environment and size.isdecimal() and int(size) > 1:
+        if NODE_SPEC not in environment and size.isdecimal() and int(size) > 1:
             by = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else launcher
             raise ConfigurationError(
                 f"this process is one of {size} that {by} started ({name}={size}), and each of them would train "
@@ -105,10 +106,10 @@ def refuse(error: FlockstepError) -> None:
 
     The supervisor prints the error instead of Python.
     """
-    ticket, hook = ticket_from_environment(), sys.excepthook
-    if ticket is None or ticket.claimed:
+    node_spec, hook = spec_from_environment(), sys.excepthook
+    if node_spec is None or node_spec.claimed:
         return
-    knock(ticket, failure_of(error, ticket, None))
+    send_to_control(node_spec, failure_of(error, node_spec, None))
 
     def quiet(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
         if raised is not error:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.claims.slowed import ThroughputLoss
+from flockstep.claims.delay_share import ThroughputLoss
 from flockstep.errors import RunError
 from flockstep.testing import failures
 

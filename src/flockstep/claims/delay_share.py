@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.messages import HEADER_BYTES
+from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.prospect import Pace
 from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.task import JobProfile, Site
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.law import late_of, mean_of
@@ -119,7 +119,7 @@ def predicted(strategy: str, workers: int) -> tuple[float, float]:
     """
     composed, law = Strategy.parse(strategy), ComputeModel.parse(SPELLS)
     site = Site(
-        JobProfile("stand-in", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even")
+        JobProfile("surrogate", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even")
     )
     plan = Pace(composed, site)
     network = site.cluster.network(workers)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.reports import MOST, PERIOD, Reports, events_in
+from flockstep.drivers.event_sender import MOST, PERIOD, EventSender, events_in
 from flockstep.errors import ProtocolError
 from flockstep.records.events import DivergedEvent, Event, StepEvent
 
@@ -31,7 +31,7 @@ def step(number: int, loss: float = 0.5) -> StepEvent:
 
 def test_steps_wait_for_a_period_and_what_is_rare_takes_them_along() -> None:
     supervisor = Supervisor()
-    reports = Reports(supervisor, lambda: supervisor.time)
+    reports = EventSender(supervisor, lambda: supervisor.time)
     first = [step(1), step(2), DivergedEvent(0.0, 0, "a reason"), step(3)]
     for event in first:
         reports.write(event)
@@ -45,7 +45,7 @@ def test_steps_wait_for_a_period_and_what_is_rare_takes_them_along() -> None:
 
 def test_a_batch_is_bounded() -> None:
     supervisor = Supervisor()
-    reports = Reports(supervisor, lambda: 0.0)
+    reports = EventSender(supervisor, lambda: 0.0)
     for number in range(3 * MOST):
         reports.write(step(number))
     assert [len(batch) for batch in supervisor.batches] == [MOST] * 3
@@ -56,7 +56,7 @@ def test_a_batch_is_bounded() -> None:
 
 def test_a_loss_that_is_not_finite_travels() -> None:
     supervisor = Supervisor()
-    reports = Reports(supervisor, lambda: 0.0)
+    reports = EventSender(supervisor, lambda: 0.0)
     reports.write(step(1, math.nan))
     reports.flush()
     (sent,) = supervisor.batches[0]

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flockstep.planning import failing
+from flockstep.planning import worker_losses
 from flockstep.planning.criteria import approximates, drops
 from flockstep.planning.plan import Outlook, combines
+from flockstep.planning.plan_text import RATES, as_much, exposed, late, many, short
 from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Crossover
-from flockstep.planning.words import RATES, as_much, exposed, late, many, short
-from flockstep.report import words
+from flockstep.report import formatting
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 
@@ -54,7 +54,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
     single = f"{alone.name}: {why.pop(alone.name)}"
     too_large = memory is not None and alone.memory > memory
     if too_large:
-        single = f"{alone.name} needs {words.size(alone.memory)} and has {words.size(memory)}"
+        single = f"{alone.name} needs {formatting.size(alone.memory)} and has {formatting.size(memory)}"
     others = list(why.values())
     said = [single, *(f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))]
     way = "plan for machines with more memory" if too_large else "leave out a --require"
@@ -64,7 +64,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
 def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
     """Sentences that say what to do."""
     if choice.strategy is None:
-        rate = words.number(choice.samples_per_second)
+        rate = formatting.number(choice.samples_per_second)
         return (f"Stay on one worker: {rate} samples a second.", *_rather(case, choice))
     return (_take(case, choice), *_uncompressed(case, choice))
 
@@ -77,13 +77,13 @@ def _take(case: Case, choice: Prospect) -> str:
     take = f"Take {short(choice.name)} on {many(choice.workers, 'worker')}"
     more = as_much(choice.samples_per_second / case.outlook.alone.samples_per_second)
     more = f"{more} as one worker"
-    rate = f"{words.number(choice.samples_per_second)} samples a second"
+    rate = f"{formatting.number(choice.samples_per_second)} samples a second"
     if case.tried:
         return f"{take}: in trials it reached the target first."
     if case.alone is None or worth >= 1:
         return f"{take}: it is predicted to advance {as_much(worth, 'quickly')} as one worker ({rate}, {more})."
     return (
-        f"One worker would reach the target sooner, in {words.share(worth)} of the time, but is ruled out: "
+        f"One worker would reach the target sooner, in {formatting.share(worth)} of the time, but is ruled out: "
         f"{case.alone}. {take} only if that is required: {rate} are {more}, but {_dear(case, choice)}."
     )
 
@@ -99,7 +99,7 @@ def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
     ratio = best.samples_per_second / choice.samples_per_second
     said = (
         f"The most that {many(best.workers, 'worker')} of {case.outlook.site.cluster.name} process is "
-        f"{words.number(best.samples_per_second)}, with {short(best.name)}, or {as_much(ratio)}"
+        f"{formatting.number(best.samples_per_second)}, with {short(best.name)}, or {as_much(ratio)}"
     )
     if ratio < 1 or case.worth(best) >= case.worth(choice):
         return (f"{said}.",)
@@ -107,7 +107,7 @@ def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
 
 
 def _dear(case: Case, found: Prospect) -> str:
-    relative_samples = words.number(case.outlook.relative_samples(found))
+    relative_samples = formatting.number(case.outlook.relative_samples(found))
     return (
         f"{relative_samples} of those are predicted to do the work of one sample of plain training, so that it "
         f"advances "
@@ -142,29 +142,31 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
     if bandwidth < float("inf"):
         takes = outlook.task.nbytes / bandwidth
         said.append(
-            f"The model has {words.size(outlook.task.nbytes)}, which take the slowest link "
-            f"{words.seconds(takes + latency)}; a gradient takes "
-            f"{words.seconds(outlook.alone.seconds)} on the fastest worker."
+            f"The model has {formatting.size(outlook.task.nbytes)}, which take the slowest link "
+            f"{formatting.seconds(takes + latency)}; a gradient takes "
+            f"{formatting.seconds(outlook.alone.seconds)} on the fastest worker."
         )
     if choice.strategy is not None:
         said.append(_step(choice))
     departs = outlook.departures(choice)
     if departs:
         said.append(
-            f"It departs from plain training: {', '.join(departs)}. {words.number(outlook.relative_samples(choice))} "
+            f"It departs from plain training: {', '.join(departs)}. "
+            f"{formatting.number(outlook.relative_samples(choice))} "
             "of its "
             "samples are predicted to do the work of one sample of plain training, so that it advances "
             f"{as_much(case.worth(choice), 'quickly')} as one worker."
         )
     if case.second is not None:
         said.append(
-            f"The runner-up is {short(case.second.name)} with {words.number(case.second.samples_per_second)} samples "
-            f"a second and {words.number(outlook.relative_samples(case.second))} of them to one sample of plain "
+            f"The runner-up is {short(case.second.name)} with {formatting.number(case.second.samples_per_second)} "
+            "samples "
+            f"a second and {formatting.number(outlook.relative_samples(case.second))} of them to one sample of plain "
             f"training."
         )
     said += [f"It counts that {one}." for one in case.meanings]
     if choice.strategy is not None and outlook.site.cluster.failures:
-        said.append(failing.sentence(choice, outlook))
+        said.append(worker_losses.sentence(choice, outlook))
     if choice.strategy is not None:
         said.append(_graded(outlook, choice))
     return tuple(said)
@@ -172,8 +174,10 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
 
 def _step(choice: Prospect) -> str:
     return (
-        f"A step takes {words.seconds(choice.seconds)}, of which a worker computes {words.share(choice.utilization)}; "
-        f"it sends {words.size(choice.sent_bytes)} ({'rehearsed' if choice.source == 'rehearsal' else 'extrapolated'})."
+        f"A step takes {formatting.seconds(choice.seconds)}, of which a worker computes "
+        f"{formatting.share(choice.utilization)}; "
+        f"it sends {formatting.size(choice.sent_bytes)} "
+        f"({'rehearsed' if choice.source == 'rehearsal' else 'extrapolated'})."
     )
 
 
@@ -181,7 +185,7 @@ def _graded(outlook: Outlook, choice: Prospect) -> str:
     row, versions = outlook.criteria(choice), late(outlook, choice)
     parts = [f"the learning rate {_RATES[row.learning_rate]}"]
     if versions:
-        parts.append(f"updates are {words.number(versions, 2)} versions late on average")
+        parts.append(f"updates are {formatting.number(versions, 2)} versions late on average")
     parts.append(many(row.hyper_parameters, "additional hyper-parameter") if row.hyper_parameters else _NO_MORE)
     if row.exposure is not None:
         parts.append(f"all workers wait for {exposed(row.exposure)} of the slowest worker's delay")
@@ -217,7 +221,7 @@ def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried
 def _faster(ratio: float) -> str:
     if ratio < 1.001:
         return "less than 0.1 % faster: the two are practically equal"
-    return f"{words.share(ratio - 1)} faster" if ratio < CLOSE else f"{words.number(ratio, 2)} times as fast"
+    return f"{formatting.share(ratio - 1)} faster" if ratio < CLOSE else f"{formatting.number(ratio, 2)} times as fast"
 
 
 def _measured(outlook: Outlook, choice: Prospect, second: Prospect) -> tuple[str, ...]:
@@ -240,4 +244,4 @@ def quantity(one: Crossover, side: str) -> str:
         return f"{side} {amount(one.value)} parameters (now {amount(one.here)})"
     if one.value < FEW:
         return "with the first slow spells (fewer than 0.1 % of steps)"
-    return f"where more than {words.share(one.value)} of steps begin a slow spell"
+    return f"where more than {formatting.share(one.value)} of steps begin a slow spell"

@@ -8,7 +8,7 @@ from flockstep.records.events import StepEvent
 
 
 @dataclass
-class Standing:
+class NodeProgress:
     """The displayed state of one node."""
 
     state: str = "starting"

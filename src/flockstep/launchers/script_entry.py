@@ -1,4 +1,5 @@
-"""Starts a user's script in a process that ends with its launcher: python -I -S begin.py LAUNCHER SCRIPT [ARGUMENT …].
+"""Starts a user's script in a process that ends with its launcher: python -I -S script_entry.py LAUNCHER SCRIPT
+[ARGUMENT …].
 
 This file is executed directly and uses the standard library alone, because it delays the script's first line.
 """
@@ -8,7 +9,7 @@ import os
 import signal
 import sys
 
-TICKET = "FLOCKSTEP_TICKET"
+NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -21,8 +22,8 @@ def main(launcher: int, command: list[str]) -> None:
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
         sys.exit("the process that launched this script is gone")
-    ticket = json.loads(os.environ[TICKET])
-    os.environ[TICKET] = json.dumps({**ticket, "process": os.getpid()})
+    node_spec = json.loads(os.environ[NODE_SPEC])
+    os.environ[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid()})
     os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - no shell is wanted
 
 

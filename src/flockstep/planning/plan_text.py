@@ -9,7 +9,7 @@ from flockstep.planning.criteria import NEVER, is_synchronous, lateness
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Curve
-from flockstep.report.words import NONE, number, seconds, share, size
+from flockstep.report.formatting import NONE, number, seconds, share, size
 
 HEADINGS = (
     "strategy",
@@ -75,7 +75,9 @@ def late(outlook: Outlook, found: Prospect) -> float | None:
     """
     if found.staleness is not None or found.strategy is None or not combines(found):
         return found.staleness
-    return None if is_synchronous(found.strategy.cell, found.strategy.traits) else lateness(found, outlook.site)
+    return (
+        None if is_synchronous(found.strategy.taxonomy_entry, found.strategy.traits) else lateness(found, outlook.site)
+    )
 
 
 def _late(outlook: Outlook, found: Prospect) -> str:

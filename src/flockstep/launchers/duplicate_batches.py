@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flockstep.launchers.waits import on_stderr
+from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, Fields
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from flockstep.arrays.ledger import GRID, LIMIT, Ledger, on_grid
+from flockstep.arrays.exact_sum import GRID, LIMIT, ExactSum, on_grid
 from flockstep.errors import Diverged
 
 SIZES = st.integers(1, 6)
@@ -41,17 +41,17 @@ def test_any_order_gives_the_same_bits_and_the_exact_sum(dtype, data):
     order = data.draw(st.permutations(range(8)))
     results = []
     for indices in (range(8), order):
-        ledger, out = Ledger.of(start), np.empty_like(start)
+        exact_sum, out = ExactSum.of(start), np.empty_like(start)
         for index in indices:
-            ledger.add(rows[index])
-        ledger.write(out)
-        results.append((ledger.total.tobytes(), out.tobytes()))
+            exact_sum.add(rows[index])
+        exact_sum.write(out)
+        results.append((exact_sum.total.tobytes(), out.tobytes()))
     assert results[0] == results[1]
     whole = [
         sum((Fraction(float(row[k])) for row in rows), Fraction(float(on_grid(start.astype("f8"))[k])))
         for k in range(4)
     ]
-    assert [Fraction(total) for total in ledger.total.tolist()] == whole
+    assert [Fraction(total) for total in exact_sum.total.tolist()] == whole
     assert out.tolist() == np.array([float(total) for total in whole]).astype(dtype).tolist()
 
 
@@ -70,10 +70,10 @@ def test_float64_off_the_grid_depends_on_the_order():
     rows = np.random.default_rng(0).normal(size=(200, 50))
     results = []
     for order in (rows, rows[::-1]):
-        ledger = Ledger.of(np.zeros(50))
+        exact_sum = ExactSum.of(np.zeros(50))
         for row in order:
-            ledger.add(row)
-        results.append(ledger.total.tobytes())
+            exact_sum.add(row)
+        results.append(exact_sum.total.tobytes())
     assert results[0] != results[1]
 
 
@@ -86,15 +86,15 @@ def test_the_range_ends_where_exactness_does():
 
 @pytest.mark.parametrize("total", [LIMIT, -LIMIT, 1e300, np.inf, np.nan])
 def test_leaving_the_range_is_an_error(total):
-    ledger, params = Ledger.of(np.zeros(3)), np.zeros(3)
-    ledger.add(np.array([0, total, 0]))
+    exact_sum, params = ExactSum.of(np.zeros(3)), np.zeros(3)
+    exact_sum.add(np.array([0, total, 0]))
     with pytest.raises(Diverged, match=r"not below 8192 in magnitude; lower the learning rate"):
-        ledger.write(params)
+        exact_sum.write(params)
 
 
 def test_the_range_itself_is_fine():
-    ledger, params = Ledger.of(np.zeros(3)), np.zeros(3)
-    ledger.add(np.array([0, LIMIT - GRID, GRID - LIMIT]))
-    ledger.write(params)
+    exact_sum, params = ExactSum.of(np.zeros(3)), np.zeros(3)
+    exact_sum.add(np.array([0, LIMIT - GRID, GRID - LIMIT]))
+    exact_sum.write(params)
     assert params.tolist() == [0, LIMIT - GRID, GRID - LIMIT]
-    Ledger.of(np.zeros(0)).write(np.zeros(0))
+    ExactSum.of(np.zeros(0)).write(np.zeros(0))

@@ -6,15 +6,15 @@ import os
 
 from flockstep.errors import ConfigurationError
 
-AT_FIRST = 20
+FILES_OF_SUPERVISOR = 20
 """Descriptors of a supervisor without processes: sockets, pipes of the fork server, evaluation, files of the record."""
-EACH = 8
+FILES_PER_PROCESS = 8
 """Descriptors of a supervisor for each process of its run: sockets, monitors, pipes, an events file. The processes
 themselves need fewer in total.
 """
 
 
-def require_handles(processes: int, more: int = AT_FIRST) -> None:
+def require_open_files(processes: int, more: int = FILES_OF_SUPERVISOR) -> None:
     """Check that this process may open the files and sockets of a supervisor of `processes` processes.
 
     Raises:
@@ -22,7 +22,7 @@ def require_handles(processes: int, more: int = AT_FIRST) -> None:
     """
     import resource  # not on Windows, where records can be read
 
-    needed = len(os.listdir("/dev/fd")) + more + EACH * processes  # noqa: PTH208 - a count
+    needed = len(os.listdir("/dev/fd")) + more + FILES_PER_PROCESS * processes  # noqa: PTH208 - a count
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < needed:
         raise ConfigurationError(

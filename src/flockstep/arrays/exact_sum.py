@@ -27,14 +27,14 @@ def on_grid(update: FlatArray) -> FlatArray:
 
 
 @dataclass(eq=False)
-class Ledger:
+class ExactSum:
     """Parameters as an exact sum: any order of the same additions gives the same bits."""
 
     total: FlatArray
     """The sum, of shape (K,), in float64."""
 
     @classmethod
-    def of(cls, params: FlatArray) -> Ledger:
+    def of(cls, params: FlatArray) -> ExactSum:
         """Return a sum that starts at `params`."""
         return cls(on_grid(cast(params, "float64")))
 
