@@ -160,8 +160,7 @@ NetworkText = Annotated[
     str,
     typer.Option(
         "--network",
-        help="Network between the nodes: Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), "
-        "two_tier(…).",
+        help="Network between the nodes: 100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
         autocompletion=completed("network"),
         rich_help_panel=VIRTUAL,
     ),

@@ -12,8 +12,8 @@ from flockstep.messages import Fields, node_name
 
 PERIOD = 10.0
 """Seconds of waiting after which a run reports the workers that it waits for, and between two reports."""
-STARTING = 3
-"""Periods after which a run reports that no worker has joined; scripts that take long to import are not a fault."""
+STARTING = 6
+"""Periods after which a run reports workers that have not joined; scripts that take long to import are not a fault."""
 FRESH = 5.0
 """Seconds for which a worker's report that it waits is valid; the worker repeats it every second."""
 
@@ -96,7 +96,7 @@ class WaitMonitor:
     def _is_awaited(self, late: list[int], waiting: list[int], joined: Collection[int], ended: Collection[int]) -> bool:
         """Whether any worker is known to wait for the late workers."""
         if any(rank not in joined for rank in late):
-            starting = not joined and self._now() - min(self._since.values()) < STARTING * self._period
+            starting = self._now() - min(self._since[rank] for rank in late) < STARTING * self._period
             return len(self._since) > 1 and not starting
         # Ended workers wait for the others only if the run takes steps; users of a communicator do not wait.
         return bool(waiting) or (any(self._steps.values()) and bool(ended))
@@ -105,9 +105,10 @@ class WaitMonitor:
         """Sentence about the late workers, their steps, and what the other workers wait for."""
         missing = [rank for rank in late if rank not in joined]
         if missing:
+            have, are, reached = ("has", "it is", "has") if len(missing) == 1 else ("have", "they are", "have")
             return (
-                f"waiting for {_and(map(node_name, missing))} to join the run for {seconds:.0f} s (a script joins it "
-                "by calling flockstep.distribute or flockstep.join)"
+                f"{_and(map(node_name, missing))} {have} not joined the run after {seconds:.0f} s: {are} still "
+                f"importing, or {reached} not reached flockstep.distribute or flockstep.join"
             )
         if all(rank in self._waiting for rank in late):
             return f"every worker has waited for {seconds:.0f} s: {'; '.join(self._held(late))}"
