@@ -52,6 +52,9 @@ RENAMED = {
 A former name is refused everywhere; the error names the present one.
 """
 
+SHOWN = 20
+"""Largest number of known names in one error, where a command lists all of them."""
+
 
 class FlockstepError(Exception):
     """Base class of all errors that flockstep raises on purpose."""
@@ -69,10 +72,13 @@ class UnknownName(ConfigurationError):
     """No component or setting has this name."""
 
     @classmethod
-    def among(cls, kind: str, name: str, known: Iterable[str], listed: Iterable[str] | None = None) -> UnknownName:
+    def among(
+        cls, kind: str, name: str, known: Iterable[str], listed: Iterable[str] | None = None, command: str | None = None
+    ) -> UnknownName:
         """The error for `name`, with the way out: its present name if it was renamed, else the nearest of `known`.
 
-        If nothing is near, the error lists the names in `listed`, or all that are known.
+        If nothing is near, the error lists the names in `listed`, or all that are known. Where more than `SHOWN` are
+        known, it names the `command` that lists them instead, if given.
         """
         names = sorted(known)
         alike = {one.lower(): one for one in names}
@@ -81,6 +87,8 @@ class UnknownName(ConfigurationError):
             hint = f"it is called {present!r} now"
         elif near:
             hint = f"did you mean {alike[near[0]]!r}?"
+        elif command is not None and len(names) > SHOWN:
+            hint = f"{command} shows all"
         else:
             hint = f"known: {', '.join(names if listed is None else sorted(listed)) or 'none'}"
         return cls(f"no {kind} is called {name!r}; {hint}")

@@ -97,8 +97,7 @@ def parse(text: str, base: type[C]) -> C:
         component = _from_tree(_read(text), base, base.noun)
     except (SyntaxError, RecursionError):
         if re.fullmatch(r"[\w-]{1,40}", text.strip()):  # a misspelled name, such as 1gbit, that is not an identifier
-            known = [*registry.names(base.noun), *registry.aliases(base.noun), *registry.catalog(base.noun)]
-            raise UnknownName.among(base.noun, text.strip(), known) from None
+            raise registry.unknown(base.noun, text.strip()) from None
         shown = repr(text if len(text) <= 80 else text[:80] + "…")
         raise ConfigurationError(f"cannot read {shown} as a {base.noun}; write it like {_example(base)}") from None
     return typing.cast(C, component)
@@ -168,7 +167,8 @@ def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _sum(_from_tree(node.left, base, where), _from_tree(node.right, base, where), where)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise ConfigurationError(f"{where} must be a {base.noun}, got {_code(node)}; write it like {_example(base)}")
+        wanted = "given by name" if where == base.noun else f"a {base.noun}"
+        raise ConfigurationError(f"{where} must be {wanted}, got {_code(node)}; write it like {_example(base)}")
     kind = _class(node.func.id, base)
     return _build(kind, _call_arguments(node, kind), _from_node)
 

@@ -355,19 +355,25 @@ def load(noun: str, name: str) -> Any:
     if name not in table:
         others = [other for other in _TABLE if other != noun and name in _TABLE[other]]
         if others:
-            raise UnknownName(f"{name!r} is a {others[0]}, not a {noun}; known: {', '.join(table)}")
+            raise UnknownName(f"{name!r} is a {others[0]}, not a {noun}; flockstep list {noun} shows all")
         short = alias(noun, name)
         if short is not None:
             raise ConfigurationError(
                 f"{name} is short for {short} and takes no arguments; write the long form with your arguments"
             )
-        raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {}), *catalog(noun)])
+        raise unknown(noun, name)
     key = noun, name
     if key not in _loaded:
         module, _, attribute = table[name].partition(":")
         _loaded[key] = getattr(importlib.import_module(module), attribute)
         _names[_loaded[key]] = name
     return _loaded[key]
+
+
+def unknown(noun: str, name: str) -> UnknownName:
+    """The error for a name that no component of `noun` has."""
+    known = [*_table(noun), *_ALIASES.get(noun, {}), *catalog(noun)]
+    return UnknownName.among(noun, name, known, command=f"flockstep list {noun}")
 
 
 def is_custom(noun: str, name: str) -> bool:

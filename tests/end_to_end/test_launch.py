@@ -287,6 +287,26 @@ def test_a_script_takes_part_once(tmp_path: Path) -> None:
     failed(outcome("start(); steps(2); start()", tmp_path), pattern, code=2)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "body", "warned"),
+    few(
+        [
+            ("local_sgd", "steps(2)", 1),
+            ("local_sgd", "steps(2); optimizer.finish()", 0),
+            ("all_reduce", "steps(2)", 0),
+        ],
+        ("local_sgd", "steps(2)", 1),
+        ("local_sgd", "steps(2); optimizer.finish()", 0),
+    ),
+)
+def test_a_script_with_separate_models_that_does_not_finish_is_warned_once(
+    strategy: str, body: str, warned: int, tmp_path: Path
+) -> None:
+    ended = outcome(f"start({strategy!r}); {body}", tmp_path)
+    assert ended.code == 0, ended.err
+    assert ended.err.count("the script ended without optimizer.finish(), so the workers' models differ") == warned
+
+
 @pytest.mark.full
 def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
     ended = outcome("start(); steps(2); optimizer.finish(); optimizer.finish()\nif rank: steps(1)", tmp_path)

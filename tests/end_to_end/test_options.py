@@ -71,6 +71,20 @@ def test_compare_refuses_what_it_would_not_use(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--lr", "abc"], "--lr must be a number, got 'abc'; write it like 0.1"),
+        (["-n", "1.5"], "--workers must be a whole number, got '1.5'; write it like 4"),
+    ],
+)
+def test_an_option_that_takes_a_number_names_it(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", "softmax", "-s", "asgd", *options]) == 2
+    assert capsys.readouterr().err == f"flockstep: {sentence}\n"
+
+
 def test_strategies_whose_names_begin_alike_do_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     rule = "ps(consistency=asynchronous, server_update=delay_compensated(form='constant', lambda0={}))"
     arguments = ["compare", "quadratic", "--simulate", *QUICK, "--out", "c", "--json"]

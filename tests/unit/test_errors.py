@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep import errors
+from flockstep import errors, registry
 from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, RunError, UnknownName
 from flockstep.strategies.base import Strategy
@@ -53,6 +53,13 @@ def test_unknown_names_name_the_nearest_or_all(name, known, hint):
 
 def test_unknown_names_take_any_iterable_once():
     assert "did you mean 'ring'" in str(UnknownName.among("topology", "rign", (name for name in ["ring"])))
+
+
+def test_a_command_stands_for_a_long_list_of_known_names():
+    with pytest.raises(UnknownName, match=r"'one_way_ring'; flockstep list strategy shows all$"):
+        registry.load("strategy", "one_way_ring")
+    with pytest.raises(UnknownName, match=r"'zzz'; known: .*by_label.*iid"):
+        registry.load("split", "zzz")
 
 
 def test_a_long_list_of_known_names_can_be_cut_to_the_kinds():

@@ -231,7 +231,7 @@ def test_unknown_names_come_with_the_nearest(text, message):
         ("plain; plain", "cannot read"),
         ("pl\0ain", "cannot read"),
         ("\ud800", "cannot read"),
-        ("3", "gadget must be a gadget, got 3; write it like plain()"),
+        ("3", "gadget must be given by name, got 3; write it like plain()"),
         ("plain + plain", "gadget must be a gadget, got plain + plain"),
         ("scalars(count=1, count=2)", "scalars got 'count' twice; give it once"),
         ("scalars(1, count=2)", "scalars got 'count' twice; give it once"),

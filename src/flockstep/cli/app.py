@@ -20,7 +20,7 @@ from flockstep.cli import bench, listing
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
 from flockstep.cli.plan import plan
-from flockstep.errors import FlockstepError, Interrupted, UnknownName
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, UnknownName
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except TyperException as error:
-        return _say(_unknown_option(error) or error, 2, said["debug"])
+        return _say(_unknown_option(error) or _no_number(error) or error, 2, said["debug"])
     except (KeyboardInterrupt, typer.Abort) as error:
         return _say(
             Interrupted(str(error) or "interrupted"),
@@ -82,6 +82,19 @@ def _unknown_option(error: TyperException) -> UnknownName | None:
         return None
     known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("-")]
     return UnknownName.among(f"option of {context.command_path}", name, known)
+
+
+def _no_number(error: TyperException) -> ConfigurationError | None:
+    """The error for an option's value that is not a number; None if `error` has another reason."""
+    parameter, details = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if parameter is None or details is None:
+        return None
+    found = details()[0]
+    kinds = {"float_parsing": ("a number", "0.1"), "int_parsing": ("a whole number", "4")}
+    if found["type"] not in kinds:
+        return None
+    wanted, example = kinds[found["type"]]
+    return ConfigurationError(f"{parameter.opts[0]} must be {wanted}, got {found['input']!r}; write it like {example}")
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -394,5 +394,16 @@ class Loop:
         if os.getpid() != self._process:  # a forked child has no part in the run
             return
         if self._failure is None and getattr(sys, "last_value", None) is None:
+            self._warn_of_replicas()
             with contextlib.suppress(FlockstepError):  # the supervisor has been told
                 self.finish()
+
+    def _warn_of_replicas(self) -> None:
+        """Say once in a run that the script has ended with models that differ."""
+        differ = self.strategy.traits.delivery != "synchronous" and self.workers > 1 and self._worker.step > 0
+        if differ and not self._finished and self.rank == 0 and sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
+                sys.stderr.write(
+                    "flockstep: the script ended without optimizer.finish(), so the workers' models differ; call it "
+                    "after the last step\n"
+                )
