@@ -158,7 +158,7 @@ def test_keys_differ_by_direction_and_session() -> None:
         assert here is not None
         assert there is not None
         assert (here.sending, here.receiving) == (there.receiving, there.sending)
-        found |= set(here)
+        found |= {here.sending, here.receiving}
     assert len(found) == 4
 
 

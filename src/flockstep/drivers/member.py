@@ -365,6 +365,8 @@ class Member:
         while not all(map(self.bus.reachable, others)):
             if (message := self.receive(PAUSE)) is not None:
                 early.append(self._checked(message))
+            for peer in others:
+                self._require_connected(peer)
         self._early.extend(early)
 
     def wait_for(self, tag: str, source: Address = LAUNCHER) -> Message:

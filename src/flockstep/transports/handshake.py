@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flockstep.errors import ProtocolError
 
@@ -29,11 +30,12 @@ HELLO = len(PLAIN) + SHARE
 """Length of a hello in bytes."""
 
 
-class LinkKeys(NamedTuple):
+@dataclass(frozen=True)
+class LinkKeys:
     """Keys of an encrypted link, 32 bytes each."""
 
-    sending: bytes
-    receiving: bytes
+    sending: bytes = field(repr=False)
+    receiving: bytes = field(repr=False)
 
 
 class Handshake:
@@ -77,6 +79,11 @@ class Handshake:
             self.out = b""
             raise ProtocolError("the other end of a connection does not know the secret of this run")
         self.due = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the other end has sent a hello."""
+        return bool(self._key)
 
     def keys(self) -> LinkKeys | None:
         """Keys of the encrypted link after the handshake; None if the link is not encrypted."""

@@ -55,6 +55,11 @@ class SealedSocket:
         return self._handshake is None
 
     @property
+    def begun(self) -> bool:
+        """Whether the other end has sent a hello of this protocol."""
+        return self._handshake is None or self._handshake.begun
+
+    @property
     def blocked(self) -> bool:
         """Whether bytes wait in this object until the socket accepts more."""
         return bool(self._unsent)

@@ -112,11 +112,19 @@ class _Connection:
         """Whether the other end has proved that it belongs to this run; a socket in a private folder needs no proof."""
         return isinstance(self.socket, socket.socket) or self.socket.established
 
+    def begun(self) -> bool:
+        """Whether the other end has sent a whole hello; anyone can do so."""
+        return isinstance(self.socket, SealedSocket) and self.socket.begun
+
     def has_output(self) -> bool:
         """Whether the socket is to report when it accepts more bytes."""
         return (bool(self.out) and self.established()) or (
             isinstance(self.socket, SealedSocket) and self.socket.blocked
         )
+
+    def has_input(self) -> bool:
+        """Whether bytes were received that the system's socket no longer reports."""
+        return isinstance(self.socket, SealedSocket) and self.socket.unread
 
     def usable(self) -> bool:
         """Whether data can be written to the connection."""
@@ -180,10 +188,12 @@ class StreamBus(Bus):
             self._expected = set(peers)
             for connection in list(self._connections.values()):
                 self._admit(connection)
-            for peer, told in peers.items():
-                if peer < self._me.address and (sock := _connected(told.partition(" ")[0])) is not None:
-                    self._greet(self._add(sock, peer), peer)
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
+        for peer, told in peers.items():
+            if peer < self._me.address:
+                sock = _connected(told.partition(" ")[0])
+                with self._lock:
+                    self._introduce(sock, peer)
 
     def disconnect(self, peer: Address) -> None:
         """Close the connection to a peer that was lost, and free the memory that the peer could read."""
@@ -311,8 +321,10 @@ class StreamBus(Bus):
             return
         self._looked = now
         for connection in list(self._connections.values()):
-            if connection.wanted is None and not connection.established() and now > connection.since + PATIENCE:
-                self._reject(connection)
+            if not connection.established() and now > connection.since + PATIENCE:
+                self._read(connection)  # the proof may have arrived while this process could not read it
+                if connection.open and not connection.established():
+                    self._reject(connection)
             elif connection.socket.family == socket.AF_INET:
                 *_, resent, probes = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
                 if max(resent, probes) >= UNANSWERED:
@@ -324,7 +336,11 @@ class StreamBus(Bus):
     def _move(self, seconds: float | None) -> int:
         """Let all sockets that are ready proceed, within that time; return the number of sockets that did."""
         moved = 0
-        for descriptor, what in self._epoll.poll(seconds):
+        if self._encrypts:  # of a record that was decrypted, a part may have been left when a handler raised
+            for one in [one for one in self._connections.values() if one.has_input()]:
+                self._drain(one)
+                moved += 1
+        for descriptor, what in self._epoll.poll(0 if moved else seconds):
             connection = self._connections.get(descriptor)
             if connection is not None:
                 moved += 1
@@ -332,16 +348,20 @@ class StreamBus(Bus):
                     self._flush(connection)
                 if what & ~select.EPOLLOUT and connection.open:
                     self._read(connection)
-                if isinstance(connection.socket, SealedSocket):
-                    while connection.open and connection.socket.unread:
-                        self._read(connection)
-                    if connection.open:
-                        self._flush(connection)
+                self._drain(connection)
             elif descriptor == self._listener.fileno():
                 self._accept()
             else:
                 self._woken = True
         return moved
+
+    def _drain(self, connection: _Connection) -> None:
+        """Read what was decrypted already, and send what the handshake had held back."""
+        if isinstance(connection.socket, SealedSocket):
+            while connection.open and connection.has_input():
+                self._read(connection)
+            if connection.open:
+                self._flush(connection)
 
     def _watch(self, also: Collection[int]) -> None:
         for descriptor in self._also:
@@ -355,8 +375,8 @@ class StreamBus(Bus):
         with contextlib.suppress(OSError):  # the other end has closed the connection
             self._add(self._listener.accept()[0])
             strangers = [one for one in self._connections.values() if one.greeting is None and one.wanted is None]
-            if len(strangers) > STRANGERS:  # a peer sends its greeting at once
-                self._reject(strangers[0])
+            if len(strangers) > STRANGERS:  # a peer says hello at once, and greets as soon as it was answered
+                self._reject(next((one for one in strangers if not one.begun()), strangers[0]))
 
     def _add(self, sock: socket.socket, wanted: Address | None = None) -> _Connection:
         sock.setblocking(False)
@@ -374,6 +394,16 @@ class StreamBus(Bus):
         self._epoll.register(sock, select.EPOLLIN)
         self._flush(connection)
         return connection
+
+    def _introduce(self, sock: socket.socket | None, peer: Address) -> None:
+        """Greet a peer over a new connection; None, or a connection that is closed already, counts as broken."""
+        if sock is not None:
+            try:
+                self._greet(self._add(sock, peer), peer)
+                return
+            except OSError:  # the other end has closed the connection
+                sock.close()
+        self._ended.setdefault(peer, time.monotonic())
 
     def _greet(self, connection: _Connection, peer: Address) -> None:
         """Send a greeting: this node's identity, and whether it can read the peer's memory."""
@@ -412,8 +442,8 @@ class StreamBus(Bus):
             self._note_end(connection)
 
     def _note_end(self, connection: _Connection) -> None:
-        peer = None if connection.greeting is None else connection.greeting.source
-        if peer is not None and self._peers.get(peer) is connection:
+        peer = connection.wanted if connection.greeting is None else connection.greeting.source
+        if peer is not None and (self._peers.get(peer) is connection or connection.wanted == peer):
             self._ended.setdefault(peer, time.monotonic())
 
     def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
