@@ -98,6 +98,16 @@ def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps(
         told.until(100, 0, 1, 2)
 
 
+def test_a_worker_that_has_waited_and_now_computes_has_its_time_from_then_on() -> None:
+    """First it waits for 15 s, then it computes: the others wait for it, and it is not said to wait."""
+    told = Told(limit=20.0)
+    told.until(7, 0, moving=(1, 2))
+    told.until(15, 0, 1, 2)
+    assert told.until(34, 1, 2)[-1].startswith("waiting for worker 0 (after step 8): no step for 12 s; worker 1 at")
+    with pytest.raises(RunError, match=r"^waiting for worker 0 \(after step 8\): no step for 20 s"):
+        told.until(60, 1, 2)
+
+
 def test_a_limit_ends_the_run() -> None:
     told = Told(limit=4.0)
     assert told.until(3, 0, 2) == []

@@ -707,3 +707,39 @@ def test_who_says_nothing_is_sent_away_after_some_time(
     assert first.rejected == 1
     still_works(first, second)
     stranger.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", *SEALED])
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_peer_that_ends_before_it_greets_is_told_of(make: Make, transport: str, listens: bool) -> None:
+    second = make(1, transport)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        if listens:
+            second.connect({0: f"tcp://{host}:{port}"})
+            assert second.broken(0) == set()
+            listener.accept()[0].close()
+    if not listens:
+        second.connect({0: f"tcp://{host}:{port}"})
+    while not second.broken(0):
+        assert second.poll(0.01) is None
+    assert second.broken(0) == {0}
+    assert not second.reachable(0)
+
+
+def test_what_was_decrypted_before_a_handler_raised_is_read_though_nothing_more_arrives(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "UNREAD", -1)  # the thread beside the program stays away
+    first, second = introduced(make, "encrypted")
+    for number in range(1, 6):
+        second.send(0, Message(1, "push", number=number))
+
+    def raises(connection: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(first, "_drain", raises)
+        with pytest.raises(KeyboardInterrupt):
+            first.poll(1)
+    assert [arrived(first).number for _ in range(5)] == [1, 2, 3, 4, 5]

@@ -76,14 +76,15 @@ class WaitMonitor:
         there = [rank for rank in self._since if rank not in ended]
         waiting = [r for r in there if r in self._waiting and now - self._waiting[r][0] < FRESH]
         patience = self._period if self._limit is None else min(self._period, self._limit)
-        late = [r for r in there if r not in waiting and now - self._since[r] >= patience]
-        longest = max((now - self._since[r] for r in late), default=0.0)
-        if waiting == there:  # the run stands still since the last step of any of them
+        late = [r for r in there if r not in waiting and now - self._last_sign(r) >= patience]
+        longest = max((now - self._last_sign(r) for r in late), default=0.0)
+        stuck = waiting == there
+        if stuck:  # the run stands still since the last step of any of them
             longest = min((now - self._since[r] for r in there), default=0.0)
             late = there if longest >= patience else []
         if not late:
             return
-        told = self._told(late, [r for r in waiting if r not in late], joined, longest)
+        told = self._told(late, [r for r in waiting if r not in late], joined, longest, stuck)
         limited = self._stepping or any(rank not in joined for rank in late)
         if limited and self._limit is not None and longest >= self._limit:
             raise RunError(
@@ -93,6 +94,10 @@ class WaitMonitor:
             self._said = now
             self._say(f"{told}; --step-timeout SECONDS ends such a run")
 
+    def _last_sign(self, rank: int) -> float:
+        """Time of a worker's last step, or of its last report that it waited, whichever is later."""
+        return max(self._since[rank], self._waiting.get(rank, (0.0, ""))[0])
+
     def _is_awaited(self, late: list[int], waiting: list[int], joined: Collection[int], ended: Collection[int]) -> bool:
         """Whether any worker is known to wait for the late workers."""
         if any(rank not in joined for rank in late):
@@ -101,7 +106,7 @@ class WaitMonitor:
         # Ended workers wait for the others only if the run takes steps; users of a communicator do not wait.
         return bool(waiting) or (any(self._steps.values()) and bool(ended))
 
-    def _told(self, late: list[int], waiting: list[int], joined: Collection[int], seconds: float) -> str:
+    def _told(self, late: list[int], waiting: list[int], joined: Collection[int], seconds: float, stuck: bool) -> str:
         """Sentence about the late workers, their steps, and what the other workers wait for."""
         missing = [rank for rank in late if rank not in joined]
         if missing:
@@ -110,7 +115,7 @@ class WaitMonitor:
                 f"{_and(map(node_name, missing))} {have} not joined the run after {seconds:.0f} s: {are} still "
                 f"importing, or {reached} not reached flockstep.distribute or flockstep.join"
             )
-        if all(rank in self._waiting for rank in late):
+        if stuck:
             return f"every worker has waited for {seconds:.0f} s: {'; '.join(self._held(late))}"
         names = _and(f"{node_name(r)} (after step {self._steps.get(r, 0)})" for r in late)
         return "; ".join([f"waiting for {names}: no step for {seconds:.0f} s", *self._held(waiting)])
