@@ -271,12 +271,16 @@ def _fields_of_class(kind: type, types: dict[str, Any]) -> str:
 
 
 def attribute_docstrings(kind: type) -> dict[str, str]:
-    """Field → the string that stands below it in the class."""
+    """Field → the string that stands below it in the class, or below its assignment in `__init__`."""
     body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(kind)).body[0]).body
+    made = [one.body for one in body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
     found = {}
-    for field, after in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            found[ast.unparse(field.target)] = " ".join(str(after.value.value).split())
+    for field, after in itertools.chain(itertools.pairwise(body), *map(itertools.pairwise, made)):
+        if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+            continue
+        if isinstance(field, ast.AnnAssign | ast.Assign):
+            target = field.target if isinstance(field, ast.AnnAssign) else field.targets[0]
+            found[ast.unparse(target).removeprefix("self.")] = " ".join(str(after.value.value).split())
     return found
 
 

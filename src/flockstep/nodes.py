@@ -84,6 +84,15 @@ def everyone(workers: int) -> View:
 class Node:
     """One node of a run. `params` is the live flat array: the whole model (K,), or a server's slice of it."""
 
+    params: Array
+    """The live flat array: the whole model (K,), or a server's slice of it."""
+    random: np.random.Generator
+    """The node's own random generator, which depends on the run's seed and the node's address."""
+    state: Any
+    """What the strategy keeps between steps, as its `worker_state` or `master_state` returned it."""
+    step: int
+    """Number of steps since the node's program last began."""
+
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
         self.cluster = cluster
@@ -91,7 +100,7 @@ class Node:
         """The workers that take part now, as reported by the supervisor, if there is one."""
         self.params = params
         self.random = random
-        self.state: Any = None
+        self.state = None
         self.step = 0
         self.before = 0
         """Steps of the run before its programs last restarted with a model that a script loaded."""

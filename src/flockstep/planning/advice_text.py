@@ -225,14 +225,11 @@ def _faster(ratio: float) -> str:
 
 
 def _measured(outlook: Outlook, choice: Prospect, second: Prospect) -> tuple[str, ...]:
-    """A command that compares choice and runner-up with real gradients, if there is a job."""
+    """The options that try choice and runner-up with real gradients and this plan's times, if there is a job."""
     if outlook.task.job is None:
         return ()
     named = [shlex.quote(short(one.name)) for one in (choice, second) if one.strategy is not None]
     options = " ".join(f"-s {one}" for one in named)
-    if len(named) == 2:
-        job = shlex.quote(outlook.task.name)
-        return (f"their accuracy, measured: flockstep compare {job} --simulate -n {outlook.workers} {options}",)
     return (f"their time to target, measured: the same command with --simulate {options}",)
 
 
