@@ -167,7 +167,7 @@ def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _sum(_from_tree(node.left, base, where), _from_tree(node.right, base, where), where)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        wanted = "given by name" if where == base.noun else f"a {base.noun}"
+        wanted = "given by name" if where == base.noun else f"a {base.noun.replace('_', ' ')}"
         raise ConfigurationError(f"{where} must be {wanted}, got {_code(node)}; write it like {_example(base)}")
     kind = _class(node.func.id, base)
     return _build(kind, _call_arguments(node, kind), _from_node)

@@ -40,7 +40,7 @@ class Relay(Strategy):
         return Traits(delivery="partial", survives=False, results=("mean", "rank0"))
 
     @property
-    def cell(self) -> TaxonomyEntry:
+    def taxonomy_entry(self) -> TaxonomyEntry:
         return TaxonomyEntry("decentral", "sync", "reduce", "closed ring")
 
     async def worker(self, me: Worker) -> None:
@@ -80,8 +80,8 @@ def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFi
 
 
 def test_a_strategy_that_records_no_updates_is_not_advised(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a cell, either, nothing says what its samples are worth, however fast it takes them."""
-    file.write_text(SOURCE.replace("def cell", "def other"))
+    """Without a taxonomy entry, either, nothing says what its samples are worth, however fast it takes them."""
+    file.write_text(SOURCE.replace("def taxonomy_entry", "def other"))
     words = ["plan", "softmax", "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce", "--json"]
     assert run([*words, "--import", str(file)]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -38,7 +38,7 @@ def test_what_cannot_be_refined_is_refused():
         Feedback.parse("residual + none")
     with pytest.raises(CompositionError, match=r"encodes its values already; write topk"):
         Codec.parse("topk(values=half) + half")
-    with pytest.raises(ConfigurationError, match="must be a codec, got topk - half; write it like"):
+    with pytest.raises(ConfigurationError, match="codec must be given by name, got topk - half; write it like"):
         Codec.parse("topk - half")
     with pytest.raises(TypeError, match="'TopK' and 'int'"):
         TopK() + 3

@@ -736,10 +736,10 @@ def test_what_was_decrypted_before_a_handler_raised_is_read_though_nothing_more_
         second.send(0, Message(1, "push", number=number))
 
     def raises(connection: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("asked to end")
 
     with monkeypatch.context() as patched:
         patched.setattr(first, "_drain", raises)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="asked to end"):
             first.poll(1)
     assert [arrived(first).number for _ in range(5)] == [1, 2, 3, 4, 5]
