@@ -174,7 +174,7 @@ import numpy as np
 from flockstep.arrays.kernels import on_numpy
 packed = on_numpy.pack(np.uint8([1, 1, 0]), 1).tolist()
 assert packed == [3], f"packed bits are {packed}, not [3]"
-print("compiled and right")
+print("compiled and correct")
 """
 _TRANSPORTS = {
     "shared_memory": "use --transport tcp; shared memory needs Linux, and room in /dev/shm",
@@ -249,7 +249,7 @@ class _SameBits:
         said = _finished(output)
         if json.loads(output)["result_hash"] != self._hash:
             raise ValueError("the run ended with other parameters than its simulation")
-        return f"{said}, the bits of the simulation"
+        return f"{said}, the same result as the simulation"
 
 
 def _tested(test: SelfTest, works: set[str], place: Path, limit: float) -> SelfTestResult:

@@ -308,7 +308,7 @@ class Node:
         for task in list(self.tasks):
             while (found := task.take(self.mailbox)) is not None:
                 self._advance(task, found)
-            while (wanted := task.wanted) is not None and self.hopeless(wanted):
+            while (wanted := task.wanted) is not None and self.can_never_arrive(wanted):
                 self._advance(task, self.missed(wanted))
             while task.work is not None and task.work.done():
                 self._advance(task, None)
@@ -363,7 +363,7 @@ class Node:
         mailbox = self.mailbox
         message = mailbox.take(wanted) if mailbox.queues.get(tag + self._channel) else None
         if message is None:
-            if (self.departed or self.leaving) and self.hopeless(wanted):
+            if (self.departed or self.leaving) and self.can_never_arrive(wanted):
                 raise self.missed(wanted)
             message = yield wanted
         if self.taken:
@@ -384,7 +384,7 @@ class Node:
     def _await(self, wanted: Wanted) -> Generator[Effect, Any, Message]:
         message: Message | None = self.mailbox.take(wanted)
         if message is None:
-            if (self.departed or self.leaving) and self.hopeless(wanted):
+            if (self.departed or self.leaving) and self.can_never_arrive(wanted):
                 raise self.missed(wanted)
             message = yield wanted
         if self.taken:
@@ -396,7 +396,7 @@ class Node:
         if self._channel in self.taken:
             self.taken[self._channel].append(message)
 
-    def hopeless(self, wanted: Wanted) -> bool:
+    def can_never_arrive(self, wanted: Wanted) -> bool:
         """Whether a message that has not arrived can never arrive."""
         return wanted.source in self.departed
 

@@ -44,7 +44,7 @@ def test_a_transport_that_fails_is_told_and_the_others_work(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = outcomes(*(one for one in usual() if one.name in ("virtual time", transport, "tcp")))
     assert found["virtual time"] == ("works", "2 simulated workers, 3 steps")
-    assert found[transport] == ("works", "2 processes, 3 steps, the bits of the simulation")
+    assert found[transport] == ("works", "2 processes, 3 steps, the same result as the simulation")
     status, detail = found["tcp"]
     assert status == "fails"
     assert "no loopback here" in detail
@@ -98,7 +98,7 @@ def test_what_a_test_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pyt
 def test_a_run_with_other_bits_than_its_simulation_fails() -> None:
     judges = {one.name: one.judge for one in usual()}
     judges["virtual time"](json.dumps({"status": "finished", "result_hash": "a"}))
-    assert "the bits" in judges["ipc"](json.dumps({"status": "finished", "result_hash": "a"}))
+    assert "the same result" in judges["ipc"](json.dumps({"status": "finished", "result_hash": "a"}))
     with pytest.raises(ValueError, match="other parameters"):
         judges["ipc"](json.dumps({"status": "finished", "result_hash": "b"}))
     with pytest.raises(ValueError, match="diverged"):

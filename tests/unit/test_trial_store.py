@@ -43,7 +43,7 @@ def test_trials_of_a_job_that_was_changed_are_not_taken_up(old: str, new: str, r
     if old != "# nothing":
         assert after["job's file"] != before["job's file"]
         after["job's file"] = before["job's file"]  # what a job reads may change where its file does not
-    with pytest.raises(ConfigurationError, match=f"{rule}.* as of the trials kept in .*; give another folder"):
+    with pytest.raises(ConfigurationError, match=f"{rule}.*, as in the trials stored in .*; give another folder"):
         TrialStore(after, tmp_path / "kept")
 
 

@@ -286,7 +286,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(
 
 def test_a_changed_setting_is_noticed(outlook: Outlook, made_up: Counting, tmp_path: Path) -> None:
     search(outlook, tmp_path, trials=1).run()
-    with pytest.raises(ConfigurationError, match=r"seed must be 0 as of the trials kept in .*; give another folder"):
+    with pytest.raises(ConfigurationError, match=r"seed must be 0, as in the trials stored in .*; give another folder"):
         search(outlook, tmp_path, seed=1)
     slower = dataclasses.replace(outlook, site=Site(outlook.task, cluster("exponential(0.03)")))
     with pytest.raises(ConfigurationError, match=r"cluster's description must be"):

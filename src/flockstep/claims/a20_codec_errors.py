@@ -49,8 +49,9 @@ class CodecErrors(Claim):
     draws: int = 100_000
     arrays: int = 10_000
     statement = (
-        "Unbiased codecs are unbiased and of the variance that they declare; contractions contract, top-k by 1 - k/d; "
-        "with error feedback everything arrives in the end, and what is kept stays bounded"
+        "Unbiased codecs are unbiased and of the variance that they declare; contractions reduce the error as "
+        "declared, top-k to 1 - k/d; "
+        "with error feedback every element is sent eventually, and the stored error stays bounded"
     )
     source = (
         "Alistarh et al. 2017, lemma 3.1 (QSGD); Wen et al. 2017 (TernGrad); Horvath et al. 2019 (natural); Stich, "

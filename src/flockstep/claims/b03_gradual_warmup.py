@@ -65,7 +65,7 @@ class GradualWarmup(Claim):
         )
         lucky = float(gradual[gradual < small + 5].mean())
         reason = (
-            "Whether a run survives its first large steps is chance: of the seeds "
+            "Runs that did not survive the first large steps, as a share of the seeds: "
             + ", ".join(f"{(errors >= small + 5).mean():.0%} fail with {name}" for name, errors in others.items())
             + f", {(gradual >= small + 5).mean():.0%} with gradual, whose mean without those is {lucky:.2f} %. The "
             "perceptron's weights (Glorot) and centered pixels were chosen because the warm-ups part there: with He "

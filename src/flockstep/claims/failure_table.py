@@ -14,7 +14,7 @@ from flockstep.testing import failures as f
 
 @dataclass(frozen=True)
 class Short:
-    """Known difference from the expectation: the reason, and the observations to which the reason applies."""
+    """A known difference from the expected result: its reason, and the observations that it explains."""
 
     why: str
     seen: tuple[str, ...]

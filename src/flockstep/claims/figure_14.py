@@ -19,7 +19,7 @@ from flockstep.collectives.layouts import Times
 from flockstep.nodes import Worker
 
 SHARE = 8192
-"""Float64 elements of 1/n of the model, so many that message headers add only one thousandth."""
+"""Number of float64 elements in 1/n of the model, chosen so that message headers add only one thousandth."""
 UPDATE = 5
 """Ratio of the times of updating and reducing a model: 10 GiB/s against 2 GiB/s."""
 

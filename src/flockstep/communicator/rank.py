@@ -113,7 +113,7 @@ class Rank(Peer):
             self._compare("/" + message.tag.partition("/")[2], message.source, theirs)
         super().deliver(message)
 
-    def hopeless(self, wanted: Wanted) -> bool:
+    def can_never_arrive(self, wanted: Wanted) -> bool:
         """Whether a message that has not arrived can no longer arrive; a rank that is closing still replies."""
         if wanted.reply_to is not None:
             return wanted.source in self.departed

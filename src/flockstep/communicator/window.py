@@ -163,7 +163,7 @@ class Window:
             else:
                 self._apply(message)
         except FlockstepError as error:
-            why = f"{node_name(me.rank)} could not do 'window {what}': {error}"
+            why = f"{node_name(me.rank)} failed in the window operation {what!r}: {error}"
             if what == "get":
                 me.reply(message, None, Reply(error=why))
             else:

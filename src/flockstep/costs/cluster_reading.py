@@ -1,4 +1,4 @@
-"""Cluster descriptions from TOML; an error names the file, the line, the value and the way out."""
+"""Cluster descriptions from TOML; an error names the file, the line, the value and what to write instead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
         name: name of a built-in cluster, "here" for this machine's calibration, or path of a TOML file.
 
     Raises:
-        ConfigurationError: there is none, or the file breaks a rule; the message has file, line, value and way out.
+        ConfigurationError: there is none, or the file breaks a rule; the message has the file, the line,
+            the value and what to write instead.
     """
     path = pathlib.Path(name)
     if name == HERE:

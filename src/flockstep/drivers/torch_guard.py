@@ -48,7 +48,7 @@ class Guard:
 
         Raises:
             ConfigurationError: a parameter was unfrozen, frozen, replaced, converted or changed; the message names the
-                parameter and the way out.
+                parameter and what to change.
         """
         self.check_structure()
         if self.unsent:

@@ -164,7 +164,7 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
             f"a second and {formatting.number(outlook.relative_samples(case.second))} of them to one sample of plain "
             f"training."
         )
-    said += [f"It counts that {one}." for one in case.meanings]
+    said += [f"Taken into account: {one}." for one in case.meanings]
     if choice.strategy is not None and outlook.site.cluster.failures:
         said.append(worker_losses.sentence(choice, outlook))
     if choice.strategy is not None:
@@ -174,8 +174,8 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
 
 def _step(choice: Prospect) -> str:
     return (
-        f"A step takes {formatting.seconds(choice.seconds)}, of which a worker computes "
-        f"{formatting.share(choice.utilization)}; "
+        f"A step takes {formatting.seconds(choice.seconds)}, of which a worker spends "
+        f"{formatting.share(choice.utilization)} computing; "
         f"it sends {formatting.size(choice.sent_bytes)} "
         f"({'rehearsed' if choice.source == 'rehearsal' else 'extrapolated'})."
     )
@@ -190,7 +190,7 @@ def _graded(outlook: Outlook, choice: Prospect) -> str:
     if row.exposure is not None:
         parts.append(f"all workers wait for {exposed(row.exposure)} of the slowest worker's delay")
     parts.append(f"repeating a result is {row.reproducible}")
-    return f"By Table 2 it is {row.technique}: {', '.join(parts)}."
+    return f"In the terms of Langer et al. (2020), table 2, it is {row.technique}: {', '.join(parts)}."
 
 
 _NO_MORE = "there are no additional hyper-parameters"
@@ -214,7 +214,9 @@ def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried
             f"it processes {as_much(ratio)} samples"
         )
     elif 0 < case.worth(second) <= case.worth(choice):
-        said.append(f"{short(second.name)} would have to become {_faster(case.worth(choice) / case.worth(second))}")
+        said.append(
+            f"{short(second.name)} would be advised if it were {_faster(case.worth(choice) / case.worth(second))}"
+        )
     return (*said, *(() if tried else _measured(case.outlook, choice, second)))
 
 

@@ -82,7 +82,7 @@ def late(outlook: Outlook, found: Prospect) -> float | None:
 
 def _late(outlook: Outlook, found: Prospect) -> str:
     versions = late(outlook, found)
-    return NONE if versions is None else number(versions, 2) if versions < NEVER else "ever more"
+    return NONE if versions is None else number(versions, 2) if versions < NEVER else "unbounded"
 
 
 def exposed(exposure: float | None) -> str:

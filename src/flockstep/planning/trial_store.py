@@ -142,8 +142,8 @@ class TrialStore:
         for name, value in self.settings.items():
             if before.get(name) != value:
                 raise ConfigurationError(
-                    f"{name} must be {before.get(name)} as of the trials kept in {self.folder}, got {value}; give "
-                    "another folder with --keep"
+                    f"{name} must be {before.get(name)}, as in the trials stored in {self.folder}, "
+                    f"got {value}; give another folder with --keep"
                 )
         if whole != data:
             self._file.write_bytes(whole)

@@ -225,7 +225,7 @@ def _fastest(site: Site) -> ComputeModel:
 
 
 def _every(job: Job, workers: int, steps: int) -> int:
-    """Steps between two evaluations, so many that evaluating takes no more real time than training."""
+    """Number of steps between two evaluations, chosen so that evaluating takes no more real time than training."""
     tested = len(job.data().test_y)
     return max(1, min(steps // FINE, math.ceil(tested / (DEAR * job.batch * workers))))
 

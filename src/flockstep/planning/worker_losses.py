@@ -81,8 +81,8 @@ def _lost(odds: Sequence[float]) -> str:
     """
     mean = math.fsum(count * one for count, one in enumerate(odds))
     if mean >= 1:
-        return f"{formatting.number(mean, 2)} are predicted to die"
-    return f"fewer than one is predicted to die ({_of_runs(math.fsum(odds[1:]), 'loses', 'lose')} any)"
+        return f"{formatting.number(mean, 2)} are expected to die"
+    return f"fewer than one is expected to die ({_of_runs(math.fsum(odds[1:]), 'loses', 'lose')} any)"
 
 
 def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
