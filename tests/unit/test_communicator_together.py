@@ -276,7 +276,7 @@ def test_what_a_receiver_cannot_use_is_said_at_the_next_fence(three: Group, note
         window = comm.window("strict", np.zeros(3))
         if comm.rank == 1:
             comm.post(0, window.tag, np.ones(3), note)
-            with pytest.raises(ProtocolError, match=r"worker 0 could not do 'window (put|add)'"):
+            with pytest.raises(ProtocolError, match=r"worker 0 failed in the window operation '(put|add)'"):
                 window.fence()
         else:
             window.fence()
