@@ -27,6 +27,7 @@ from flockstep.nodes import Cluster, Peer
 from flockstep.transports import shared_memory
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import Backlog, Bus
+from flockstep.transports.handshake import Handshake
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.shared_heap import PeerMemory
 from flockstep.transports.streams import StreamBus
@@ -642,6 +643,7 @@ import numpy as np
 import test_streams
 from flockstep.messages import Message, Wanted
 from flockstep.transports import streams
+from flockstep.transports.handshake import Handshake
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.wire import SenderIdentity
 
@@ -743,3 +745,45 @@ def test_what_was_decrypted_before_a_handler_raised_is_read_though_nothing_more_
         with pytest.raises(KeyboardInterrupt, match="asked to end"):
             first.poll(1)
     assert [arrived(first).number for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def answered(peer: socket.socket, handshake: Handshake, bus: StreamBus) -> None:
+    """Wait until the bus has answered the hello, which `peer` has sent."""
+    peer.setblocking(False)
+    data = b""
+    while len(data) < handshake.due:
+        bus.poll(0.01)
+        with contextlib.suppress(BlockingIOError):
+            data += peer.recv(handshake.due - len(data))
+    handshake.feed(data)
+
+
+def test_idle_strangers_are_closed_before_a_peer_in_its_handshake(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STRANGERS", 3)
+    first = make(0, "authenticated")
+    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(raw_connection(first, handshake.out))
+        answered(peer, handshake, first)
+        for _ in range(9):
+            stack.enter_context(raw_connection(first))
+        while first.rejected < 7:
+            first.poll(0.01)
+        peer.sendall(handshake.out)
+        while not any(one.established() for one in first._connections.values()):
+            first.poll(0.01)
+
+
+def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "TICK", 60.0)  # the thread beside the program stays away
+    first = make(0, "authenticated")
+    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    with raw_connection(first, handshake.out) as peer:
+        answered(peer, handshake, first)
+        peer.sendall(handshake.out)
+        monkeypatch.setattr(streams, "PATIENCE", -1.0)
+        first._end_silent(first._looked + 2)
+        assert [one.established() for one in first._connections.values()] == [True]
+        assert first.rejected == 0
