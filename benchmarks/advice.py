@@ -45,7 +45,7 @@ from flockstep.frameworks.base import Job
 from flockstep.planning import advice, trials
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, combines, plan
-from flockstep.planning.prospect import ALONE, Prospect
+from flockstep.planning.step_prediction import ALONE, StepPrediction
 
 CASES = Path(__file__).with_name("advice_cases.toml")
 COARSE = (1.0, 4.0, 0.25)
@@ -188,7 +188,7 @@ class Truth:
     def _keep(self, name: str, rate: float, seed: int, given: float, took: float) -> None:
         self.known.setdefault((name, rate, seed), []).append((given, took))
 
-    def seconds(self, found: Prospect, rate: float, seed: int, within: float) -> float:
+    def seconds(self, found: StepPrediction, rate: float, seed: int, within: float) -> float:
         """Virtual seconds to the target; infinite where it takes more than `within`."""
         within = min(within, self.limit)
         for given, took in self.known.get((found.name, rate, seed), []):
@@ -219,7 +219,7 @@ class Truth:
             file.write(json.dumps(line) + "\n")
         return took
 
-    def first(self, found: Prospect, quickest: float, further: bool = True) -> dict[float, float]:
+    def first(self, found: StepPrediction, quickest: float, further: bool = True) -> dict[float, float]:
         """Rate → seconds with the first seed, of those that reached the target in time."""
         reached: dict[float, float] = {}
         rates = COARSE
@@ -245,7 +245,7 @@ class Truth:
             attempt(best / 2)
         return reached
 
-    def all_seeds(self, found: Prospect, reached: dict[float, float], seeds: int) -> tuple[float, float]:
+    def all_seeds(self, found: StepPrediction, reached: dict[float, float], seeds: int) -> tuple[float, float]:
         """Median over the seeds and the rate of the better one of the two quickest rates."""
         tried = []
         for rate in sorted(reached, key=reached.__getitem__)[:2]:
@@ -260,7 +260,7 @@ def judge(case: Case, seeds: int, rehearse: int, folder: Path) -> dict[str, Any]
     advised = advice.advise(outlook, case.requirements)
     truth = Truth(case, outlook, folder / f"{case.name}-{case.mark}.jsonl")
     demands = tuple(one for one in case.requirements if one in DEMANDS)
-    allowed = [one for one in outlook.prospects if combines(one)]
+    allowed = [one for one in outlook.predictions if combines(one)]
     allowed = [one for one in allowed if advice.unfit(one, outlook, demands) in (None, advice.DROPS)]
     ranked = sorted(allowed, key=lambda one: -advice.value(one, outlook, case.requirements))
     ranked.sort(key=lambda one: one.name != advised.choice.name)

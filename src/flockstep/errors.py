@@ -9,7 +9,7 @@ FlockstepError
 └── RunError                the run itself failed; what was computed is kept (exit code 1)
     ├── PeerLost            a node died or stopped responding while another needed it
     ├── ProtocolError       a message broke the wire format or its sequence
-    ├── TimedOut            a call waited for as long as it was told to
+    ├── TimedOut            a call has waited for as long as its timeout allows
     ├── Diverged            a loss or a gradient is not finite
     └── Interrupted         the user, or the system, asked the run to stop
 """
@@ -126,7 +126,7 @@ class ProtocolError(RunError):
 
 
 class TimedOut(RunError, TimeoutError):
-    """A call waited for as long as it was told to."""
+    """A call has waited for as long as its timeout allows."""
 
 
 class Diverged(RunError):

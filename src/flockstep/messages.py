@@ -25,7 +25,7 @@ Fields = Mapping[str, int | float | str]
 HEADER_BYTES = 64
 """Bytes that the virtual network charges for each message's header, counted separately from the payload."""
 
-BYE = "bye"
+LEAVE = "leave"
 """Tag of the last message of a node."""
 
 

@@ -20,7 +20,7 @@ from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
 from flockstep.messages import (
     ANYTHING,
-    BYE,
+    LEAVE,
     Address,
     AnyNote,
     Array,
@@ -109,7 +109,7 @@ class Node:
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
-        self.farewells: set[Address] = set()
+        self.reported_departures: set[Address] = set()
         """Nodes whose leaving `messages` has reported to the program."""
         self.leaving: set[Address] = set()
         """Nodes that send nothing of their own any more, but answer requests; only for ranks of a communicator."""
@@ -252,21 +252,21 @@ class Node:
     async def messages(self) -> AsyncIterator[Message]:
         """Every message in the order of arrival, until all other workers have left.
 
-        The leaving of a worker is a message with the tag `BYE`, whose note has `lost=1` if the worker died.
+        The leaving of a worker is a message with the tag `LEAVE`, whose note has `lost=1` if the worker died.
         """
-        others = set(range(self.cluster.workers)) - {self.address} - self.farewells
+        others = set(range(self.cluster.workers)) - {self.address} - self.reported_departures
         while others:
             if self.at_boundary is not None and self.address < 0:
                 self.boundary()
             message = await self._await(ANYTHING)
-            if message.tag == BYE:
-                self.farewells.add(message.source)
+            if message.tag == LEAVE:
+                self.reported_departures.add(message.source)
                 others.discard(message.source)
             yield message
 
     def deliver(self, message: Message) -> None:
         """Called by the driver when `message` has arrived."""
-        if message.tag == BYE:
+        if message.tag == LEAVE:
             self.departed.add(message.source)
         self.mailbox.put(message)
         if self.tasks:
@@ -285,7 +285,7 @@ class Node:
         self.lost.add(address)
         self.view = self.view.without(address)
         if address not in self.departed:
-            self.deliver(Message(address, BYE, note={"lost": 1}))
+            self.deliver(Message(address, LEAVE, note={"lost": 1}))
 
     def record_update(
         self, source: Address | None, staleness: int | None = None, count: int = 1, weight: float | None = None
@@ -575,9 +575,9 @@ class Worker(Peer):
 
     def leave(self, peers: bool = False) -> None:
         """Announce that this worker sends nothing more: to the servers, and with `peers` to the other workers."""
-        self.send_all(map(server, range(self.cluster.servers)), BYE)
+        self.send_all(map(server, range(self.cluster.servers)), LEAVE)
         if peers:
-            self.send_all(self.peers, BYE)
+            self.send_all(self.peers, LEAVE)
 
 
 class Server(Node):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.messages import BYE, MASTER
+from flockstep.messages import LEAVE, MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy, Traits
@@ -117,7 +117,7 @@ class Collects(Strategy):
     async def master(self, me: Server) -> None:
         waiting = []
         async for message in me.messages():
-            if message.tag == BYE:
+            if message.tag == LEAVE:
                 continue
             waiting.append(message)
             if len(waiting) == me.cluster.workers:

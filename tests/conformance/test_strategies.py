@@ -12,7 +12,7 @@ import pytest
 from flockstep import registry
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.messages import MASTER
-from flockstep.strategies.access import CopyAccess, GivesUp
+from flockstep.strategies.access import CachedCopies, CancelStale
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.strategies.broadcast import Broadcast, StepCount
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
@@ -49,13 +49,13 @@ def test_conforms(name):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_parameter_server_conforms_with_each_consistency(name, shards):
     consistency = registry.load("consistency", name)()
-    if shards > 1 and isinstance(consistency.access, GivesUp):
+    if shards > 1 and isinstance(consistency.access, CancelStale):
         with pytest.raises(CompositionError, match=f"got shards={shards}, use shards=1"):
             ParameterServer(consistency, shards=shards)
         return
     # Own steps that are added to a copy round once more.
     check_strategy(
-        ParameterServer(consistency, shards=shards), alone_is_plain=not isinstance(consistency.access, CopyAccess)
+        ParameterServer(consistency, shards=shards), alone_is_plain=not isinstance(consistency.access, CachedCopies)
     )
 
 
@@ -153,7 +153,7 @@ class WaitsForTheGone(Sound):
         await super().worker(me)
         me.leave(peers=True)
         for peer in me.peers:
-            await me.receive("bye", peer)
+            await me.receive("leave", peer)
             await me.receive("more", peer)
 
 

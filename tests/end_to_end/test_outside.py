@@ -96,7 +96,7 @@ def test_it_is_among_all_and_its_step_is_its_messages(file: Path) -> None:
     runpy.run_path(str(file), run_name="relay_from_outside")
     assert "relay" in {str(one) for one in candidates((), site)}
     seldom, often = plan(site.task, site.cluster, WORKERS, strategies=("relay(period=4)", "relay(period=1)"),
-                         further=False).prospects[:2]  # fmt: skip
+                         further=False).predictions[:2]  # fmt: skip
     if seldom.name != "relay(period=4)":
         seldom, often = often, seldom
     latency, bandwidth = site.link

@@ -222,7 +222,7 @@ def test_a_loaded_checkpoint_is_taken_up(tmp_path: Path) -> None:
             assert all(torch.allclose(got[key], right[key], atol=1e-5) for key in right), (name, got, right)
 
 
-RENEWED = """
+RESTARTED = """
 import sys
 import numpy as np
 from pathlib import Path
@@ -246,7 +246,7 @@ def steps(count):
 steps(9 + rank * UNEVEN)  # toward 0 from 8
 assert (params < 8).all()
 params[:] = -64 - rank
-loop.renew(None)
+loop.restart(None)
 assert (params == -64).all(), params
 common = loop.common()
 assert (common == -64).all(), common
@@ -282,7 +282,7 @@ assert (params < 0).all(), params
 def test_nothing_of_the_old_model_comes_back(strategy: str, uneven: int, tmp_path: Path) -> None:
     """Centers, caches, masses, ledgers and what is on its way hold positive numbers; the new model has none."""
     script = tmp_path / "script.py"
-    script.write_text(RENEWED.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)))
+    script.write_text(RESTARTED.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)))
     ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
     assert (ended.code, ended.out) == (0, ""), ended.err
 
@@ -363,7 +363,7 @@ def test_a_state_that_rank_0_alone_has_loaded_is_everyones(tmp_path: Path) -> No
 
 
 LAST = (
-    RENEWED[: RENEWED.index("steps(9")].replace("SGD(lr=0.02)", "SGD(lr=0.001, momentum=0.9)")
+    RESTARTED[: RESTARTED.index("steps(9")].replace("SGD(lr=0.02)", "SGD(lr=0.001, momentum=0.9)")
     + """
 loop.gradients[:] = 1
 while UNEVEN and rank == 1 and not (Path(__file__).parent / "done").exists():
@@ -400,11 +400,11 @@ def test_what_servers_remember_is_kept_as_it_is_in_the_end(
 
 
 RATES = (
-    RENEWED[: RENEWED.index("def steps")].replace("loop = ", "stepper = arguments[2]\nloop = ")
+    RESTARTED[: RESTARTED.index("def steps")].replace("loop = ", "stepper = arguments[2]\nloop = ")
     + """
 for step in range(8):
     if step == 4:
-        loop.renew(None)
+        loop.restart(None)
         stepper.lr = [0.125, 0.25][rank]
     loop.gradients[:] = 1 + rank
     loop.step()

@@ -70,7 +70,7 @@ def oracle(n, chosen, steps, scale=1.0, defer=False, optimizer="sgd(lr=0.1)"):
     source = GradientSource(n, small_job(optimizer))
     start = source.start()
     units = [np.rint(np.float64(start) / GRID).astype(np.int64) for _ in range(n)]
-    owed = np.zeros((n, n, len(start)), np.int64)
+    deferred = np.zeros((n, n, len(start)), np.int64)
     inbox, params = [[] for _ in range(n)], [start.copy() for _ in range(n)]
     steppers = [source.stepper(start) for _ in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
@@ -83,9 +83,9 @@ def oracle(n, chosen, steps, scale=1.0, defer=False, optimizer="sgd(lr=0.1)"):
 
     def pay(rank, peer):
         """As much as the dtype of the parameters can hold."""
-        portion = np.rint(np.float64((owed[rank, peer] * GRID).astype(start.dtype)) / GRID).astype(np.int64)
+        portion = np.rint(np.float64((deferred[rank, peer] * GRID).astype(start.dtype)) / GRID).astype(np.int64)
         inbox[peer].append(portion)
-        owed[rank, peer] -= portion
+        deferred[rank, peer] -= portion
 
     while due:
         now, rank = min(due)
@@ -95,15 +95,15 @@ def oracle(n, chosen, steps, scale=1.0, defer=False, optimizer="sgd(lr=0.1)"):
         update = np.rint(np.float64(np.float32(scale) * (stepped - params[rank])) / GRID).astype(np.int64)
         units[rank] += update
         peers = [peer for peer in range(n) if peer != rank]
-        owed[rank, peers] += update
+        deferred[rank, peers] += update
         taken[rank] += 1
         for peer in chosen(rank):
             pay(rank, peer)
         for peer in peers if defer and taken[rank] == steps else []:
-            while owed[rank, peer].any():
+            while deferred[rank, peer].any():
                 pay(rank, peer)
         if not defer:
-            owed[rank] = 0
+            deferred[rank] = 0
         absorb(rank)
         if taken[rank] < steps:
             due.append((now + next(durations[rank]), rank))
@@ -166,7 +166,7 @@ def test_each_step_sends_one_model_to_everyone_else(n):
     run = run_strategy("broadcast", n, 15)
     for totals in run.totals.values():
         assert totals.sent_bytes == totals.received_bytes == 15 * (n - 1) * 18 * 4
-        assert totals.messages_sent == totals.messages_received == 15 * (n - 1) + (n - 1)  # and farewells
+        assert totals.messages_sent == totals.messages_received == 15 * (n - 1) + (n - 1)  # and the leave messages
     assert set(run.deliveries().values()) <= {15}
     assert len(run.deliveries()) == n * (n - 1)
 

@@ -12,11 +12,11 @@ import pytest
 
 from flockstep.records.events import UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.access import CopyAccess
+from flockstep.strategies.access import CachedCopies
 from flockstep.strategies.server_updates.plain import Plain
 from flockstep.testing.strategies import COMPUTE, GradientSource, equal_bits, run_strategy, small_job
 
-APPLY, EXCHANGE = Plain.apply, CopyAccess.exchange
+APPLY, EXCHANGE = Plain.apply, CachedCopies.exchange
 
 STEPS = 15
 RATE = 0.1
@@ -323,7 +323,7 @@ def test_a_worker_adds_to_its_copy_what_the_server_will_add(reads, weight, monke
         if me.step == 1:
             seen.append((before, gradient.copy(), state.own[0][1].copy()))
 
-    monkeypatch.setattr(CopyAccess, "exchange", watched)
+    monkeypatch.setattr(CachedCopies, "exchange", watched)
     run, _ = tables(reads, 3, STRAGGLER, weight)
     assert len(seen) == 4
     rate = RATE / 4 if weight == "mean" else RATE

@@ -147,7 +147,7 @@ def drifts(run, delta):
             if others:
                 found.append(float(np.max(np.abs(message.payload - held[min(others)]))))
             reading[entry.to] = version
-        elif message.tag == "bye":
+        elif message.tag == "leave":
             reading.pop(message.source, None)
     return found
 

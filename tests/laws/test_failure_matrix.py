@@ -150,7 +150,7 @@ def test_a_gap_in_a_senders_numbers_is_noticed():
     mailbox = Mailbox()
     for source, number in ((0, 1), (1, 1), (0, 2), (1, 3), (1, 4)):
         mailbox.put(Message(source, "part", np.zeros(1), number=number))
-    mailbox.put(Message(0, "bye"))  # made by the driver: it has no number
+    mailbox.put(Message(0, "leave"))  # made by the driver: it has no number
     mailbox.require_all(0)
     mailbox.require_all(2)
     with pytest.raises(ProtocolError, match="message 2 from worker 1 was lost"):

@@ -97,7 +97,7 @@ class AnyOrder(Fused):
     async def announce(self, me: Worker, mean: FlatArray) -> None:
         mean[:] = await me.gradient()
         for tensor in me.random.permutation(len(me.tensors)):
-            me.send(0, "news/lead", None, TensorReady(int(tensor)))
+            me.send(0, "ready/lead", None, TensorReady(int(tensor)))
 
 
 def test_the_order_is_agreed_on_whatever_is_ready_first():

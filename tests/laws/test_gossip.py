@@ -175,8 +175,8 @@ def test_a_worker_sends_one_model_with_probability_p(p):
     assert abs(count - p * n * steps) <= 5 * np.sqrt(n * steps * p * (1 - p))
     assert sum(run.totals[rank].sent_bytes for rank in range(n)) == count * 18 * 4
     receivers = {(sent.message.source, sent.to) for sent in run.sent("model")}
-    farewells = len(receivers) + 2 * (n - 1)
-    assert sum(run.totals[rank].messages_sent for rank in range(n)) == count + farewells
+    leave_messages = len(receivers) + 2 * (n - 1)
+    assert sum(run.totals[rank].messages_sent for rank in range(n)) == count + leave_messages
     assert not any(source == to for source, to in receivers)
     assert len(receivers) == (n * (n - 1) if p else 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.messages import BYE, Address, Message
+from flockstep.messages import LEAVE, Address, Message
 from flockstep.records.events import StepEvent
 from flockstep.testing.strategies import Watched, run_strategy
 
@@ -31,8 +31,8 @@ class Releases(Watched):
 
     def send(self, to: Address, message: Message) -> None:
         super().send(to, message)
-        if message.tag == BYE and to < 0:
-            super().send(to, Message(message.source, BYE, note={"lost": 1}))
+        if message.tag == LEAVE and to < 0:
+            super().send(to, Message(message.source, LEAVE, note={"lost": 1}))
 
 
 @pytest.mark.parametrize(

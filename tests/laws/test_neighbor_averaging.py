@@ -173,8 +173,8 @@ def test_every_model_counts_once_and_none_is_late():
 @pytest.mark.parametrize(("topology", "degrees"), [("ring", [2] * 6), ("complete", [5] * 6), ("star", [5] + [1] * 5)])
 def test_a_step_sends_one_model_to_each_neighbor(topology, degrees):
     run = run_strategy(f"dpsgd({topology})", 6, 12)
-    farewells = 5
-    assert [run.totals[rank].messages_sent for rank in range(6)] == [12 * degree + farewells for degree in degrees]
+    leave_messages = 5
+    assert [run.totals[rank].messages_sent for rank in range(6)] == [12 * degree + leave_messages for degree in degrees]
     assert [run.totals[rank].sent_bytes for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
     assert [run.totals[rank].received_bytes for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
 

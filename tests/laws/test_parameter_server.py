@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.messages import BYE, server
+from flockstep.messages import LEAVE, server
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
@@ -132,7 +132,7 @@ def test_a_step_is_one_push_and_one_reply(consistency, shards, n):
     for rank in range(n):
         totals = run.totals[rank]
         assert (totals.sent_bytes, totals.received_bytes) == (STEPS * 18 * 4, STEPS * 18 * 4)
-        assert totals.messages_sent == STEPS * shards + shards  # a farewell to each
+        assert totals.messages_sent == STEPS * shards + shards  # a leave message to each
         assert totals.messages_received == STEPS * shards
     for i, size in enumerate(sizes):
         totals = run.totals[server(i)]
@@ -151,7 +151,7 @@ def test_every_push_is_answered_once_and_nothing_else_travels(consistency, shard
         for i in map(server, range(shards)):
             there = [m for _, to, m in sent if (m.source, to) == (rank, i)]
             back = [m for _, to, m in sent if (m.source, to) == (i, rank)]
-            assert [m.tag for m in there] == ["push"] * STEPS + [BYE]
+            assert [m.tag for m in there] == ["push"] * STEPS + [LEAVE]
             assert [m.reply_to for m in back] == [m.number for m in there[:STEPS]]
             assert [m.step for m in there[:STEPS]] == list(range(1, STEPS + 1))
             versions = [m.note.version for m in there[:STEPS]]

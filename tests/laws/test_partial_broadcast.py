@@ -67,7 +67,7 @@ def test_deferred_updates_all_arrive_in_the_end(n, share, seed, compute, network
     moved = [own_movement(run, peer) for peer in range(n)]
     for sender in range(n):
         assert len({moved[peer][sender].tobytes() for peer in range(n) if peer != sender}) == 1
-    assert not any(node.state.owed.any() or any(node.state.counts) for node in run.nodes.values())
+    assert not any(node.state.deferred.any() or any(node.state.counts) for node in run.nodes.values())
 
 
 def test_deferred_updates_without_a_movement_count_too():
@@ -98,7 +98,7 @@ def test_messages_are_the_share_of_all(rest, share):
     count, allowed = len(run.sent("update")), 5 * np.sqrt(all_of_them * share * (1 - share))
     assert share * all_of_them - allowed <= count <= share * all_of_them + allowed + flush
     workers = run.totals.values()
-    assert sum(totals.messages_sent for totals in workers) == count + n * (n - 1)  # and farewells
+    assert sum(totals.messages_sent for totals in workers) == count + n * (n - 1)  # and the leave messages
     assert (
         sum(totals.sent_bytes for totals in workers)
         == sum(totals.received_bytes for totals in workers)
@@ -118,7 +118,7 @@ class NoFlush(PartialBroadcast):
     """Negative control: leaves its debts unpaid."""
 
     async def finish(self, me):
-        me.state.owed[:] = 0
+        me.state.deferred[:] = 0
         me.state.counts[:] = [0] * me.workers
         await super().finish(me)
 
@@ -130,7 +130,7 @@ class PaysTwice(PartialBroadcast):
     async def worker(self, me):
         await super().worker(me)
         for peer in me.peers[:1]:
-            me.send(peer, "update", me.state.owed[peer].astype(me.params.dtype), StepCount())
+            me.send(peer, "update", me.state.deferred[peer].astype(me.params.dtype), StepCount())
 
 
 @pytest.mark.negative_control("strategy:partial")

@@ -103,7 +103,7 @@ def test_statement_1_outlives_restarts(strategy, optimizer):
 def test_deferred_debts_are_paid_before_a_run_ends():
     """So that what is saved owes nothing, whatever happens next."""
     run = run_strategy("partial(0.05)", 4, 5)
-    assert not any(saved.state.owed.any() for saved in run.simulation.save().values())
+    assert not any(saved.state.deferred.any() for saved in run.simulation.save().values())
 
 
 def test_mass_outlives_restarts():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError
-from flockstep.messages import BYE
+from flockstep.messages import LEAVE
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy, TaxonomyEntry
@@ -182,7 +182,7 @@ def test_nobody_waits_before_the_last_step():
 def test_everyone_absorbs_what_is_in_flight_at_the_end():
     run = run_strategy("tree_easgd(2, 1, 1, 1)", 7, 10, network="link(1000, 0.5)")
     assert len(run.of(UpdateEvent)) == len(run.sent("model")) == 10 * 12
-    assert isinstance(run.sent(BYE)[0], Sent)
+    assert isinstance(run.sent(LEAVE)[0], Sent)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from flockstep.planning.advice_text import Case, recommendation
 from flockstep.planning.criteria import DOUBT, NOISE, approximates, is_central, is_synchronous, lost, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.prospect import ALONE, prospect
+from flockstep.planning.step_prediction import ALONE, predict_step
 from flockstep.strategies.base import Strategy
 from support.matrix import few
 
@@ -138,20 +138,20 @@ def test_compression_is_compared_by_worth_and_never_names_what_is_ruled_out() ->
     found = plan(TASK, cluster("2gbit", "constant(0.1)"), strategies=("all_reduce", FED, "all_reduce(codec=half)"))
     for rate, starts in ((1.0, "Do not compress"), (2.0, "Compression would process 2.0 times as many samples")):
         plain = found.named("all_reduce").samples_per_second
-        prospects = tuple(
+        predictions = tuple(
             dataclasses.replace(
                 one, samples_per_second=plain * (rate if one.name == FED else 0.1 if approximates(one) else 1)
             )
-            for one in found.prospects
+            for one in found.predictions
         )
-        made = dataclasses.replace(found, prospects=prospects)
-        case = Case(made, prospects, {one.name: value(one, made, ()) for one in prospects}, ())
+        made = dataclasses.replace(found, predictions=predictions)
+        case = Case(made, predictions, {one.name: value(one, made, ()) for one in predictions}, ())
         worse = dataclasses.replace(case, worths={**case.worths, FED: 0.5 * case.worths["all_reduce"]})
         said = recommendation(worse, made.named("all_reduce"))
         assert said[1].startswith(starts)
         better = dataclasses.replace(case, worths={**case.worths, FED: 2 * case.worths["all_reduce"]})
         assert len(recommendation(better, made.named("all_reduce"))) == 1
-        allowed = tuple(one for one in prospects if not approximates(one))
+        allowed = tuple(one for one in predictions if not approximates(one))
         assert len(recommendation(dataclasses.replace(worse, left=allowed), made.named("all_reduce"))) == 1
 
 
@@ -234,7 +234,7 @@ def test_doubts_are_paid_for() -> None:
 
 def needed(text: str, bandwidth: str, task: JobProfile = TASK, workers: int = 8) -> float:
     site = Site(task, cluster(bandwidth, "constant(0.1)"))
-    return relative_samples(prospect(Strategy.parse(text), site, workers), site)
+    return relative_samples(predict_step(Strategy.parse(text), site, workers), site)
 
 
 def test_free_running_messages_are_late_without_bound_where_links_are_full() -> None:
@@ -275,7 +275,7 @@ def benchmark() -> ModuleType:
     return module
 
 
-RIVALS = (
+COMPARED = (
     "all_reduce",
     "ps(consistency=asynchronous)",
     "local_sgd(period=8)",
@@ -294,7 +294,7 @@ def advised(
     compute: str | None = None,
     bandwidth: str | None = None,
     requirements: bool = True,
-    strategies: tuple[str, ...] = RIVALS,
+    strategies: tuple[str, ...] = COMPARED,
 ) -> Advice:
     """What is advised in a case of the benchmark, perhaps with another law of compute times or other links."""
     case = next(one for one in benchmark().cases() if one.name == name)

@@ -8,8 +8,8 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.prospect import ALONE
 from flockstep.planning.search import Found
+from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.trials import Trial
 
 TARGET = 0.9
@@ -36,7 +36,7 @@ def tried(name: str, seconds: float | None) -> Found:
 
 
 def test_advice_from_some_of_the_trials_says_that_it_is_partial(outlook: Outlook) -> None:
-    names = [one.name for one in outlook.prospects]
+    names = [one.name for one in outlook.predictions]
     whole = advise(outlook, (), [tried(name, 3) for name in names], names)
     assert not any("partial" in said for said in whole.sentences)
     planned = advise(outlook).choice
@@ -55,7 +55,7 @@ def test_advice_from_some_of_the_trials_says_that_it_is_partial(outlook: Outlook
 
 
 def test_what_was_not_tried_is_never_preferred_silently(outlook: Outlook) -> None:
-    names = [one.name for one in outlook.prospects]
+    names = [one.name for one in outlook.predictions]
     first = advise(outlook).choice
     assert first is not None
     advice = advise(outlook, (), [tried(first.name, None)], names)

@@ -160,7 +160,7 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
     words = ["plan", "softmax", "-c", "edge", "-n", "4", "--require", "reproducible"]
     want = said([*words, "-s", "all_reduce", "-s", "local_sgd"], capsys)
     assert json.loads(json.dumps(made.document())) == want
-    assert {one.name for one in made.outlook.prospects} == {one["name"] for one in want["strategies"]}  # type: ignore[attr-defined]
+    assert {one.name for one in made.outlook.predictions} == {one["name"] for one in want["strategies"]}  # type: ignore[attr-defined]
     assert made.choice == want["advice"]["choice"]  # type: ignore[index]
     assert made.advice.sentences[0] in str(made)
     assert made.write("plan.html").read_text().startswith("<!DOCTYPE html>")

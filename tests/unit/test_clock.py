@@ -16,7 +16,7 @@ from flockstep.records.config import RunConfig
 from flockstep.transports.bus import Traffic
 
 
-class Told(Exception):
+class EvaluationOutcome(Exception):
     """The clock would start."""
 
 
@@ -35,10 +35,10 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         def begin(self) -> None:
             done.append("begin")
-            raise Told
+            raise EvaluationOutcome
 
         def fail(self, failure: Any) -> None:
-            assert failure.reason.startswith(("worker 0 raised Told", "server 0 raised Told"))
+            assert failure.reason.startswith(("worker 0 raised EvaluationOutcome", "server 0 raised EvaluationOutcome"))
 
         def close(self, linger: float) -> None:
             pass

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+
+import msgspec
 import pytest
+import typer
 
 from flockstep import errors, registry
+from flockstep.cli.app import app
+from flockstep.cli.listing import plural
 from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, RunError, UnknownName
-from flockstep.strategies.base import Strategy
+from flockstep.records.events import Event
+from flockstep.records.summary import Summary, WorkerTotals
+from flockstep.strategies.base import Strategy, Traits
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FlockstepError)]
 
@@ -69,6 +78,25 @@ def test_a_long_list_of_known_names_can_be_cut_to_the_kinds():
 def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
     assert str(UnknownName.among("noun", "rule", ["outer", "server_update"])).endswith("called 'server_update' now")
     assert "now" not in str(UnknownName.among("noun", "rule", ["ruler"]))
+
+
+def test_every_present_name_in_the_table_of_former_names_exists():
+    """A present name that is renamed again must be changed in the table too, or an error names what does not exist."""
+    components = [registry.load(noun, name) for noun in registry.nouns() for name in registry.names(noun)]
+    commands = typer.main.get_command(app).commands
+    options = {
+        option
+        for command in commands.values()
+        for one in (command, *getattr(command, "commands", {}).values())
+        for parameter in one.params
+        for option in parameter.opts
+    }
+    kinds = {name for noun in registry.nouns() for name in (noun, plural(noun))}
+    known = {name for one in components for name in dir(one)} | kinds | options | set(registry.names("strategy"))
+    structs = [Summary, WorkerTotals, *typing.get_args(Event)]
+    known |= {field.name for kind in structs for field in msgspec.structs.fields(kind)}
+    known |= {kind.__struct_config__.tag for kind in structs} | {field.name for field in dataclasses.fields(Traits)}
+    assert set(errors.RENAMED.values()) - known == set()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flockstep.launchers.evaluation import Tell, _Desk
+from flockstep.launchers.evaluation import SnapshotMessage, _Desk
 from flockstep.records.snapshots import LAST, Snapshot
 
 
@@ -31,7 +31,7 @@ def test_without_a_supervisor_only_the_result_is_settled(ended: bool, done: list
     tracker = Noted()
     desk = _Desk(tracker)  # type: ignore[arg-type]
     for tick in (1.0, 2.0, LAST, 3.0, None):
-        desk.told.put(Tell(item=Snapshot(tick, 0, "file", "float32", 1, 0, 0.0, 0, 0)))
+        desk.messages.put(SnapshotMessage(item=Snapshot(tick, 0, "file", "float32", 1, 0, 0.0, 0, 0)))
     desk.finish(ended)
     assert desk.errors == []
     assert tracker.done == done

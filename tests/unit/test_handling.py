@@ -12,8 +12,8 @@ from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.prospect import on_cluster
 from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.step_prediction import on_cluster
 from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.handling import Handled, Longer, Overheads

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Message, Note, Wanted, server
+from flockstep.messages import LEAVE, Message, Note, Wanted, server
 from flockstep.nodes import Cluster, Node
 from support.matrix import each
 
@@ -113,7 +113,7 @@ def test_no_requests_no_wait():
 
 def test_a_node_that_left_without_an_answer_is_reported():
     hand = Hand(asks([server(0), server(1)]))
-    hand.deliver(Message(server(1), BYE))
+    hand.deliver(Message(server(1), LEAVE))
     with pytest.raises(PeerLost, match="server 1 has left while worker 0 waited for a reply from server 1"):
         hand.answer(0)
 
@@ -121,7 +121,7 @@ def test_a_node_that_left_without_an_answer_is_reported():
 def test_a_reply_from_a_node_that_has_left_since_counts():
     hand = Hand(asks([server(0), server(1)]))
     hand.answer(1)
-    hand.deliver(Message(server(1), BYE))
+    hand.deliver(Message(server(1), LEAVE))
     hand.answer(0)
     assert told(hand.result) == [0, 1]
 

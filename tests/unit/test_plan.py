@@ -15,7 +15,7 @@ from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
-from flockstep.planning import prospect as prospects
+from flockstep.planning import step_prediction
 from flockstep.planning.advice import advise, slower, value
 from flockstep.planning.advice_text import quantity
 from flockstep.planning.check import Check, Figures, check_cells
@@ -35,17 +35,17 @@ from flockstep.planning.plan_text import (
     scaling_sentence,
     short,
 )
-from flockstep.planning.prospect import (
+from flockstep.planning.scaling import Crossover, Curve, best
+from flockstep.planning.step_prediction import (
     ALONE,
     Pace,
     Unpredictable,
     alone,
     faster,
     grown,
-    prospect,
+    predict_step,
     rehearsed,
 )
-from flockstep.planning.scaling import Crossover, Curve, best
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
@@ -67,7 +67,7 @@ def outlook() -> Outlook:
 def test_steps_of_known_shapes_are_what_their_links_say() -> None:
     """A ring of 4 takes 2 (n - 1) rounds of a quarter; a server's card passes n models in and n out."""
     site, busy = Site(TASK, cluster("100mbit")), 4 * TASK.elements / 12.5e6
-    ring, server = (prospect(Strategy.parse(text), site, 4) for text in ("all_reduce", "ps"))
+    ring, server = (predict_step(Strategy.parse(text), site, 4) for text in ("all_reduce", "ps"))
     assert ring.seconds == pytest.approx(0.01 + 6 * (5e-5 + busy / 4), rel=0.02)
     assert server.seconds == pytest.approx(0.01 + 2 * 5e-5 + 5 * busy, rel=0.02)
     assert (ring.sent_bytes, server.sent_bytes) == pytest.approx((1.5 * TASK.nbytes, TASK.nbytes), rel=1e-3)
@@ -77,7 +77,7 @@ def test_steps_of_known_shapes_are_what_their_links_say() -> None:
 def test_many_workers_are_what_all_of_them_would_take(text: str) -> None:
     """32 workers extrapolated, beside a rehearsal of all 32."""
     site, strategy = Site(TASK, cluster("100mbit", count=32)), Strategy.parse(text)
-    found = prospect(strategy, site, 32)
+    found = predict_step(strategy, site, 32)
     assert found.source == "extrapolation"
     played = rehearsed(strategy, site, 32, quick=True)
     assert found.seconds == pytest.approx(played.seconds_per_step, rel=0.05)
@@ -100,9 +100,9 @@ def test_uneven_links_are_rehearsed_with_few_workers() -> None:
 
 
 def test_ranked_by_what_samples_are_worth(outlook: Outlook) -> None:
-    worths = [outlook.worth(one) for one in outlook.prospects]
+    worths = [outlook.worth(one) for one in outlook.predictions]
     assert worths == sorted(worths, reverse=True)
-    assert {one.name for one in outlook.prospects} >= {ALONE, "all_reduce", "local_sgd(period=8)"}
+    assert {one.name for one in outlook.predictions} >= {ALONE, "all_reduce", "local_sgd(period=8)"}
     assert outlook.alone.seconds == pytest.approx(0.01, rel=0.02)
 
 
@@ -110,7 +110,7 @@ def test_a_pace_is_exact_where_it_was_taken() -> None:
     for law in ("constant(0.01)", "lognormal(0.01, sigma=0.4)", "slow_spells(constant(0.01), 0.05, 4, 5)"):
         site = Site(TASK, cluster("100mbit", law))
         for text in FEW:
-            found = prospect(Strategy.parse(text), site, 4)
+            found = predict_step(Strategy.parse(text), site, 4)
             here = Pace(Strategy.parse(text), site, found).at(site, 4)
             assert here.seconds == pytest.approx(found.seconds, rel=1e-6)
             assert here.samples_per_second == pytest.approx(found.samples_per_second, rel=1e-6)
@@ -119,7 +119,7 @@ def test_a_pace_is_exact_where_it_was_taken() -> None:
 def test_barriers_are_exposed_to_stragglers_and_asynchrony_is_not() -> None:
     site = Site(TASK, cluster("10gbit"))
     strategies = {text: Strategy.parse(text) for text in FEW}
-    exposure = {text: Pace(one, site, prospect(one, site, 4)).exposure for text, one in strategies.items()}
+    exposure = {text: Pace(one, site, predict_step(one, site, 4)).exposure for text, one in strategies.items()}
     assert exposure["all_reduce"] > 0.8
     assert exposure["ps(consistency=asynchronous)"] < 0.2
 
@@ -164,19 +164,19 @@ def test_crossovers_are_the_nearest_places_where_the_choice_is_overtaken(outlook
     advice = advise(outlook)
     assert advice.choice is not None
     assert {one.quantity for one in advice.crossovers} >= {"bandwidth", "parameters"}
-    rivals = [one for one in outlook.contenders if combines(one.found)]
+    others = [one for one in outlook.scalable if combines(one.found)]
     for one in advice.crossovers:
         assert advice.choice.name == (one.below if one.value > one.here else one.above)
         if one.quantity != "bandwidth":
             continue
         for factor, name in ((0.8, one.below), (1.25, one.above)):
             shape = faster(outlook.site.cluster, factor * one.value / one.here)
-            two = [rival for rival in rivals if rival.name in (one.below, one.above)]  # a third may be in between
+            two = [other for other in others if other.name in (one.below, one.above)]  # a third may be in between
             assert best(two, dataclasses.replace(outlook.site, cluster=shape), outlook.workers) == name
         steps = [one.here * (one.value / one.here) ** (part / 8) for part in range(8)]
         for bandwidth in steps:
             site = dataclasses.replace(outlook.site, cluster=faster(outlook.site.cluster, bandwidth / one.here))
-            assert best(rivals, site, outlook.workers) == advice.choice.name
+            assert best(others, site, outlook.workers) == advice.choice.name
 
 
 def test_crossovers_leave_out_what_needs_rule_out(outlook: Outlook) -> None:
@@ -190,14 +190,14 @@ def test_crossovers_leave_out_what_needs_rule_out(outlook: Outlook) -> None:
 def test_crossovers_are_by_the_value_that_advice_goes_by(outlook: Outlook) -> None:
     for requirements in ((), ("slow-links",)):
         slow = slower(requirements)
-        for one in outlook.contenders:
+        for one in outlook.scalable:
             there = one.worth(outlook.site, outlook.workers, slower=slow)
             assert there == pytest.approx(value(one.found, outlook, requirements), rel=0.03)
 
 
 def test_messages_that_nobody_waits_for_make_updates_late_and_not_steps_long() -> None:
     site = Site(TASK, cluster("1mbit"))
-    found = prospect(Strategy.parse("broadcast"), site, 4)
+    found = predict_step(Strategy.parse("broadcast"), site, 4)
     assert found.seconds == pytest.approx(0.01, rel=0.1)
     assert found.sent_bytes / 125_000 > 100 * found.seconds
     assert relative_samples(found, site) > 1000
@@ -206,11 +206,11 @@ def test_messages_that_nobody_waits_for_make_updates_late_and_not_steps_long() -
 def test_what_takes_much_longer_in_one_half_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     site, strategy = Site(TASK, cluster("1gbit")), Strategy.parse("all_reduce")
     known = rehearsed(strategy, site, 4)
-    assert prospect(strategy, site, 4).seconds == pytest.approx(known.seconds_per_step)
+    assert predict_step(strategy, site, 4).seconds == pytest.approx(known.seconds_per_step)
     wild = dataclasses.replace(known, settled=False, spread=3.0)
-    monkeypatch.setattr(prospects, "rehearsed", lambda *given, **more: wild)
+    monkeypatch.setattr(step_prediction, "rehearsed", lambda *given, **more: wild)
     with pytest.raises(Unpredictable, match="cannot be predicted: in one half of its rehearsal a step takes"):
-        prospect(strategy, site, 4)
+        predict_step(strategy, site, 4)
     found = plan(TASK, cluster("1gbit"), strategies=("all_reduce",), further=False)
     assert [name for name, why in found.refused if "cannot be predicted" in why] == ["all_reduce"]
 
@@ -218,7 +218,7 @@ def test_what_takes_much_longer_in_one_half_cannot_be_predicted(monkeypatch: pyt
 def test_a_sample_is_worth_less_the_staler_it_is() -> None:
     site = Site(TASK, cluster("10gbit", count=64))
     few, many, plain = (
-        relative_samples(prospect(Strategy.parse(text), site, n), site)
+        relative_samples(predict_step(Strategy.parse(text), site, n), site)
         for text, n in (("ps(consistency=asynchronous)", 4), ("ps(consistency=asynchronous)", 64), ("all_reduce", 4))
     )
     assert many > few > plain > 1

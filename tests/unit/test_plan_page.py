@@ -13,8 +13,8 @@ from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.page import CELLS, Map, best_map, plan_page, scaling_picture, scaling_table
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.prospect import Pace, prospect
 from flockstep.planning.scaling import WORKERS
+from flockstep.planning.step_prediction import Pace, predict_step
 from flockstep.report.page import Listing
 from flockstep.strategies.base import Strategy
 
@@ -84,10 +84,10 @@ def test_everything_drawn_is_explained_and_listed(outlook: Outlook) -> None:
 def test_alone_a_strategy_is_no_faster_than_one_worker(text: str) -> None:
     """Whoever takes more steps than the mean of all says does so only where somebody waits."""
     site = Site(TASK, CLUSTER)
-    known = Pace(Strategy.parse(text), site, prospect(Strategy.parse(text), site, 4))
+    known = Pace(Strategy.parse(text), site, predict_step(Strategy.parse(text), site, 4))
     single = TASK.batch / 0.01
     assert known.at(site, 4).samples_per_second == pytest.approx(
-        prospect(Strategy.parse(text), site, 4).samples_per_second
+        predict_step(Strategy.parse(text), site, 4).samples_per_second
     )  # fmt: skip
     if "backup" not in text:
         assert known.at(site, 1).samples_per_second <= single

@@ -16,8 +16,8 @@ from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import rehearsal
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.prospect import prospect
 from flockstep.planning.rehearsal import AGREE, Rehearsal, rehearse
+from flockstep.planning.step_prediction import predict_step
 from flockstep.planning.surrogate import Unrehearsed, longest_cycle, scaled, shrunk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
@@ -102,7 +102,7 @@ def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: in
 def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(text: str) -> None:
     """Two sites: steps are those of a run of 600, and bytes those of the model's own matrices."""
     strategy, site = Strategy.parse(text), Site(task(), load_cluster("two-sites"))
-    found = prospect(strategy, site, 4)
+    found = predict_step(strategy, site, 4)
     laws, its = (site.compute(4), site.cluster.network(4)), site.task
     long = rehearse(
         strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, surrogate_batches=its.surrogate_batches
@@ -113,26 +113,26 @@ def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(te
 
 def test_all_reduce_on_two_sites_is_no_power_sgd() -> None:
     site = Site(task(), load_cluster("two-sites"))
-    few, all_of_it = (prospect(Strategy.parse(text), site, 4).sent_bytes for text in ("powersgd", "all_reduce"))
+    few, all_of_it = (predict_step(Strategy.parse(text), site, 4).sent_bytes for text in ("powersgd", "all_reduce"))
     assert few < all_of_it / 3
 
 
 def test_a_step_that_nobody_waits_in_takes_as_long_as_its_gradient() -> None:
     """Nobody waits in gossip: messages pile up where the card is too slow, and the rehearsal is told as it is."""
     site = cluster("1mbit", "constant(0.001)")
-    found = prospect(Strategy.parse("gossip"), site, 4)
+    found = predict_step(Strategy.parse("gossip"), site, 4)
     assert found.seconds == pytest.approx(0.001, rel=0.1)
     assert found.sent_bytes / site.link[1] > 2 * found.seconds
 
 
 def test_a_server_s_card_counts_too() -> None:
-    found = prospect(Strategy.parse("factor_server"), cluster("1mbit", "constant(0.0001)", count=8), 8)
+    found = predict_step(Strategy.parse("factor_server"), cluster("1mbit", "constant(0.0001)", count=8), 8)
     assert found.seconds >= 0.5 * found.server_bytes / 125_000
 
 
 @pytest.mark.parametrize("text", ["ensemble", "tree_server", "gossip", "tree_easgd", "codistillation"])
 def test_gradients_that_take_no_time(text: str) -> None:
-    found = prospect(Strategy.parse(text), cluster("1gbit", "constant(0)"), 4)
+    found = predict_step(Strategy.parse(text), cluster("1gbit", "constant(0)"), 4)
     assert found.seconds >= task().elements / 1e9, "the optimizer's step takes time"
     assert found.samples_per_second == pytest.approx(4 * 16 / found.seconds)
 
@@ -154,7 +154,7 @@ def test_who_sends_nothing_however_long_it_is_looked_at_is_refused() -> None:
 
 
 def test_memory_counts_what_the_strategy_keeps() -> None:
-    plain, momentum = (prospect(Strategy.parse(text), cluster(), 4).memory for text in ("all_reduce", "eamsgd"))
+    plain, momentum = (predict_step(Strategy.parse(text), cluster(), 4).memory for text in ("all_reduce", "eamsgd"))
     assert plain == task().nbytes * (2 + task().slots)
     assert momentum == pytest.approx(plain + task().nbytes, rel=0.01)
 
@@ -181,13 +181,13 @@ def test_what_no_stand_in_can_say_is_refused() -> None:
         rehearse(Strategy.parse("powersgd"), 4, LARGE.nbytes, site.compute(4), site.cluster.network(4),
                  tensors=LARGE.tensors)  # fmt: skip
     with pytest.raises(ConfigurationError, match="only sizes are known"):
-        prospect(Strategy.parse("sufficient_factors"), site, 4)
+        predict_step(Strategy.parse("sufficient_factors"), site, 4)
 
 
 def test_a_matrix_with_a_short_side_is_no_vector() -> None:
     """Factors of 20,000 × 10 have rank (20,000 + 10) elements; a surrogate of 1,431 × 1 would send itself."""
     tall = JobProfile("tall", 200_010, ((20_000, 10), (10,)))
-    found = prospect(Strategy.parse("powersgd(rank=2)"), dataclasses.replace(cluster(), task=tall), 4)
+    found = predict_step(Strategy.parse("powersgd(rank=2)"), dataclasses.replace(cluster(), task=tall), 4)
     assert found.sent_bytes == pytest.approx(1.5 * 4 * (2 * 20_010 + 10), rel=0.02)
 
 

@@ -24,9 +24,9 @@ from flockstep.planning import search as searching
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.prospect import ALONE
 from flockstep.planning.search import Found, Search, SearchProgress, keenest
 from flockstep.planning.search_space import changed, knobs
+from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.trial_store import FILE, TrialStore, settings_of
 from flockstep.planning.trials import Trial, TrialContext, averaging, goal_of, trial
 from flockstep.records.config import RunConfig
@@ -343,8 +343,8 @@ def test_advice_follows_trials(outlook: Outlook) -> None:
     def reached(name: str, seconds: float) -> Found:
         return Found(name, (Trial(name, 4, 0.1, 0, TARGET, "target", seconds, seconds, 10, 100, TARGET, TARGET),))
 
-    for first in (one.name for one in outlook.prospects):
-        found = [reached(one.name, 1 if one.name == first else 9) for one in outlook.prospects]
+    for first in (one.name for one in outlook.predictions):
+        found = [reached(one.name, 1 if one.name == first else 9) for one in outlook.predictions]
         assert advise(outlook, (), found).choice.name == first
 
 

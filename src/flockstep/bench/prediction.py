@@ -28,8 +28,8 @@ from flockstep.planning.calibrate import Calibration, calibrate
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
 from flockstep.planning.job_profile import JobProfile, Site, task_of
-from flockstep.planning.prospect import Prospect, Unpredictable, prospect
 from flockstep.planning.rates import measure_rates
+from flockstep.planning.step_prediction import StepPrediction, Unpredictable, predict_step
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.report.progress import ProgressCallback, silent
@@ -253,9 +253,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def predict(cluster: ClusterShape, task: JobProfile, strategy: str, workers: int, steps: int) -> Prospect:
+def predict(cluster: ClusterShape, task: JobProfile, strategy: str, workers: int, steps: int) -> StepPrediction:
     """Predict a strategy as a plan does, with a rehearsal of `steps` steps where a rehearsal is needed."""
-    return prospect(Strategy.parse(strategy), Site(task, cluster), workers, steps=steps)
+    return predict_step(Strategy.parse(strategy), Site(task, cluster), workers, steps=steps)
 
 
 def steps_for(seconds: float) -> int:

@@ -30,7 +30,7 @@ class Taxonomy(Claim):
         for printed in table_1():
             known = system(printed.system)
             wrong, failed = differences(known.row(), printed), _failed(known)
-            ours = "; ".join([*_told(wrong), *([failed] if failed else [])]) or "as printed"
+            ours = "; ".join([*_differences(wrong), *([failed] if failed else [])]) or "as printed"
             row = ", ".join(str(getattr(printed, column)) for column in COLUMNS)
             rows.append(ClaimRow(printed.system, row, ours, not (wrong or failed)))
             say(f"{printed.system}: {ours}")
@@ -40,7 +40,7 @@ class Taxonomy(Claim):
         return Verdict(tuple(rows), reason if missing else "", {"rows derived": derived})
 
 
-def _told(wrong: dict[str, tuple[str, str]]) -> list[str]:
+def _differences(wrong: dict[str, tuple[str, str]]) -> list[str]:
     """Differences from the printed row: each column with its derived value, or that model parallelism is missing."""
     return [
         MISSING if column == "parallelism" and f"MP: {NOT_YET}" in here else f"{column}: {here}"

@@ -54,8 +54,10 @@ class SoftsyncRates(Claim):
             rows.append(ClaimRow(f"{n}-softsync, alpha", published, ranged(errors), least <= median(errors) <= most))
         for n, published in ((1, "3.3"), (15, "3.1"), (30, "2.5")):
             errors = self._errors(f"ps(softsync({n}), server_update=staleness_scaled(mean, known={n}))", say)
-            told = f"{published} in 40 epochs"
-            rows.append(ClaimRow(f"{n}-softsync, alpha / {n}", told, ranged(errors), median(errors) <= bound))
+            published_error = f"{published} in 40 epochs"
+            rows.append(
+                ClaimRow(f"{n}-softsync, alpha / {n}", published_error, ranged(errors), median(errors) <= bound)
+            )
         return Verdict(tuple(rows))
 
     def _errors(self, strategy: str, say: Say) -> list[float]:

@@ -41,9 +41,9 @@ class EasgdDownpour(Claim):
         pushed = {tau: self._errors(f"downpour({tau}, {tau})", say) for tau in PERIODS}
         middle = [median(errors) for errors in elastic.values()]
         spread, near = max(middle) - min(middle), min(median(elastic[1]), LEARNS) + 1
-        told = f"2.2 to 4.4 in 1500 steps, <= {LEARNS:g}"
+        published_error = f"2.2 to 4.4 in 1500 steps, <= {LEARNS:g}"
         rows = [
-            ClaimRow(f"EASGD, tau {tau}, error in %", told, ranged(errors), median(errors) <= LEARNS)
+            ClaimRow(f"EASGD, tau {tau}, error in %", published_error, ranged(errors), median(errors) <= LEARNS)
             for tau, errors in elastic.items()
         ]
         rows += [

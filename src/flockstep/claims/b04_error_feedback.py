@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, told, trained
+from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, trained, with_progress
 from flockstep.claims.spans import SAMPLES
 from flockstep.workloads.sampler import steps_for
 
@@ -107,6 +107,6 @@ class ErrorFeedback(Claim):
     ) -> Finals:
         seeds = self.seeds if seeds is None else min(seeds, self.seeds)
         more = f", batches of {batch}" * (batch != BATCH) + f", lr {lr}" * (lr != LR)
-        return told(
+        return with_progress(
             say, f"{codec}, feedback {feedback}{more}", trained(codec, feedback, seeds=seeds, batch=batch, lr=lr)
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, told, trained
+from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, trained, with_progress
 from flockstep.codecs.damped import Damped
 from flockstep.codecs.qsgd import Qsgd
 from flockstep.feedback.residual import Residual
@@ -51,7 +51,7 @@ class FeedbackNeedsContraction(Claim):
 
     def check(self, say: Say) -> Verdict:
         """Train with each number of levels in each way."""
-        dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
+        dense = with_progress(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
         rows, figures = (
             [ClaimRow("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(dense, 2), dense <= LEARNS)],
             {},
@@ -86,4 +86,6 @@ class FeedbackNeedsContraction(Claim):
         return ClaimRow(f"qsgd({levels}), raw feedback", "fine", seen, not raw.diverged and raw.median <= dense + 2)
 
     def _finals(self, codec: Qsgd, feedback: str | Residual, say: Say) -> Finals:
-        return told(say, f"{codec}, feedback {feedback}", trained(codec, feedback, seeds=self.seeds, batch=BATCH))
+        return with_progress(
+            say, f"{codec}, feedback {feedback}", trained(codec, feedback, seeds=self.seeds, batch=BATCH)
+        )

@@ -9,7 +9,7 @@ import numpy as np
 from flockstep.arrays.schema import slices
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.claims.digits_perceptron import digits_job
-from flockstep.messages import BYE, MASTER
+from flockstep.messages import LEAVE, MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import SimulatedRun, bowl_job, run_strategy
@@ -55,7 +55,7 @@ class InTurns(Strategy):
         total, count, here = np.zeros_like(me.params), 0, me.cluster.workers
         while here:
             message = await me.receive()
-            if message.tag == BYE:
+            if message.tag == LEAVE:
                 here -= 1
                 continue
             total += message.payload

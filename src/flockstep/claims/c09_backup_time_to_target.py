@@ -84,8 +84,8 @@ class BackupTimeToTarget(Claim):
             ClaimRow(f"{best.name} less asynchronous: accuracy in the end", "> 0", more, more > 0),
         )
         other = self._long(best, say, OTHER_LAW), self._long(late, say, OTHER_LAW)
-        contenders = [late, *added.values(), *spared.values()]
-        figures = {f"{one.name}: seconds to target": one.seconds for one in contenders}
+        variants = [late, *added.values(), *spared.values()]
+        figures = {f"{one.name}: seconds to target": one.seconds for one in variants}
         figures[f"{OTHER_LAW}, {best.name} over asynchronous: seconds to target"] = other[0][0] / other[1][0]
         figures[f"{OTHER_LAW}, {best.name} less asynchronous: accuracy"] = other[0][1] - other[1][1]
         reason = _reason(late, added, spared[interior], other[0][0] / other[1][0])

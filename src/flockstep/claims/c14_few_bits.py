@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.claims.compressed_digits import EPOCHS, LR, WORKERS, told, trained
+from flockstep.claims.compressed_digits import EPOCHS, LR, WORKERS, trained, with_progress
 from flockstep.claims.digits_perceptron import Perceptron
 from flockstep.codecs.one_bit import OneBit
 
@@ -39,14 +39,14 @@ class FewBits(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH))
+        dense = with_progress(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH))
         rows = [
             ClaimRow("dense, error in %", "", round(dense.median, 2), True),
             ClaimRow("dense, bits", 32, float(dense.bits[0]), float(dense.bits[0]) == 32),
         ]
         published = {"one_bit": "1.06", "terngrad": "2", "qsgd(levels=4, bucket=512)": "4"}
         for codec, feedback in (("one_bit", "residual"), ("terngrad", "none"), ("qsgd(levels=4, bucket=512)", "none")):
-            finals = told(say, codec, trained(codec, feedback, seeds=self.seeds, batch=BATCH))
+            finals = with_progress(say, codec, trained(codec, feedback, seeds=self.seeds, batch=BATCH))
             bits, formula = float(finals.bits.max()), expected_bits(codec)
             held = finals.median <= dense.median + 1.5
             rows += [

@@ -57,7 +57,7 @@ def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int
     return Finals(error, loss, bits)
 
 
-def told(say: Say, name: str, finals: Finals) -> Finals:
+def with_progress(say: Say, name: str, finals: Finals) -> Finals:
     """Report the errors as progress, and return `finals`."""
     say(f"{name}: " + " ".join(f"{error:.1f}" for error in finals.error))
     return finals

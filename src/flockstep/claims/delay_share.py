@@ -16,8 +16,8 @@ import numpy.typing as npt
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.job_profile import JobProfile, Site
-from flockstep.planning.prospect import Pace
 from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.step_prediction import Pace
 from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.law import late_of, mean_of

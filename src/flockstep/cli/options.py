@@ -230,7 +230,7 @@ def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunCo
     """The configuration with the links and times of a cluster, recorded so that the run can be repeated."""
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.frameworks.job import import_components
-    from flockstep.planning.prospect import on_cluster as modeled
+    from flockstep.planning.step_prediction import on_cluster as modeled
 
     import_components(config.imports)
     for name, value in given(context, ("network", "compute")):

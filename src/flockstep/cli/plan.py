@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flockstep.planning.advice import Advice
     from flockstep.planning.check import Check
     from flockstep.planning.plan import Outlook
-    from flockstep.planning.prospect import Prospect
+    from flockstep.planning.step_prediction import StepPrediction
     from flockstep.report.page import Listing
     from flockstep.report.terminal import TextTable
 
@@ -304,7 +304,7 @@ def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
     )
 
 
-def _foremost(ranked: Sequence[Prospect], out: set[str], *always: Prospect | None) -> list[Prospect]:
+def _foremost(ranked: Sequence[StepPrediction], out: set[str], *always: StepPrediction | None) -> list[StepPrediction]:
     """The strategies that a plan shows first: the best that meet the needs, and those in `always`."""
     best = [one for one in ranked if one.name not in out][:FOREMOST]
     return [one for one in ranked if any(one is other for other in (*best, *always))]

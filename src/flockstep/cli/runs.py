@@ -32,13 +32,13 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary
 
 def run_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
     """Train or simulate, and print the outcome."""
-    with _record_told(folder):
+    with _names_record(folder):
         summary = run(config, folder, f"{config.job}, {config.strategy}", overwrite)
     conclude(summary, folder, as_json, must_reach)
 
 
 @contextlib.contextmanager
-def _record_told(folder: Path) -> Iterator[None]:
+def _names_record(folder: Path) -> Iterator[None]:
     """Name the folder of the record on standard error if the run fails, or is interrupted, after it has begun."""
     before = _begun(folder)
     try:
@@ -68,7 +68,7 @@ def launch_one(
     """Run a user's script, and show the output of the selected ranks."""
     from flockstep.launchers.script import Output, launch
 
-    with _record_told(folder):
+    with _names_record(folder):
         summary = launch(script, arguments, config, folder, Output(ranks, prefix), overwrite)
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())

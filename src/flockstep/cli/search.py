@@ -81,8 +81,8 @@ def _begun(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: 
     context = TrialContext(outlook.site)
     target = goal_of(context.job(asked.seed), asked.target)
     whole = all_requirements(outlook, requirements)
-    excluded = () if named else (one.name for one in outlook.prospects if unfit(one, outlook, whole))
-    top = asked.top if asked.top is not None else len(outlook.prospects) if named else TOP
+    excluded = () if named else (one.name for one in outlook.predictions if unfit(one, outlook, whole))
+    top = asked.top if asked.top is not None else len(outlook.predictions) if named else TOP
     kept = TrialStore(settings_of(context, outlook.workers, target, asked.seed, asked.split), asked.keep)
     return Search(
         outlook,

@@ -103,7 +103,7 @@ def _progress(unit: str = "") -> Progress:
     from rich.text import Text
 
     class TimeLeft(ProgressColumn):
-        """Time until the end, once it can be told."""
+        """Time until the end, once it can be estimated."""
 
         def render(self, task: Task) -> Text:
             seconds = None if task.total is None else task.time_remaining

@@ -16,7 +16,7 @@ from flockstep.communicator.rank import Rank
 from flockstep.drivers.messenger import RETRY, Messenger, Receive
 from flockstep.drivers.runner import Runner
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, TimedOut
-from flockstep.messages import BYE, HEADER_BYTES, Address, Message, frozen
+from flockstep.messages import HEADER_BYTES, LEAVE, Address, Message, frozen
 from flockstep.programs import completed
 from flockstep.transports.bus import Bus, Traffic
 
@@ -158,7 +158,7 @@ class ProgressEngine(Messenger):
         """End the thread; calls in progress and later calls are refused."""
 
         def last() -> None:
-            self.node.send_all(self.node.others, BYE)
+            self.node.send_all(self.node.others, LEAVE)
             self._end(closed())
 
         self.ask(last)

@@ -24,37 +24,37 @@ def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
         data["job"] = shape.job
     data["nodes"] = {group.name: _group(group) for group in shape.groups}
     rates = dataclasses.asdict(shape.rates)
-    told = {name: {key: _scaled(one, "/s") for key, one in table.items()} for name, table in rates.items() if table}
-    if told:
-        data["rates"] = told
+    written = {name: {key: _scaled(one, "/s") for key, one in table.items()} for name, table in rates.items() if table}
+    if written:
+        data["rates"] = written
     head = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
     links = "".join(f"\n[[links]]\n{tomli_w.dumps(_wire(wire))}" for wire in shape.wires)
     return head + ("\n" if head else "") + tomli_w.dumps(data) + links
 
 
 def _group(group: MachineGroup) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     for field in dataclasses.fields(MachineGroup):
         value = getattr(group, field.name)
         if field.name != "name" and value != field.default:
-            told[field.name] = value
-    if "memory" in told:
-        told["memory"] = f"{group.memory / 1e9:.12g}GB" if group.memory else ""
-    if "failures" in told:
-        told["failures"] = f"{group.failures * DAY:.12g}/day"
-    if "restart" in told:
-        told["restart"] = f"{group.restart:.12g}s"
-    return told
+            written[field.name] = value
+    if "memory" in written:
+        written["memory"] = f"{group.memory / 1e9:.12g}GB" if group.memory else ""
+    if "failures" in written:
+        written["failures"] = f"{group.failures * DAY:.12g}/day"
+    if "restart" in written:
+        written["restart"] = f"{group.restart:.12g}s"
+    return written
 
 
 def _wire(wire: ClusterLink) -> dict[str, Any]:
     groups = list(wire.groups) if len(wire.groups) > 1 else wire.groups[0]
-    told: dict[str, Any] = {wire.reach: groups, "bandwidth": _scaled(wire.bandwidth * 8, "bit")}
+    written: dict[str, Any] = {wire.reach: groups, "bandwidth": _scaled(wire.bandwidth * 8, "bit")}
     if wire.latency:
-        told["latency"] = f"{wire.latency * 1e6:.12g}us"
+        written["latency"] = f"{wire.latency * 1e6:.12g}us"
     if wire.fair:
-        told["fair"] = True
-    return told
+        written["fair"] = True
+    return written
 
 
 def _scaled(value: float, unit: str) -> str:

@@ -20,15 +20,15 @@ class ShardedBatches(Generic[B]):
         self._workers = workers
         self.epoch = 0
         """Number of the next epoch, on which the order of shuffled batches depends."""
-        self._told = False
+        self._warned = False
 
     def __iter__(self) -> Iterator[B]:
         batches = _drawn_alike(self._batches, self.epoch)
         self.epoch += 1
         while len(turn := list(itertools.islice(batches, self._workers))) == self._workers:
             yield turn[self._rank]
-        if turn and not self._told and self._rank == 0:
-            self._told = True
+        if turn and not self._warned and self._rank == 0:
+            self._warned = True
             warnings.warn(
                 f"flockstep.shard leaves out {len(turn)} of the last batches of an epoch, which are fewer than the "
                 f"{self._workers} workers, so that all workers take equally many steps; yield a multiple of "

@@ -22,8 +22,16 @@ from flockstep.drivers.membership import Membership, membership_here, set_member
 from flockstep.drivers.node_creation import make_server, make_worker
 from flockstep.drivers.node_metrics import NodeMetrics, fingerprint
 from flockstep.drivers.node_spec import claim_spec
+from flockstep.drivers.program_restart import (
+    ScriptRequests,
+    common,
+    end_tasks,
+    meet,
+    notes_of,
+    remembered,
+    restart_programs,
+)
 from flockstep.drivers.real import NodeConnection
-from flockstep.drivers.renewal import Reception, common, end_tasks, meet, notes_of, remembered, renewed
 from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.settings import tell_servers
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
@@ -227,7 +235,7 @@ class Loop:
             self._connection.reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
-    def renew(self, optimizer: OptimizerState | None) -> None:
+    def restart(self, optimizer: OptimizerState | None) -> None:
         """Restart on every worker and server from the parameters of rank 0; every worker must call this.
 
         The servers' optimizers keep their state, or take `optimizer` if rank 0 passes it.
@@ -242,7 +250,7 @@ class Loop:
             end_tasks(worker)
             self._params[:] = new
             before = worker.before + most
-            self._run("servers", lambda me: renewed(me, self.held, optimizer, before))
+            self._run("servers", lambda me: restart_programs(me, self.held, optimizer, before))
             worker.state = self.strategy.worker_state(worker)
             self._begin()
             if self.watch is not None:
@@ -334,7 +342,7 @@ class Loop:
         for index in range(cluster.servers):
             node = make_server(strategy, cluster, index, self._params, schema, 0, optimizer)
             runner = here.runners[node.address] = Runner(node, here, NodeMetrics(node.address, None), time.monotonic)
-            runner.reception = Reception(node, strategy)
+            runner.script_requests = ScriptRequests(node, strategy)
             self._servers[node.address] = node
         for node in self._servers.values():
             here.runners[node.address].serve(strategy, node)

@@ -14,8 +14,8 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, NodeSpec, failure_of, send_to_control
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
+from flockstep.drivers.program_restart import notes_of
 from flockstep.drivers.real import NodeConnection
-from flockstep.drivers.renewal import notes_of
 from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
 from flockstep.expression import to_data, to_text

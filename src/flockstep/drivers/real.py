@@ -11,12 +11,12 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import PAUSE, Member
 from flockstep.drivers.messenger import Messenger
-from flockstep.drivers.renewal import Reception
+from flockstep.drivers.program_restart import ScriptRequests
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import FlockstepError, PeerLost
-from flockstep.messages import BYE, Address, Message, Wanted, node_name
+from flockstep.messages import LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
 from flockstep.records.events import LostEvent
@@ -51,7 +51,7 @@ class NodeConnection(Messenger):
             self._meet(node)
         elif isinstance(node, Server):
             self.runner.progress = Progress(node.cluster, every) if every else None
-            self.runner.reception = Reception(node, strategy)
+            self.runner.script_requests = ScriptRequests(node, strategy)
 
     def home(self, gradients: FlatArray) -> FlatArray:
         """Array for a worker's gradients: in shared memory if sums over all workers can be computed there, else
@@ -217,7 +217,7 @@ class NodeConnection(Messenger):
         """Deliver a message, or follow an instruction of the supervisor."""
         super().take(message)
         if message.source != LAUNCHER:
-            if message.tag == BYE:
+            if message.tag == LEAVE:
                 self._release(message.source)
         elif message.tag == "left" and (address := int(message.note["address"])) not in self._left:
             self._left[address] = int(message.note["step"])
@@ -234,7 +234,7 @@ class NodeConnection(Messenger):
         has arrived.
         """
         if self._survives and self.node.address < 0 and address in self._left and address in self.node.departed:
-            self.node.deliver(Message(address, BYE, note={"lost": 1}))
+            self.node.deliver(Message(address, LEAVE, note={"lost": 1}))
             self.runner.wake()
 
     def _require_others(self) -> None:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from flockstep.arrays.namespace import copied, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.node_metrics import NodeMetrics
-from flockstep.drivers.renewal import CHANNEL, Reception, Renewed
+from flockstep.drivers.program_restart import CHANNEL, ProgramRestart, ScriptRequests
 from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, PeerLost, RunError
-from flockstep.messages import ANYTHING, BYE, Address, Message, Wanted, node_name
+from flockstep.messages import ANYTHING, LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import Effect, NeedGradient, Program
 from flockstep.strategies.base import Strategy
@@ -94,7 +94,7 @@ class Runner:
     """Called at every step of a worker, with its loss."""
     ended: Callable[[], None] | None = None
     """Called when the program has ended."""
-    reception: Reception | None = None
+    script_requests: ScriptRequests | None = None
     """Answers requests to a script's server besides its program."""
     history: History | None = None
     """What is needed to restart the program; None if nothing is kept."""
@@ -229,7 +229,7 @@ class Runner:
         if type(effect) is NeedGradient:
             if self.partly or self.every or self.source is not None:
                 self._need(effect)
-        elif self.progress is not None or self.reception is not None:
+        elif self.progress is not None or self.script_requests is not None:
             self._idle()
 
     def give(self, gradient: FlatArray, loss: float | None = None, begin: int = 0) -> None:
@@ -284,7 +284,11 @@ class Runner:
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("message", message, sent_at))
         if isinstance(node, Server):
-            if self.reception is not None and message.tag.endswith(CHANNEL) and self.reception.hears(message):
+            if (
+                self.script_requests is not None
+                and message.tag.endswith(CHANNEL)
+                and self.script_requests.hears(message)
+            ):
                 self._attend()
                 return
             if message.array is not None:
@@ -299,15 +303,15 @@ class Runner:
             and (waiting.reply_to or 0) == message.reply_to
             and (waiting.tag is None or waiting.tag == message.tag)
             and (waiting.source is None or waiting.source == message.source)
-            and message.tag != BYE
+            and message.tag != LEAVE
             and not node.tasks
-            and (self.reception is None or not self.reception.stopped)
+            and (self.script_requests is None or not self.script_requests.stopped)
         ):
             node.mailbox.hear(message)
             self.go_on(message, sent_at)
         else:
             node.deliver(message)
-            if type(self.waiting) is Wanted or self.reception is not None:
+            if type(self.waiting) is Wanted or self.script_requests is not None:
                 self.wake(sent_at)
 
     def lose(self, address: Address) -> None:
@@ -320,7 +324,7 @@ class Runner:
     def wake(self, sent_at: float | None = None) -> None:
         """Resume the program if the awaited message has arrived, or can no longer arrive."""
         waiting = self.waiting
-        if type(waiting) is Wanted and (self.reception is None or not self.reception.stopped):
+        if type(waiting) is Wanted and (self.script_requests is None or not self.script_requests.stopped):
             found: Message | PeerLost | None = self.node.mailbox.take(waiting)
             if found is None and waiting.source in self.node.departed:
                 found = self.node.missed(waiting)
@@ -365,8 +369,8 @@ class Runner:
             self.resume(None)
             return
         self.done = True
-        if self.reception is not None:
-            self.reception.end()
+        if self.script_requests is not None:
+            self.script_requests.end()
         if self.ended is not None:
             self.ended()
 
@@ -397,17 +401,17 @@ class Runner:
         if self.progress is not None and self.send_snapshot is not None and self.recorded:
             for tick in self.progress.due():
                 self.send_snapshot(tick)
-        if self.reception is not None and self.reception.asked:
+        if self.script_requests is not None and self.script_requests.asked:
             self._attend()
 
     def _attend(self) -> None:
-        if self.reception is None or self.waiting is None or not self.reception.asked:
+        if self.script_requests is None or self.waiting is None or not self.script_requests.asked:
             return
         try:
-            self.reception.attend(idle=self.waiting == ANYTHING)
-        except Renewed:
+            self.script_requests.attend(idle=self.waiting == ANYTHING)
+        except ProgramRestart:
             self.close()
-            self.reception.renew()
+            self.script_requests.restart()
             self.begin(self._again())
 
     def _lap(self, kind: str) -> None:

@@ -121,7 +121,7 @@ class Clipping:
         self.flat = flat
         self.strategy = strategy
         self._alone = alone
-        self._told = False
+        self._warned = False
         self._asked: list[Clip] = []
         self._due: list[Clip] = []
         self.live.add(self)
@@ -148,7 +148,7 @@ class Clipping:
         if self._alone:
             clip.measure()
             clip.check()
-        elif not self._told:
+        elif not self._warned:
             clip.norm.read_early = self._tell
         self._asked.append(clip)
         return clip.norm
@@ -159,9 +159,9 @@ class Clipping:
 
     def _tell(self) -> None:
         """Warn once that the script has read a norm that is not known yet."""
-        if self._told:
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         if self.strategy.traits.server_optimizer:
             how = f"stays NaN on workers, for the server of {self.strategy} clips; remove the code that reads it"
         else:

@@ -278,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._guard.check_structure()
         self._backward.require_whole()
         self.flat.adopt()
-        self._memory.renew()
+        self._memory.restart()
         self._guard.unsent = False
         self._backward.begin()
         self._take_first_buffers()

@@ -9,7 +9,7 @@ import torch
 from flockstep.arrays.namespace import to_host
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.drivers.renewal import told
+from flockstep.drivers.program_restart import common_steps
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_state import flat_state, packed, set_state, unpacked
@@ -38,9 +38,9 @@ class WorkerMemory:
             self._loop.exchange("memory", self.agree)
         self._loaded = False
 
-    def renew(self) -> None:
+    def restart(self) -> None:
         """Restart the strategy on every rank from rank 0's parameters and optimizer state."""
-        self._loop.renew(None)
+        self._loop.restart(None)
         self.begin()
 
     def loaded(self) -> bool:
@@ -110,14 +110,14 @@ class ServerMemory:
         if not self._remembers:
             return
         state = self._own()
-        if self._loop.exchange("memory", lambda me: told(me, 0 if state is None else state.steps)):
+        if self._loop.exchange("memory", lambda me: common_steps(me, 0 if state is None else state.steps)):
             self._require_servers()
             self._asked = True
-            self._loop.renew(state)
+            self._loop.restart(state)
 
-    def renew(self) -> None:
+    def restart(self) -> None:
         """Restart; the servers' optimizers keep their state, or take the state that rank 0 has loaded."""
-        self._loop.renew(self._own() if self._unsent else None)
+        self._loop.restart(self._own() if self._unsent else None)
         self._unsent = False
 
     def loaded(self) -> bool:

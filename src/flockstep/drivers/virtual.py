@@ -237,7 +237,7 @@ class Simulation:
     def _state(self, runner: Runner) -> bytes:
         """State from which the node's program can restart, as bytes."""
         node = runner.node
-        gone = node.lost, node.departed, node.farewells
+        gone = node.lost, node.departed, node.reported_departures
         view = node.view.epoch, node.view.ranks
         facts = replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone, view=view)
         return to_bytes(replace(facts, tasks=node.started, taken=node.taken))
@@ -298,7 +298,7 @@ class Simulation:
             self._gradients.restart(node.address, saved.batches)
         if saved.mailbox is not None:
             node.mailbox, node.sent = saved.mailbox, saved.sent.copy()
-            node.lost, node.departed, node.farewells = saved.gone
+            node.lost, node.departed, node.reported_departures = saved.gone
             if saved.view is not None:
                 node.view = View(*saved.view)
             for messages in saved.taken.values():

@@ -115,7 +115,7 @@ def predicted(
     task = task_of(str(what), batch)
     limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
     found = predict(task, shape, workers, strategies=strategies, length=length, say=say)
-    if strategies and len(found.prospects) == 1:
+    if strategies and len(found.predictions) == 1:
         why = "; ".join(f"{name}: {reason}" for name, reason in found.refused)
         raise ConfigurationError(f"no strategy of --strategy can be planned on {shape.name}: {why}")
     return found

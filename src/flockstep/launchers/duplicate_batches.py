@@ -17,7 +17,7 @@ class GradientFingerprints:
     """Fingerprints of the first gradients of all workers of a launched script, by step."""
 
     workers: int
-    told: bool = False
+    reported: bool = False
     told_of_rates: bool = False
     shown: dict[int, dict[Address, str]] = field(default_factory=dict)
     rates: dict[int, dict[Address, float]] = field(default_factory=dict)
@@ -35,10 +35,10 @@ class GradientFingerprints:
         if len(gradients) < self.workers:
             return
         self._compare(rates, step)
-        if self.told:
+        if self.reported:
             return
         alike = alike_among(gradients)
-        self.told = bool(alike)
+        self.reported = bool(alike)
         for ranks in alike:
             on_stderr(warning(ranks, step))
 

@@ -55,7 +55,7 @@ class SnapshotHandler:
         """Send what could not be sent before, without waiting."""
 
 
-class Tell(msgspec.Struct, omit_defaults=True):
+class SnapshotMessage(msgspec.Struct, omit_defaults=True):
     """Message to the evaluating process: a snapshot is stored, a node is lost, or the run has ended."""
 
     item: Snapshot | None = None
@@ -63,7 +63,7 @@ class Tell(msgspec.Struct, omit_defaults=True):
     ended: bool = False
 
 
-class Told(msgspec.Struct):
+class EvaluationOutcome(msgspec.Struct):
     """Answer of the evaluating process at its end: the error of the evaluation, if there was one."""
 
     kind: str = ""
@@ -98,11 +98,11 @@ class Evaluator(SnapshotHandler):
                 item.remove()
                 return
             self._waiting.append(item)
-        self._tell(Tell(item=item))
+        self._tell(SnapshotMessage(item=item))
 
     def lose(self, address: Address) -> None:
         """Tell the evaluating process not to wait for this node."""
-        self._tell(Tell(lost=address))
+        self._tell(SnapshotMessage(lost=address))
 
     def go_on(self) -> None:
         """Send what the evaluating process has not accepted yet."""
@@ -114,7 +114,7 @@ class Evaluator(SnapshotHandler):
         """Tell the evaluating process that the run has ended, wait for it, and return the error of the evaluation."""
         if self._child is None:
             return None
-        self._tell(Tell(ended=True))
+        self._tell(SnapshotMessage(ended=True))
         self._feed.setblocking(True)
         said = b""
         try:
@@ -132,11 +132,11 @@ class Evaluator(SnapshotHandler):
         if not said:
             how = how_it_ended(self._child.exit_code() or 0)
             return RunError(f"the process that evaluates {how}; the evaluations in the record are incomplete")
-        told = msgspec.json.decode(said, type=Told)
-        return of_kind(told.kind, told.reason, f"In the evaluation:\n{told.trace}") if told.kind else None
+        outcome = msgspec.json.decode(said, type=EvaluationOutcome)
+        return of_kind(outcome.kind, outcome.reason, f"In the evaluation:\n{outcome.trace}") if outcome.kind else None
 
-    def _tell(self, words: Tell) -> None:
-        self._unsent += msgspec.json.encode(words) + b"\n"
+    def _tell(self, message: SnapshotMessage) -> None:
+        self._unsent += msgspec.json.encode(message) + b"\n"
         self.go_on()
 
     def _full(self) -> bool:
@@ -150,19 +150,19 @@ def evaluate(folder: str, threads: int, feed: socket.socket) -> None:
     dies.
     """
     limit_process(threads)
-    told = Told()
+    outcome = EvaluationOutcome()
     try:
         _evaluate(RunFolder(folder), feed)
     except FlockstepError as error:
-        told = _said(error, error)
+        outcome = _said(error, error)
     except Exception as error:  # noqa: BLE001 - of the job's loss or metric
-        told = _said(RunError(f"the evaluation raised {in_short(error)}"), error)
+        outcome = _said(RunError(f"the evaluation raised {in_short(error)}"), error)
     with contextlib.suppress(OSError):
-        feed.sendall(msgspec.json.encode(told))
+        feed.sendall(msgspec.json.encode(outcome))
 
 
-def _said(error: FlockstepError, cause: Exception) -> Told:
-    return Told(type(error).__name__, str(error), "".join(traceback.format_exception(cause)))
+def _said(error: FlockstepError, cause: Exception) -> EvaluationOutcome:
+    return EvaluationOutcome(type(error).__name__, str(error), "".join(traceback.format_exception(cause)))
 
 
 def _evaluate(record: RunFolder, feed: socket.socket) -> None:
@@ -192,7 +192,7 @@ class _Desk:
 
     tracker: SnapshotTracker
     errors: list[Exception] = field(default_factory=list)
-    told: queue.SimpleQueue[Tell | None] = field(default_factory=queue.SimpleQueue)
+    messages: queue.SimpleQueue[SnapshotMessage | None] = field(default_factory=queue.SimpleQueue)
     over: bool = False
     newest_only: bool = False
 
@@ -203,14 +203,14 @@ class _Desk:
         """
         try:
             for line in feed.makefile("rb"):
-                words = msgspec.json.decode(line, type=Tell)
-                if words.ended:
+                message = msgspec.json.decode(line, type=SnapshotMessage)
+                if message.ended:
                     return True
-                self.told.put(words)
+                self.messages.put(message)
             return False
         finally:
             self.over = True
-            self.told.put(None)
+            self.messages.put(None)
 
     def work(self, nice: int) -> None:
         """Handle the messages in the queue.
@@ -220,13 +220,13 @@ class _Desk:
         if nice and hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-        while not (nice and self.over) and (words := self.told.get()) is not None:
-            self.attempt(partial(self._act, words))
+        while not (nice and self.over) and (message := self.messages.get()) is not None:
+            self.attempt(partial(self._act, message))
 
     def finish(self, ended: bool) -> None:
         """Choose the result. If the supervisor died (`ended` is false), only the newest snapshots are evaluated."""
         self.newest_only = not ended
-        self.told.put(None)  # the thread may have taken the first
+        self.messages.put(None)  # the thread may have taken the first
         self.work(0)  # the workers have ended
         self.attempt(self.tracker.end)
         if ended:
@@ -240,8 +240,8 @@ class _Desk:
         except Exception as error:  # noqa: BLE001 - of the job's loss or metric
             self.errors.append(error)
 
-    def _act(self, words: Tell) -> None:
-        if words.item is not None and not (self.newest_only and words.item.tick not in (None, LAST)):
-            self.tracker.add_snapshot(words.item)
-        if words.lost is not None:
-            self.tracker.lose(words.lost)
+    def _act(self, message: SnapshotMessage) -> None:
+        if message.item is not None and not (self.newest_only and message.item.tick not in (None, LAST)):
+            self.tracker.add_snapshot(message.item)
+        if message.lost is not None:
+            self.tracker.lose(message.lost)

@@ -13,8 +13,8 @@ from flockstep.planning import advice_text as say
 from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous
 from flockstep.planning.plan import KEEN, Outlook, combines
 from flockstep.planning.plan_text import short
-from flockstep.planning.prospect import ALONE, Prospect
 from flockstep.planning.scaling import Crossover, crossovers, waiting
+from flockstep.planning.step_prediction import ALONE, StepPrediction
 from flockstep.planning.worker_losses import unfit_to_lose_workers
 from flockstep.report import formatting
 
@@ -46,9 +46,9 @@ SLOWER = 4.0
 class Advice:
     """A recommendation as sentences, with its reasons."""
 
-    choice: Prospect | None
+    choice: StepPrediction | None
     """The recommended strategy; None if no strategy meets the requirements."""
-    runner_up: Prospect | None
+    runner_up: StepPrediction | None
     sentences: tuple[str, ...]
     """Sentences that say what to do."""
     reasons: tuple[str, ...]
@@ -63,9 +63,9 @@ class Advice:
     untried: tuple[str, ...] = ()
     """Strategies that were to be tried, but of which no trial finished."""
 
-    def ranked(self, outlook: Outlook) -> list[Prospect]:
+    def ranked(self, outlook: Outlook) -> list[StepPrediction]:
         """The plan's strategies, sorted by their worth, the highest first."""
-        return sorted(outlook.prospects, key=lambda one: -self.worths[one.name])
+        return sorted(outlook.predictions, key=lambda one: -self.worths[one.name])
 
     def document(self) -> dict[str, Any]:
         """The advice as plain data, for JSON."""
@@ -95,9 +95,9 @@ def advise(
     """
     requirements = asked(outlook, requirements)
     refused = {one.strategy: f"cannot be tried: {one.refused}" for one in found if one.refused and not one.trials}
-    left, excluded = list[Prospect](), list[tuple[str, str]]()
+    left, excluded = list[StepPrediction](), list[tuple[str, str]]()
     tried = {one.strategy: one for one in found if one.trials}
-    for one in outlook.prospects:
+    for one in outlook.predictions:
         why = unfit(one, outlook, requirements) or refused.get(one.name)
         if why is None and not counted(one) and one.name not in tried:
             why = UNCOUNTED
@@ -106,10 +106,10 @@ def advise(
         else:
             excluded.append((one.name, why))
     single = outlook.alone.samples_per_second
-    worths = {one.name: value(one, outlook, requirements) / single for one in outlook.prospects}
+    worths = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions}
     if not left:
-        told = say.nothing(outlook, excluded)
-        return Advice(None, None, told, (), (), tuple(excluded), requirements, worths)
+        sentences = say.nothing(outlook, excluded)
+        return Advice(None, None, sentences, (), (), tuple(excluded), requirements, worths)
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -worths[one.name]))
     choice = left[0]
     first = choice.name in tried and tried[choice.name].seconds is not None
@@ -171,7 +171,7 @@ def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, .
     if not outlook.further:
         return ()
     ranked = sorted(
-        (one for one in outlook.contenders if one.name in left),
+        (one for one in outlook.scalable if one.name in left),
         key=lambda one: -case.worth(one.found),
     )
     among = [one for place, one in enumerate(ranked) if place < KEEN or one.pace is None]
@@ -193,7 +193,7 @@ def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) 
     return tuple(said)
 
 
-def _tried(choice: Prospect, second: Prospect | None, tried: dict[str, Found]) -> tuple[str, ...]:
+def _tried(choice: StepPrediction, second: StepPrediction | None, tried: dict[str, Found]) -> tuple[str, ...]:
     """Sentences about the trials of the choice and of the runner-up."""
     said = []
     for one in (choice, second):
@@ -207,7 +207,7 @@ def _tried(choice: Prospect, second: Prospect | None, tried: dict[str, Found]) -
     return tuple(said)
 
 
-def value(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> float:
+def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> float:
     """Samples per second, in samples of plain training; with slow links, as if the waiting parts took longer."""
     rate = found.samples_per_second
     if found.strategy is not None:
@@ -215,7 +215,7 @@ def value(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> f
     return rate / outlook.relative_samples(found)
 
 
-def counted(found: Prospect) -> bool:
+def counted(found: StepPrediction) -> bool:
     """Whether anything tells what a sample is worth: recorded updates, or the strategy's cell in the taxonomy."""
     return (
         found.updates
@@ -224,7 +224,7 @@ def counted(found: Prospect) -> bool:
     )
 
 
-def unfit(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
+def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
     """Reason why a strategy does not meet the requirements or cannot run; None if it can."""
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:

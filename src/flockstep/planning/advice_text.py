@@ -10,8 +10,8 @@ from flockstep.planning import worker_losses
 from flockstep.planning.criteria import approximates, drops
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.plan_text import RATES, as_much, exposed, late, many, short
-from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Crossover
+from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report import formatting
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
@@ -27,7 +27,7 @@ class Case:
     """The facts that the sentences are about."""
 
     outlook: Outlook
-    left: Sequence[Prospect]
+    left: Sequence[StepPrediction]
     """Strategies that meet the requirements, the best first."""
     worths: Mapping[str, float]
     """Name of a strategy → its predicted speed relative to one worker, under the requirements."""
@@ -38,12 +38,12 @@ class Case:
     tried: bool = False
     """Whether the best remaining strategy was chosen by trials."""
 
-    def worth(self, found: Prospect) -> float:
+    def worth(self, found: StepPrediction) -> float:
         """The strategy's predicted speed relative to one worker."""
         return self.worths[found.name]
 
     @property
-    def second(self) -> Prospect | None:
+    def second(self) -> StepPrediction | None:
         """The runner-up; None if there is none."""
         return self.left[1] if len(self.left) > 1 else None
 
@@ -61,7 +61,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
     return (f"No strategy meets the needs: {'; '.join(said)}.", f"To get advice, {way}.")
 
 
-def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
+def recommendation(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Sentences that say what to do."""
     if choice.strategy is None:
         rate = formatting.number(choice.samples_per_second)
@@ -69,7 +69,7 @@ def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
     return (_take(case, choice), *_uncompressed(case, choice))
 
 
-def _take(case: Case, choice: Prospect) -> str:
+def _take(case: Case, choice: StepPrediction) -> str:
     """Sentence that recommends a strategy by its worth, because samples per second alone do not show an advantage over
     one worker.
     """
@@ -88,14 +88,14 @@ def _take(case: Case, choice: Prospect) -> str:
     )
 
 
-def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
+def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Sentences on why the strategy with the most samples per second is not recommended."""
-    rivals = [one for one in case.left if one.strategy is not None and combines(one)]
-    if not rivals:
+    others = [one for one in case.left if one.strategy is not None and combines(one)]
+    if not others:
         return ("No other strategy meets the needs.",)
     if case.outlook.workers == 1:
         return ()
-    best = max(rivals, key=lambda one: one.samples_per_second)
+    best = max(others, key=lambda one: one.samples_per_second)
     ratio = best.samples_per_second / choice.samples_per_second
     said = (
         f"The most that {many(best.workers, 'worker')} of {case.outlook.site.cluster.name} process is "
@@ -106,7 +106,7 @@ def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
     return (f"{said}, but {_dear(case, best)}.",)
 
 
-def _dear(case: Case, found: Prospect) -> str:
+def _dear(case: Case, found: StepPrediction) -> str:
     relative_samples = formatting.number(case.outlook.relative_samples(found))
     return (
         f"{relative_samples} of those are predicted to do the work of one sample of plain training, so that it "
@@ -115,7 +115,7 @@ def _dear(case: Case, found: Prospect) -> str:
     )
 
 
-def _uncompressed(case: Case, choice: Prospect) -> tuple[str, ...]:
+def _uncompressed(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Sentence on why no compression is recommended, if a strategy with compression would be worth less."""
     compressed = [one for one in case.left if approximates(one) and not drops(one)]
     if approximates(choice) or not compressed:
@@ -134,7 +134,7 @@ def _uncompressed(case: Case, choice: Prospect) -> tuple[str, ...]:
     return (said,)
 
 
-def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
+def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Reasons for the recommendation, one sentence each."""
     outlook = case.outlook
     latency, bandwidth = outlook.site.link
@@ -172,7 +172,7 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _step(choice: Prospect) -> str:
+def _step(choice: StepPrediction) -> str:
     return (
         f"A step takes {formatting.seconds(choice.seconds)}, of which a worker spends "
         f"{formatting.share(choice.utilization)} computing; "
@@ -181,7 +181,7 @@ def _step(choice: Prospect) -> str:
     )
 
 
-def _graded(outlook: Outlook, choice: Prospect) -> str:
+def _graded(outlook: Outlook, choice: StepPrediction) -> str:
     row, versions = outlook.criteria(choice), late(outlook, choice)
     parts = [f"the learning rate {_RATES[row.learning_rate]}"]
     if versions:
@@ -197,7 +197,7 @@ _NO_MORE = "there are no additional hyper-parameters"
 _RATES = {"higher": "may grow with the workers", "likely": f"is {RATES['likely']}", "lower": "must be lower"}
 
 
-def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
+def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
     """Sentences on where another strategy becomes better, how far the runner-up is behind, and how to find out."""
     said = []
     for one in crossovers:
@@ -226,7 +226,7 @@ def _faster(ratio: float) -> str:
     return f"{formatting.share(ratio - 1)} faster" if ratio < CLOSE else f"{formatting.number(ratio, 2)} times as fast"
 
 
-def _measured(outlook: Outlook, choice: Prospect, second: Prospect) -> tuple[str, ...]:
+def _measured(outlook: Outlook, choice: StepPrediction, second: StepPrediction) -> tuple[str, ...]:
     """The options that try choice and runner-up with real gradients and this plan's times, if there is a job."""
     if outlook.task.job is None:
         return ()

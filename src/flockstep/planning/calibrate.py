@@ -77,7 +77,8 @@ def calibrate(
         The description of a cluster of one machine, with notes about the measurement.
 
     Raises:
-        ConfigurationError: a job, transport or codec does not exist, counts are too small, or no bandwidth can be told.
+        ConfigurationError: a job, transport or codec does not exist, counts are too small, or no bandwidth can be
+            measured.
     """
     if gradients < 3 or rounds < 1:
         raise ConfigurationError(
@@ -211,22 +212,22 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
     Raises:
         ConfigurationError: between no pair the large message took longer than the small one.
     """
-    told = {pair: sorted(times.items()) for pair, times in found.items()}
-    told = {pair: times for pair, times in told.items() if times[1][1] > times[0][1]}
-    if not told:
+    usable = {pair: sorted(times.items()) for pair, times in found.items()}
+    usable = {pair: times for pair, times in usable.items() if times[1][1] > times[0][1]}
+    if not usable:
         (small, short), (large, long) = sorted(next(iter(found.values())).items())
         raise ConfigurationError(
             f"a message of {large:,} bytes must take longer than one of {small}, got {formatting.seconds(long)} and "
             f"{formatting.seconds(short)}, which determines no bandwidth; calibrate an idle machine, or with more "
             "--rounds"
         )
-    if len(told) < len(found):
+    if len(usable) < len(found):
         notes.append(
-            f"{many(len(found) - len(told), 'pair')} left out: a large message took no longer than a small one, "
+            f"{many(len(found) - len(usable), 'pair')} left out: a large message took no longer than a small one, "
             f"which determines no bandwidth"
         )
     latencies, bandwidths = [], []
-    for (small, short), (large, long) in told.values():
+    for (small, short), (large, long) in usable.values():
         per_byte = (long - short) / (large - small)
         latencies.append(max(short - small * per_byte - 2 * message, 0.0))
         bandwidths.append(1 / per_byte)

@@ -15,9 +15,9 @@ from flockstep.frameworks.job import import_components
 from flockstep.planning.fit import first_counted, shortest, steps_by_worker, usual_seconds
 from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
 from flockstep.planning.plan_text import short
-from flockstep.planning.prospect import FEW, prospect
 from flockstep.planning.record_imports import NotAskedFor, trusted
 from flockstep.planning.rehearsal import STEPS, rehearse
+from flockstep.planning.step_prediction import FEW, predict_step
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
@@ -112,7 +112,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         where, notes = f"{config.network}, {config.compute}", tuple[str, ...]()
     else:
         site = Site(task, cluster)
-        found = prospect(strategy, site, config.workers, steps=_rehearsed_steps(config))
+        found = predict_step(strategy, site, config.workers, steps=_rehearsed_steps(config))
         predicted = Figures(
             found.seconds,
             found.sent_bytes,
@@ -159,10 +159,10 @@ def for_report(
     Raises:
         NotAskedFor: a cluster is given, and a record needs a Python file that is not in `imports`.
     """
-    return [_told(RunFolder(folder), cluster, imports) for folder in folders]
+    return [_predicted(RunFolder(folder), cluster, imports) for folder in folders]
 
 
-def _told(record: RunFolder, cluster: ClusterShape | None, imports: Sequence[str]) -> Prediction | None:
+def _predicted(record: RunFolder, cluster: ClusterShape | None, imports: Sequence[str]) -> Prediction | None:
     try:
         found = _by_record(record) if cluster is None else check(record.path, cluster, imports)
     except NotAskedFor:

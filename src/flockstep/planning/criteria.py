@@ -19,7 +19,7 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 from flockstep.planning.job_profile import Site
-from flockstep.planning.prospect import Pace, Prospect, codecs_of
+from flockstep.planning.step_prediction import Pace, StepPrediction, codecs_of
 from flockstep.planning.surrogate import Unrehearsed
 from flockstep.report.formatting import number
 from flockstep.strategies.base import TaxonomyEntry, Traits
@@ -74,7 +74,7 @@ class Criteria:
         return dataclasses.asdict(self)
 
 
-def criteria(found: Prospect, pace: Pace | None) -> Criteria:
+def criteria(found: StepPrediction, pace: Pace | None) -> Criteria:
     """The row of a predicted strategy; a trivial row for one worker."""
     if found.strategy is None:
         return Criteria("one worker", False, "likely", 0.0, 0, 1.0, 0, "easy")
@@ -128,7 +128,7 @@ def count(part: Component) -> int:
     return sum(1 if not isinstance(value, Component) else count(value) for value in values)
 
 
-def departures(found: Prospect, site: Site) -> tuple[str, ...]:
+def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
     """The ways in which a strategy differs from plain training on one worker, each of which may make its samples worth
     less.
     """
@@ -147,7 +147,7 @@ def departures(found: Prospect, site: Site) -> tuple[str, ...]:
     return tuple(said)
 
 
-def relative_samples(found: Prospect, site: Site) -> float:
+def relative_samples(found: StepPrediction, site: Site) -> float:
     """Number of samples of a strategy that do the work of one sample of plain training on one worker.
 
     To a target, plain training takes S (1 + r) steps: S of them for any batch size, and r S because of gradient noise,
@@ -190,14 +190,14 @@ def relative_samples(found: Prospect, site: Site) -> float:
     return (depth + NOISE * (1 + noise) + NOISE * (n - 1) * apart + last) / (1 + NOISE) * DOUBT**doubts
 
 
-def lateness(found: Prospect, site: Site) -> float:
+def lateness(found: StepPrediction, site: Site) -> float:
     """Staleness of a strategy's updates; without versions, the number of other workers' updates meanwhile."""
     if found.staleness is not None:
         return found.staleness
     return (found.workers - 1) * (1 + delay(found, site))
 
 
-def delay(found: Prospect, site: Site) -> float:
+def delay(found: StepPrediction, site: Site) -> float:
     """Steps that a model is in transit if no worker waits for it; grows with the load of the links, without limit.
 
     The transit time over 1 - ρ, where ρ is the share of time in which a worker's card sends: the time in a queue whose
@@ -212,7 +212,7 @@ def momentum(site: Site) -> float:
     return float(getattr(site.task.optimizer, "momentum", USUAL if site.task.slots else 0.0))
 
 
-def horizon(found: Prospect, site: Site) -> float:
+def horizon(found: StepPrediction, site: Site) -> float:
     """Steps until all workers have received a worker's step; pairwise averaging needs more than full averages."""
     assert found.strategy is not None
     n, sent = found.workers, max(found.sent_bytes / site.task.nbytes, 1e-9)
@@ -230,12 +230,12 @@ def horizon(found: Prospect, site: Site) -> float:
     return max(1.0, rounds / min(1.0, sent)) + (0.0 if waits else delay(found, site))
 
 
-def approximates(found: Prospect) -> bool:
+def approximates(found: StepPrediction) -> bool:
     """Whether messages approximate the exact values."""
     return not found.lossless or (found.strategy is not None and found.strategy.traits.approximation != "none")
 
 
-def drops(found: Prospect) -> bool:
+def drops(found: StepPrediction) -> bool:
     """Whether a codec drops values that no later message contains, so that accuracy is lost for good."""
     if found.strategy is None:
         return False
@@ -246,7 +246,7 @@ def drops(found: Prospect) -> bool:
     return not fed and any(not one.unbiased and lost(one) > DROPPING for one in codecs_of(found.strategy))
 
 
-def compression(found: Prospect, site: Site) -> tuple[float, float]:
+def compression(found: StepPrediction, site: Site) -> tuple[float, float]:
     """Relative variance ω that unbiased codecs add, and the steps by which other codecs delay what they omit.
 
     Both are measured on an array of Laplacian random numbers, whose tails are heavier than those of a normal

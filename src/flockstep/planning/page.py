@@ -23,8 +23,8 @@ from flockstep.planning.plan_text import (
     unplanned,
     worth_of,
 )
-from flockstep.planning.prospect import faster
-from flockstep.planning.scaling import Contender, best
+from flockstep.planning.scaling import ScalablePrediction, best
+from flockstep.planning.step_prediction import faster
 from flockstep.report.formatting import number
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
@@ -225,14 +225,14 @@ class Map:
 
 def best_map(outlook: Outlook, advice: Advice) -> Map | None:
     """The best strategies around this cluster and model among those that meet the requirements; None if none does."""
-    site, rivals = outlook.site, _rivals(outlook, advice)
-    if not rivals:
+    site, others = outlook.site, _compared(outlook, advice)
+    if not others:
         return None
     factors = [RANGE ** (2 * i / (CELLS - 1) - 1) for i in range(CELLS)]
 
     def there(size: float, quick: float) -> str:
         moved = replace(site, task=site.task.scaled(size), cluster=faster(site.cluster, quick))
-        return best(rivals, moved, outlook.workers, slower=slower(advice.requirements))
+        return best(others, moved, outlook.workers, slower=slower(advice.requirements))
 
     return Map(
         tuple(site.link[1] * one for one in factors),
@@ -241,10 +241,10 @@ def best_map(outlook: Outlook, advice: Advice) -> Map | None:
     )
 
 
-def _rivals(outlook: Outlook, advice: Advice) -> list[Contender]:
+def _compared(outlook: Outlook, advice: Advice) -> list[ScalablePrediction]:
     """The strategies on the map: the best ones that meet the requirements, and one worker if it does."""
     out = {name for name, _ in advice.excluded}
-    left = [one for one in outlook.contenders if one.name not in out]
+    left = [one for one in outlook.scalable if one.name not in out]
     left.sort(key=lambda one: -advice.worths[one.name])
     return [one for one in left if one.pace is not None][:KEEN] + [one for one in left if one.pace is None]
 

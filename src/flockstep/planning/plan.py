@@ -12,8 +12,8 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import Criteria, criteria, departures, relative_samples, worth
 from flockstep.planning.job_profile import JobProfile, Site
-from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, prospect
-from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
+from flockstep.planning.scaling import WORKERS, Curve, ScalablePrediction, curve
+from flockstep.planning.step_prediction import ALONE, Pace, StepPrediction, alone, predict_step
 from flockstep.report import formatting
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.strategies.base import Strategy
@@ -36,7 +36,7 @@ MOST = WORKERS[-1]
 CURVES = 6
 """Number of strategies whose scaling is reported."""
 KEEN = 6
-"""Number of contenders on the map: those with the highest worth."""
+"""Number of strategies on the map: those with the highest worth."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Outlook:
 
     site: Site
     workers: int
-    prospects: tuple[Prospect, ...]
+    predictions: tuple[StepPrediction, ...]
     """Predictions sorted by the worth of their samples per second, the highest first; one worker alone is
     among them.
     """
@@ -53,7 +53,7 @@ class Outlook:
     """Strategies that cannot run on the cluster, each with the reason."""
     left_out: tuple[str, ...]
     """Sentences about effects that the predictions ignore."""
-    contenders: tuple[Contender, ...]
+    scalable: tuple[ScalablePrediction, ...]
     """Predictions that can be evaluated under other circumstances, one worker first."""
     curves: tuple[Curve, ...] = ()
     further: bool = False
@@ -69,38 +69,38 @@ class Outlook:
         return self.site.task
 
     @property
-    def alone(self) -> Prospect:
+    def alone(self) -> StepPrediction:
         """The prediction for one worker."""
         return self.named(ALONE)
 
-    def named(self, name: str) -> Prospect:
+    def named(self, name: str) -> StepPrediction:
         """The prediction for a strategy.
 
         Raises:
             ConfigurationError: the strategy is not among those of the plan.
         """
-        for found in self.prospects:
+        for found in self.predictions:
             if found.name == name:
                 return found
         raise ConfigurationError(f"{name} must be among the strategies of the plan, got none; name one that is listed")
 
     def pace(self, name: str) -> Pace | None:
         """Dependence of a strategy on circumstances; None for one worker."""
-        return next((one.pace for one in self.contenders if one.name == name), None)
+        return next((one.pace for one in self.scalable if one.name == name), None)
 
-    def departures(self, found: Prospect) -> tuple[str, ...]:
+    def departures(self, found: StepPrediction) -> tuple[str, ...]:
         """The ways in which a strategy differs from plain training."""
         return departures(found, self.site)
 
-    def relative_samples(self, found: Prospect) -> float:
+    def relative_samples(self, found: StepPrediction) -> float:
         """Number of the strategy's samples that do the work of one sample of plain training."""
         return relative_samples(found, self.site)
 
-    def worth(self, found: Prospect) -> float:
+    def worth(self, found: StepPrediction) -> float:
         """Samples per second of a strategy, in samples of plain training, by which strategies are compared."""
         return worth(found.samples_per_second, self.relative_samples(found))
 
-    def criteria(self, found: Prospect) -> Criteria:
+    def criteria(self, found: StepPrediction) -> Criteria:
         """The strategy's row of Table 2."""
         return criteria(found, self.pace(found.name))
 
@@ -122,7 +122,7 @@ class Outlook:
                     "relative_samples": self.relative_samples(found),
                     "criteria": self.criteria(found).document(),
                 }
-                for found in self.prospects
+                for found in self.predictions
             ],
             "refused": [{"name": name, "why": why} for name, why in self.refused],
             "scaling": [one.document() for one in self.curves],
@@ -170,12 +170,12 @@ def plan(
         say(str(strategy), number, len(wanted))
         try:
             _require_sense(strategy, site, count)
-            found.append(prospect(strategy, site, count))
+            found.append(predict_step(strategy, site, count))
         except ConfigurationError as error:
             refused.append((str(strategy), str(error)))
     found.sort(key=lambda one: -worth(one.samples_per_second, relative_samples(one, site)))
-    rivals = _contenders(found, site)
-    outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found, count), tuple(rivals))
+    others = _scalable(found, site)
+    outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found, count), tuple(others))
     steps = task.steps(count) if length is None and cluster.failures else None
     outlook = replace(outlook, length=length, steps=steps)
     if not further:
@@ -215,18 +215,18 @@ def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
         raise ConfigurationError("it factors matrices, and of this model only sizes are known; plan it for a job")
 
 
-def _contenders(found: list[Prospect], site: Site) -> list[Contender]:
-    rivals = [
-        Contender(
+def _scalable(found: list[StepPrediction], site: Site) -> list[ScalablePrediction]:
+    others = [
+        ScalablePrediction(
             one, relative_samples(one, site), None if one.strategy is None else Pace(one.strategy, site, one), site
         )
         for one in found
     ]
-    return sorted(rivals, key=lambda one: one.pace is not None)
+    return sorted(others, key=lambda one: one.pace is not None)
 
 
 def _further(outlook: Outlook) -> Outlook:
-    ranked = sorted(outlook.contenders, key=lambda one: -worth(one.found.samples_per_second, one.relative_samples))
+    ranked = sorted(outlook.scalable, key=lambda one: -worth(one.found.samples_per_second, one.relative_samples))
     combining = [one for one in ranked if one.pace is None or combines(one.found)]
     many = [one for one in combining if one.pace is not None]
     curves = (curve(one, outlook.site, outlook.alone.samples_per_second) for one in many)
@@ -234,12 +234,12 @@ def _further(outlook: Outlook) -> Outlook:
     return replace(outlook, curves=tuple(known), further=True)
 
 
-def combines(found: Prospect) -> bool:
+def combines(found: StepPrediction) -> bool:
     """Whether the workers train one common model."""
     return found.strategy is None or found.sent_bytes > 0
 
 
-def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]:
+def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str, ...]:
     """Sentences about effects that the predictions ignore."""
     said = site.assumptions()
     if workers > site.cluster.workers:

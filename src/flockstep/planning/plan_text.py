@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from flockstep.planning.criteria import NEVER, is_synchronous, lateness
 from flockstep.planning.plan import Outlook, combines
-from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Curve
+from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report.formatting import NONE, number, seconds, share, size
 
 HEADINGS = (
@@ -68,7 +68,7 @@ def as_much(ratio: float, what: str = "many") -> str:
     return f"{number(ratio, 3 if ratio < 1.05 else 2)} times as {what}"
 
 
-def late(outlook: Outlook, found: Prospect) -> float | None:
+def late(outlook: Outlook, found: StepPrediction) -> float | None:
     """Mean staleness of a strategy's updates in versions.
 
     None if it has no versions, or all workers wait for each other.
@@ -80,7 +80,7 @@ def late(outlook: Outlook, found: Prospect) -> float | None:
     )
 
 
-def _late(outlook: Outlook, found: Prospect) -> str:
+def _late(outlook: Outlook, found: StepPrediction) -> str:
     versions = late(outlook, found)
     return NONE if versions is None else number(versions, 2) if versions < NEVER else "unbounded"
 
@@ -100,7 +100,7 @@ def worth_of(worth: float | None) -> str:
     return f"< {LITTLE:g}" if worth is not None and worth < LITTLE else number(worth)
 
 
-def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
+def cells(outlook: Outlook, found: StepPrediction, worth: float) -> tuple[str, ...]:
     """A table row; `worth`: the strategy's predicted speed relative to one worker."""
     most = found.staleness_most
     return (
@@ -169,7 +169,7 @@ of departures.
 """
 
 
-def row_of_table_2(outlook: Outlook, found: Prospect) -> tuple[str, ...]:
+def row_of_table_2(outlook: Outlook, found: StepPrediction) -> tuple[str, ...]:
     """The criteria of a strategy as a table row."""
     row = outlook.criteria(found)
     return (

@@ -429,8 +429,8 @@ def _agree(counted: list[list[StepEvent]], cycle: int, by_law: bool) -> bool:
     If computing times follow a known compute model (`by_law`), differences between them are ignored.
     """
     took, sent = _halves(counted, cycle, _took), _halves(counted, cycle, _sent)
-    told = _halves(counted, cycle, _waited) if by_law else took
-    return abs(told[0] - told[1]) <= AGREE * max(took) and abs(sent[0] - sent[1]) <= BYTES * max(sent)
+    compared = _halves(counted, cycle, _waited) if by_law else took
+    return abs(compared[0] - compared[1]) <= AGREE * max(took) and abs(sent[0] - sent[1]) <= BYTES * max(sent)
 
 
 def _by_law(stage: _Stage, counted: list[list[StepEvent]]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import relative_samples, worth
 from flockstep.planning.job_profile import Site
-from flockstep.planning.prospect import Moved, Pace, Prospect, faster
+from flockstep.planning.step_prediction import Moved, Pace, StepPrediction, faster
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
 from flockstep.simulation.law import mean_of
 
@@ -37,10 +37,10 @@ RARE, USUAL = 1e-4, 0.3
 
 
 @dataclass(frozen=True)
-class Contender:
+class ScalablePrediction:
     """A prediction that can be evaluated under other circumstances; `pace` is None for one worker."""
 
-    found: Prospect
+    found: StepPrediction
     relative_samples: float
     """Number of the strategy's samples that do the work of one sample of plain training."""
     pace: Pace | None
@@ -83,7 +83,7 @@ class Contender:
             rate /= waiting(min(1.0, self._computing(site, workers, law) / cost.seconds), slower)
         return worth(rate, relative_samples(self._moved(cost, site, workers), site))
 
-    def _moved(self, cost: Moved, site: Site, workers: int) -> Prospect:
+    def _moved(self, cost: Moved, site: Site, workers: int) -> StepPrediction:
         """The prediction under other circumstances; with other workers, bytes and staleness are those of the pace."""
         moved = replace(self.found, workers=workers, seconds=cost.seconds)
         if workers != self.found.workers:
@@ -102,9 +102,8 @@ def waiting(share: float, slower: float) -> float:
     return share + slower * (1 - share)
 
 
-Rivals = Sequence[Contender]
-Ask = Callable[[float, Contender], float]
-"""(value of the varied quantity, contender) → worth of the contender."""
+Ask = Callable[[float, ScalablePrediction], float]
+"""(value of the varied quantity, prediction) → worth of the strategy."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,8 @@ class Crossover:
         return dataclasses.asdict(self)
 
 
-def curve(one: Contender, site: Site, single: float, sizes: Sequence[int] = WORKERS) -> Curve:
-    """How a contender scales, relative to `single` samples per second; sizes at which it cannot run are omitted."""
+def curve(one: ScalablePrediction, site: Site, single: float, sizes: Sequence[int] = WORKERS) -> Curve:
+    """How a strategy scales, relative to `single` samples per second; sizes at which it cannot run are omitted."""
     rates = {workers: rate for workers in sizes if (rate := one.rate(site, workers)) > 0}
     worths = {workers: one.worth(site, workers) / single for workers in rates}
     pays = [many for few, many in itertools.pairwise(worths) if worths[many] >= PAYS * worths[few]]
@@ -156,35 +155,37 @@ def curve(one: Contender, site: Site, single: float, sizes: Sequence[int] = WORK
     return Curve(one.name, *figures, max(pays, default=1), min(beats, default=None), max(beats, default=None))
 
 
-def crossovers(contenders: Rivals, site: Site, workers: int, choice: str, slower: float = 1.0) -> tuple[Crossover, ...]:
-    """The nearest bandwidth, model size and straggling at which another contender becomes better than `choice`.
+def crossovers(
+    predictions: Sequence[ScalablePrediction], site: Site, workers: int, choice: str, slower: float = 1.0
+) -> tuple[Crossover, ...]:
+    """The nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
 
-    One quantity is varied at a time, up and down from its present value; `slower` as in `Contender.worth`. Empty if the
-    choice is not among the contenders.
+    One quantity is varied at a time, up and down from its present value; `slower` as in `ScalablePrediction.worth`.
+    The result is empty if the choice is not among the predictions.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
-    chosen = next((one for one in contenders if one.name == choice), None)
+    chosen = next((one for one in predictions if one.name == choice), None)
     if workers < 2 or chosen is None or not math.isfinite(bandwidth):
         return ()
     here = chosen.worth(site, workers, slower=slower)
-    rivals = [one for one in contenders if one is not chosen and one.worth(site, workers, slower=slower) <= here]
+    others = [one for one in predictions if one is not chosen and one.worth(site, workers, slower=slower) <= here]
 
-    def by_bandwidth(value: float, one: Contender) -> float:
+    def by_bandwidth(value: float, one: ScalablePrediction) -> float:
         return one.worth(replace(site, cluster=faster(site.cluster, value / bandwidth)), workers, slower=slower)
 
-    def by_size(value: float, one: Contender) -> float:
+    def by_size(value: float, one: ScalablePrediction) -> float:
         return one.worth(replace(site, task=site.task.scaled(value / size)), workers, slower=slower)
 
-    def by_straggling(value: float, one: Contender) -> float:
+    def by_straggling(value: float, one: ScalablePrediction) -> float:
         return one.worth(site, workers, _straggling(law, value), slower)
 
     rare = [math.exp(math.log(RARE) + i * math.log(USUAL / RARE) / SCAN) for i in range(SCAN + 1)]
     found = [
-        _leaves("bandwidth", by_bandwidth, chosen, rivals, bandwidth, _from(bandwidth, 1 / REACH)),
-        _leaves("bandwidth", by_bandwidth, chosen, rivals, bandwidth, _from(bandwidth, REACH)),
-        _leaves("parameters", by_size, chosen, rivals, size, _from(size, max(1 / size, 1 / REACH))),
-        _leaves("parameters", by_size, chosen, rivals, size, _from(size, REACH)),
-        _leaves("straggling", by_straggling, chosen, rivals, 0.0, rare),
+        _leaves("bandwidth", by_bandwidth, chosen, others, bandwidth, _from(bandwidth, 1 / REACH)),
+        _leaves("bandwidth", by_bandwidth, chosen, others, bandwidth, _from(bandwidth, REACH)),
+        _leaves("parameters", by_size, chosen, others, size, _from(size, max(1 / size, 1 / REACH))),
+        _leaves("parameters", by_size, chosen, others, size, _from(size, REACH)),
+        _leaves("straggling", by_straggling, chosen, others, 0.0, rare),
     ]
     return tuple(one for one in found if one is not None)
 
@@ -194,9 +195,15 @@ def _from(here: float, reach: float) -> Iterable[float]:
     return [here * reach ** ((i + 1) / SCAN) for i in range(SCAN)]
 
 
-def best(contenders: Rivals, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> str:
-    """Name of the contender with the highest worth."""
-    return max(contenders, key=lambda one: one.worth(site, workers, law, slower)).name
+def best(
+    predictions: Sequence[ScalablePrediction],
+    site: Site,
+    workers: int,
+    law: ComputeModel | None = None,
+    slower: float = 1.0,
+) -> str:
+    """Name of the strategy with the highest worth."""
+    return max(predictions, key=lambda one: one.worth(site, workers, law, slower)).name
 
 
 def _straggling(law: ComputeModel, probability: float) -> ComputeModel:
@@ -207,19 +214,24 @@ def _straggling(law: ComputeModel, probability: float) -> ComputeModel:
 
 
 def _leaves(
-    quantity: str, ask: Ask, chosen: Contender, rivals: Rivals, here: float, points: Iterable[float]
+    quantity: str,
+    ask: Ask,
+    chosen: ScalablePrediction,
+    others: Sequence[ScalablePrediction],
+    here: float,
+    points: Iterable[float],
 ) -> Crossover | None:
-    """The first value along `points` at which a rival is better than the choice.
+    """The first value along `points` at which another strategy is better than the choice.
 
-    Only rivals that are better at a point are compared before that point; a rival that is better only in between is
-    missed.
+    Between two points, only strategies that are better at the second point are compared with the choice; a strategy
+    that is better only in between is missed.
     """
     if here > 0:  # as far as known: a scaled model has no shapes, on which some strategies depend
         least = ask(here, chosen)
-        rivals = [one for one in rivals if ask(here, one) <= least] if least > 0 else []
+        others = [one for one in others if ask(here, one) <= least] if least > 0 else []
     near = here
     for far in points:
-        ahead = _ahead(ask, far, chosen, rivals)
+        ahead = _ahead(ask, far, chosen, others)
         for _ in range(HALVINGS if ahead and near > 0 else 0):
             middle = math.sqrt(near * far)
             earlier = _ahead(ask, middle, chosen, ahead)
@@ -232,6 +244,8 @@ def _leaves(
     return None
 
 
-def _ahead(ask: Ask, value: float, chosen: Contender, rivals: Rivals) -> list[Contender]:
+def _ahead(
+    ask: Ask, value: float, chosen: ScalablePrediction, others: Sequence[ScalablePrediction]
+) -> list[ScalablePrediction]:
     least = ask(value, chosen)
-    return [one for one in rivals if ask(value, one) > least]
+    return [one for one in others if ask(value, one) > least]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.planning.plan import Outlook, combines
-from flockstep.planning.prospect import Prospect
 from flockstep.planning.search_space import Knob, changed, knobs, learning_rate
+from flockstep.planning.step_prediction import StepPrediction
 from flockstep.planning.trial_store import TrialStore
 from flockstep.planning.trials import Trial, TrialContext, trial
 from flockstep.strategies.base import Strategy
@@ -95,7 +95,7 @@ class SearchProgress:
     """The strategy in the plan with the shortest time to target so far, and its trial."""
 
 
-def keenest(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[Prospect, ...]:
+def keenest(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
     """One worker, and the strategies with the highest worth in the plan, except those in `leave`.
 
     Raises:
@@ -104,7 +104,7 @@ def keenest(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tupl
     if top < 1:
         raise ConfigurationError(f"top must be >= 1 strategy, got {top}; 5 is usual")
     out = set(leave)
-    fit = [one for one in outlook.prospects if one.strategy is not None and combines(one) and one.name not in out]
+    fit = [one for one in outlook.predictions if one.strategy is not None and combines(one) and one.name not in out]
     ranked = sorted(fit, key=lambda one: -outlook.worth(one))
     return (outlook.alone, *ranked[:top])
 
@@ -114,7 +114,7 @@ class Search:
     """Trials of several strategies in turn. Results are available at any time, also after an interruption."""
 
     outlook: Outlook
-    candidates: Sequence[Prospect]
+    candidates: Sequence[StepPrediction]
     kept: TrialStore
     trials: int = TRIALS
     budget: float | None = None
@@ -141,7 +141,7 @@ class Search:
 
     def found(self) -> tuple[Found, ...]:
         """The trials of every strategy that was tried."""
-        known = [Found(one.prospect.name, tuple(one.done), one.refused) for one in self._studies]
+        known = [Found(one.predicted.name, tuple(one.done), one.refused) for one in self._studies]
         return tuple(one for one in known if one.trials or one.refused)
 
     @property
@@ -177,7 +177,7 @@ class Search:
             whole = self.trials * len(self._studies)
             say(
                 SearchProgress(
-                    one.prospect.name, number, self.trials, at, whole, steps, seconds, done, again, self.best
+                    one.predicted.name, number, self.trials, at, whole, steps, seconds, done, again, self.best
                 )
             )
             if self.budget is not None and at and time.monotonic() - began > self.budget:
@@ -188,13 +188,13 @@ class Search:
             if choice is None:
                 return
             strategy, lr = choice
-            name = one.prospect.name if strategy is None else str(strategy)
+            name = one.predicted.name if strategy is None else str(strategy)
             within = self._within(one)
             known = self.kept.find(name, lr, within)
             result = known or self._run(strategy, lr, within, heed)
         except (ConfigurationError, RunError) as error:
             one.refused = str(error)
-            if one.prospect.strategy is None:
+            if one.predicted.strategy is None:
                 raise
             return
         if known is None:
@@ -223,7 +223,7 @@ class Search:
         limits = [result.seconds_to_target for result in one.done if result.seconds_to_target is not None]
         if self.best is not None:
             limits.append(SLACK * _cost(self.best[1]))
-        elif one.prospect.strategy is not None:  # one worker did not get there either
+        elif one.predicted.strategy is not None:  # one worker did not get there either
             limits += [SLACK * result.seconds for result in self._studies[0].done if self._studies[0] is not one]
         return min(limits, default=None)
 
@@ -235,16 +235,16 @@ class _OutOfBudget(Exception):
 class _Candidate:
     """One strategy: its finished trials, and its next trial."""
 
-    def __init__(self, prospect: Prospect, lr: float, workers: int, seed: int, guess: float):
+    def __init__(self, predicted: StepPrediction, lr: float, workers: int, seed: int, guess: float):
         """`guess`: factor on the job's learning rate that is tried first; 1 for none."""
-        self.prospect = prospect
+        self.predicted = predicted
         self.done: list[Trial] = []
         self.refused: str | None = None
         self._workers = workers
-        strategy = prospect.strategy
+        strategy = predicted.strategy
         own = () if strategy is None else tuple(knobs(strategy, workers))
         self._knobs = {knob.name: knob for knob in (learning_rate(lr), *own)}
-        self._seed = zlib.crc32(f"{seed} {prospect.name}".encode())
+        self._seed = zlib.crc32(f"{seed} {predicted.name}".encode())
         self._study: Study | None = None
         self._asked: Any = None
         self._guess = guess
@@ -252,7 +252,7 @@ class _Candidate:
     def next(self) -> tuple[Strategy | None, float] | None:
         """The strategy and the learning rate to try; None if no allowed combination was drawn."""
         if not self.done:
-            return self.prospect.strategy, self._knobs["lr"].value
+            return self.predicted.strategy, self._knobs["lr"].value
         from optuna.trial import TrialState
 
         study = self._begun()
@@ -272,7 +272,7 @@ class _Candidate:
             self._asked = None
 
     def _built(self, params: dict[str, Any]) -> tuple[Strategy | None, float]:
-        strategy = self.prospect.strategy
+        strategy = self.predicted.strategy
         for name, knob in self._knobs.items():
             if name != "lr" and strategy is not None:
                 strategy = changed(strategy, knob.path, params[name] if knob.whole else _short(params[name]))
@@ -302,7 +302,7 @@ class _Candidate:
         return {name: _distribution(knob) for name, knob in self._knobs.items()}
 
 
-def _guess(outlook: Outlook, found: Prospect) -> float:
+def _guess(outlook: Outlook, found: StepPrediction) -> float:
     """Likely factor on the best learning rate, by Table 2: the square root of the workers, or its inverse, or 1."""
     if found.strategy is None:
         return 1.0

@@ -62,13 +62,13 @@ class SurrogateEngine(NumpyEngine):
         super().__init__(job, seed, _Bowl(tuple(shapes), DTYPES.get(dtype_bytes, "float32")))
         self._slopes = np.linspace(1e-3, 2e-3, self.schema.size, dtype=self.schema.dtype)
         self.factor = model_bytes / self.schema.nbytes
-        self._lessons = surrogate_batches
+        self._surrogate_batches = surrogate_batches
         self._asked, self._counted = 0, 0
 
     @property
     def batches(self) -> float:
         """Mean number of batches in a gradient."""
-        return self._counted / (self._asked * self._lessons.batch) if self._asked else 1.0
+        return self._counted / (self._asked * self._surrogate_batches.batch) if self._asked else 1.0
 
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
@@ -85,13 +85,13 @@ class SurrogateEngine(NumpyEngine):
         Raises:
             ConfigurationError: the layers are unknown, or the surrogate is smaller than the model.
         """
-        if self._lessons.layers is None:
+        if self._surrogate_batches.layers is None:
             raise ConfigurationError(
                 "factors are of fully connected layers, and of this model only sizes are known; plan it for a job"
             )
-        if self._lessons.layers and self.factor != 1:
+        if self._surrogate_batches.layers and self.factor != 1:
             raise Shrunk(f"factors of layers do not shrink as a surrogate of {self.schema.size} elements does")
-        return self._lessons.layers
+        return self._surrogate_batches.layers
 
     def factored(
         self,

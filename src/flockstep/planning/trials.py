@@ -21,7 +21,7 @@ from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Cluster
 from flockstep.planning.job_profile import Site
 from flockstep.planning.live import LiveSimulation
-from flockstep.planning.prospect import ALONE
+from flockstep.planning.step_prediction import ALONE
 from flockstep.records.events import EvaluationEvent, Event
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Speeds
 from flockstep.simulation.handling import Longer

@@ -9,7 +9,7 @@ import numpy as np
 
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import many
-from flockstep.planning.prospect import Prospect
+from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report import formatting
 
 HOUR, DAY = 3600.0, 86400.0
@@ -22,14 +22,14 @@ RISK = 0.05
 """Largest accepted probability that a run ends early, on clusters whose workers come and go."""
 
 
-def length(found: Prospect, outlook: Outlook) -> float:
+def length(found: StepPrediction, outlook: Outlook) -> float:
     """Predicted duration of a run in seconds: given by the user, or the job's steps times their predicted duration."""
     if outlook.length is not None:
         return outlook.length
     return DAY if outlook.steps is None else outlook.steps * found.seconds
 
 
-def deaths(found: Prospect, outlook: Outlook) -> list[float]:
+def deaths(found: StepPrediction, outlook: Outlook) -> list[float]:
     """P(k workers die during the run), for k = 0 … n.
 
     A machine fails at its rate, at most once, and takes all its workers down; no worker joins to replace a dead one.
@@ -43,12 +43,12 @@ def deaths(found: Prospect, outlook: Outlook) -> list[float]:
     return [float(one) for one in odds]
 
 
-def risk(found: Prospect, outlook: Outlook) -> float:
+def risk(found: StepPrediction, outlook: Outlook) -> float:
     """Probability that more workers die during the run than the strategy survives; servers are assumed not to fail."""
     return min(1.0, math.fsum(deaths(found, outlook)[_survived(found) + 1 :]))
 
 
-def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
+def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None:
     """Reason why a strategy is unsuitable for workers that come and go; None if it is suitable."""
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "stops when a worker is lost"
@@ -63,7 +63,7 @@ def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
     return f"{ends}: in {formatting.share(probable)} of runs of {lasts} it ends early"
 
 
-def sentence(found: Prospect, outlook: Outlook) -> str:
+def sentence(found: StepPrediction, outlook: Outlook) -> str:
     """Sentence about the workers that the run is predicted to lose, and the consequence."""
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
@@ -94,7 +94,7 @@ def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
     )
 
 
-def _survived(found: Prospect) -> int:
+def _survived(found: StepPrediction) -> int:
     return 0 if found.strategy is None else found.strategy.traits.deaths(found.workers)
 
 

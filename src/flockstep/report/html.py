@@ -89,7 +89,7 @@ def render(
     ranked = [records[index] for index in ranking]
     series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
     configs = [record.config for record in ranked]
-    told = [*one_by_one(configs), *([] if spread is None else caveats(*spread))]
+    notes = [*one_by_one(configs), *([] if spread is None else caveats(*spread))]
     seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])
     shown, found = columns(ranked[0].summary), places([record.summary for record in ranked])
     return filled(
@@ -97,7 +97,7 @@ def render(
         title=_title(series),
         clock=ranked[0].summary.clock,
         facts=_facts(configs),
-        findings=[*findings(series, seeds), *(f"{text[:1].upper()}{text[1:]}." for text in told)],
+        findings=[*findings(series, seeds), *(f"{text[:1].upper()}{text[1:]}." for text in notes)],
         spread_headings=SPREAD,
         spread_title="" if spread is None else medians.title(*spread),
         spread=[] if spread is None else medians.rows(*spread),

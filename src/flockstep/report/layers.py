@@ -222,14 +222,14 @@ def picture(model: ModelShape, batch: int, workers: int) -> Figure:
     if len(shown) > MANY:
         shown = [row for row in shown if row.parameters]
     names = [safe(row.layer) for row in shown]
-    told = [[safe(row.kind), row.depth, amount(row.work_forward + row.work_backward)] for row in shown]
+    customdata = [[safe(row.kind), row.depth, amount(row.work_forward + row.work_backward)] for row in shown]
     data: list[dict[str, Any]] = [
-        _bars(0, names, [row.parameters or None for row in shown], told, "%{y:,} parameters<br>%{customdata[0]}"),
+        _bars(0, names, [row.parameters or None for row in shown], customdata, "%{y:,} parameters<br>%{customdata[0]}"),
         _bars(
             1,
             names,
             [row.parallelism or None for row in shown],
-            told,
+            customdata,
             "W/D %{y:.3s}<br>W %{customdata[2]}, D %{customdata[1]:,}",
         ),
         _points("gradients (data parallelism)", names, [row.data_bytes or None for row in shown], DATA, "circle"),
@@ -256,12 +256,14 @@ def picture(model: ModelShape, batch: int, workers: int) -> Figure:
     return {"data": data, "layout": layout(760, legend=legend, hovermode="closest", bargap=0.25, **made)}
 
 
-def _bars(place: int, names: Sequence[str], values: Sequence[Any], told: Sequence[Any], hover: str) -> dict[str, Any]:
+def _bars(
+    place: int, names: Sequence[str], values: Sequence[Any], customdata: Sequence[Any], hover: str
+) -> dict[str, Any]:
     return {
         "type": "bar",
         "x": names,
         "y": values,
-        "customdata": told,
+        "customdata": customdata,
         "marker": {"color": COLORS[11] if place else "#3d4f66"},
         "showlegend": False,
         "hovertemplate": f"%{{x}}<br>{hover}<extra></extra>",

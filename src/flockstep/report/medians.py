@@ -174,10 +174,10 @@ def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list
 
 
 def _row(group: RepeatedRuns, starred: bool) -> list[str]:
-    first, told = group.runs[0], group.document(starred)
+    first, document = group.runs[0], group.document(starred)
     lr = f"{formatting.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
     figures = [_range(group.spread("seconds_to_target")), _range(group.spread("final_metric"))]
-    counts = [str(len(group.runs)), *figures, str(told["reached"]), str(told["useless"])]
+    counts = [str(len(group.runs)), *figures, str(document["reached"]), str(document["useless"])]
     return [first.system or first.strategy, lr, *counts]
 
 

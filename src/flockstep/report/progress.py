@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class ProgressCallback(Protocol):
-    """Function that is told what goes on."""
+    """Function that reports progress to the user."""
 
     def __call__(self, what: str, done: float = 0, total: float = 0) -> object:
         """`what`: the part that begins; `done`: parts that are finished; `total`: all parts, 0 if not known."""

@@ -96,7 +96,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Asks(Access):
+class PushPull(Access):
     """Every push also requests the parameters, and the worker waits until its read is admitted."""
 
     async def exchange(
@@ -123,7 +123,7 @@ class Asks(Access):
 
 
 @dataclass(frozen=True)
-class GivesUp(Access):
+class CancelStale(Access):
     """Servers send new parameters as soon as there are some, and a worker that computes on an older version cancels its
     gradient.
 
@@ -162,7 +162,7 @@ class GivesUp(Access):
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
         """Queue the read, unless the version that the worker waits for has already been sent to it."""
-        if state.told.get(read.rank) == me.version > read.version:
+        if state.newest_sent.get(read.rank) == me.version > read.version:
             state.reading[read.rank] = me.version
         else:
             state.reads.append(read)
@@ -175,12 +175,12 @@ class GivesUp(Access):
         ranks += [rank for rank, version in state.reading.items() if version < me.version]
         if ranks:
             me.send_all(ranks, FRESH, me.params, Fresh(me.version))
-        state.told.update(dict.fromkeys(ranks, me.version))
+        state.newest_sent.update(dict.fromkeys(ranks, me.version))
         return ranks
 
 
 @dataclass(frozen=True)
-class CopyAccess(Access):
+class CachedCopies(Access):
     """A worker computes on a copy, adds its own steps to the copy, and requests a new copy when its copy is too old."""
 
     slack: int
@@ -204,9 +204,9 @@ class CopyAccess(Access):
         me.optimizer_step(gradient)
         state.own.append((me.step - 1, (me.params - before) / full_step))
         me.params[:] = before + state.own[-1][1]
-        await self._renew(me, state, me.step - self.slack)
+        await self._request_old(me, state, me.step - self.slack)
 
-    async def _renew(self, me: Worker, state: PushState, clock: int) -> None:
+    async def _request_old(self, me: Worker, state: PushState, clock: int) -> None:
         """Request the parameters of every shard whose copy does not include all gradients up to `clock`."""
         old = [server(i) for i in range(len(state.clocks)) if state.clocks[i] < clock]
         for message in await me.ask_all("read", [(to, None, None) for to in old]):
@@ -238,12 +238,12 @@ class CopyAccess(Access):
 
 
 @dataclass(frozen=True)
-class SentCopies(CopyAccess):
-    """Like `CopyAccess`, except that workers request nothing: when the slowest clock advances, the servers send every
+class EagerCopies(CachedCopies):
+    """Like `CachedCopies`, except that workers request nothing: when the slowest clock advances, the servers send every
     worker a copy.
     """
 
-    async def _renew(self, me: Worker, state: PushState, clock: int) -> None:
+    async def _request_old(self, me: Worker, state: PushState, clock: int) -> None:
         """Apply the copies that have arrived, then wait until every shard includes all gradients up to `clock`."""
         for message in me.arrived(FRESH):
             self._take(me, state, message)
@@ -253,7 +253,7 @@ class SentCopies(CopyAccess):
 
     async def finish(self, me: Worker, state: PushState) -> None:
         """Wait until the copies include all gradients up to the worker's last step."""
-        await self._renew(me, state, me.step)
+        await self._request_old(me, state, me.step)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
         """When the slowest clock has moved, send the parameters to every live worker."""

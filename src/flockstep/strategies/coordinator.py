@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import slices
-from flockstep.messages import BYE, Message, Note
+from flockstep.messages import LEAVE, Message, Note
 from flockstep.nodes import Server
 from flockstep.strategies.vector_shards import direction, tell
 
@@ -179,8 +179,8 @@ class Coordinator:
         """Receive one message: a request for work, with its report, or a worker's goodbye."""
         message = await me.receive()
         if message.source in self.gone:
-            return  # a request from before the worker's death, received after the news of its death
-        if message.tag == BYE:
+            return  # a request from before the worker's death, received after the report of its death
+        if message.tag == LEAVE:
             self.gone.add(message.source)
             self.idle = [work for work in self.idle if work.source != message.source]
             self.portions.lose(message.source)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.messages import BYE, MASTER, Message, Note, Notes
+from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Pushed
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -113,7 +113,7 @@ class EpochServer(Strategy):
         async for message in me.messages():
             if message.tag == "push":
                 self._push(me, state, message)
-            elif message.tag == BYE and message.source in me.lost:
+            elif message.tag == LEAVE and message.source in me.lost:
                 state.live -= 1
                 state.waiting = [asked for asked in state.waiting if asked.source != message.source]
             if state.waiting and len(state.waiting) >= state.live:

@@ -43,7 +43,7 @@ class Fused(Strategy):
     complete at once, after the backward pass.
     """
 
-    notes: ClassVar[Notes] = {"news/lead": TensorReady, "go/follow": NextTensors}
+    notes: ClassVar[Notes] = {"ready/lead": TensorReady, "go/follow": NextTensors}
 
     fusion: float = field(default=64.0, metadata=SIZED)
     collective: Collective = field(default_factory=Ring)
@@ -73,7 +73,7 @@ class Fused(Strategy):
         """
         async for part, gradient in me.gradient_parts(me.tensors[::-1]):
             mean[part] = gradient[part]
-            me.send(0, "news/lead", None, TensorReady(me.tensors.index(part)))
+            me.send(0, "ready/lead", None, TensorReady(me.tensors.index(part)))
 
     async def _lead(self, me: Worker) -> None:
         """On worker 0: name the tensors that are complete on every worker, one buffer after the other."""
@@ -82,7 +82,7 @@ class Fused(Strategy):
         early: list[TensorReady] = []
         left, busy = len(me.tensors), False
         while left or busy:
-            note = (await me.receive("news")).note
+            note = (await me.receive("ready")).note
             if (tensor := note.tensor) is not None:
                 if heard[tensor] == me.workers:  # belongs to the next step, which its sender has begun already
                     early.append(note)
@@ -96,7 +96,7 @@ class Fused(Strategy):
                 ready, left, busy = ready[len(batch) :], left - len(batch), True
                 me.send_all(range(me.workers), "go/follow", None, NextTensors(batch))
         for note in early:
-            me.send(0, "news/lead", None, note)
+            me.send(0, "ready/lead", None, note)
 
     def _fused(self, me: Worker, ready: list[int]) -> list[int]:
         """Return as many of the `ready` tensors, from the first on, as fit into one buffer; at least one."""
@@ -120,4 +120,4 @@ class Fused(Strategy):
                 start += size
             left -= len(parts)
             if me.rank == 0:
-                me.send(0, "news/lead", None, TensorReady(None))
+                me.send(0, "ready/lead", None, TensorReady(None))

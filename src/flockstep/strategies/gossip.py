@@ -59,7 +59,7 @@ class GossipState:
     unacknowledged: list[UnacknowledgedModel] = field(default_factory=list)
     returned: dict[tuple[int, int], int] = field(default_factory=dict)
     """(peer, number) → mass of a model that was taken back from a dead peer."""
-    owed: int = 0
+    surplus: int = 0
     """Mass that was taken back although it had arrived, and is still to be given up."""
     receivers: set[int] = field(default_factory=set)
     """Ranks of the peers that this worker has sent anything to."""
@@ -75,12 +75,12 @@ class Gossip(Strategy):
 
     With `acknowledged`, which the paper does not have, a receiver acknowledges each model, and the sender keeps a copy
     until then. The sender averages the copy back in if the receiver dies or acknowledges a later model. Then only the
-    mass held by dead workers is lost, and that in the last lost message to each peer. If the news of a death arrives
+    mass held by dead workers is lost, and that in the last lost message to each peer. If the report of a death arrives
     before an acknowledgement, the mass counts twice until the acknowledgement arrives, and is then given up.
 
     At the end a worker notifies only the peers it has sent messages to. Worker 0 collects these sets from all others,
     and tells each worker which peers may still send it messages: about 2 n messages, instead of n² for notifying all.
-    If worker 0 is lost, the workers it has not told ask every peer.
+    If worker 0 is lost, the workers that it has not notified ask every peer.
     """
 
     notes: ClassVar[Notes] = {"model": GossipedModel, "have": Have, "receivers": Peers, "senders": Peers}
@@ -190,11 +190,11 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
     for model_sent in lost:
         add(me, state, model_sent.mass, model_sent.model)
         state.returned[model_sent.peer, model_sent.number] = model_sent.mass
-    for key in state.returned.keys() & arrived:  # the news of the death overtook the acknowledgement
-        state.owed += state.returned.pop(key)
-    given_up = min(state.owed, state.mass - 1)
+    for key in state.returned.keys() & arrived:  # the report of the death overtook the acknowledgement
+        state.surplus += state.returned.pop(key)
+    given_up = min(state.surplus, state.mass - 1)
     state.mass -= given_up
-    state.owed -= given_up
+    state.surplus -= given_up
 
 
 def absorb(me: Worker, state: GossipState, message: Message) -> None:

@@ -14,7 +14,7 @@ from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import WORKERS, searched
-from flockstep.messages import BYE, MASTER, Message, Note, Notes
+from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits
 
@@ -107,7 +107,7 @@ class GradientCoding(Strategy):
         state: Round = me.state
         n, s = me.cluster.workers, min(self.s, me.cluster.workers - 1)
         async for message in me.messages():
-            if message.tag == BYE and message.source in me.lost:
+            if message.tag == LEAVE and message.source in me.lost:
                 state.gone.add(message.source)
                 if len(state.gone) > s:
                     raise PeerLost(

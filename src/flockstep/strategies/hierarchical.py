@@ -10,7 +10,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN, WORKERS, searched
-from flockstep.messages import BYE, MASTER, Address, Message, Note, Notes, node_name, server
+from flockstep.messages import LEAVE, MASTER, Address, Message, Note, Notes, node_name, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import ParameterVersion, Pushed
 from flockstep.strategies.base import Clips, ResultPolicy, Strategy, TaxonomyEntry, Traits
@@ -34,7 +34,7 @@ class RootParameters(Note, frozen=True):
     """
 
     version: int
-    news: list[int]
+    new_counts: list[int]
 
 
 NOTES: Notes = {
@@ -66,7 +66,7 @@ class RootState:
 
     applied: list[int]
     """Number of gradients applied, by rank."""
-    told: dict[Address, list[int]]
+    reported: dict[Address, list[int]]
     """For each leaf, the value of `applied` when the leaf was last answered."""
     sums: list[Message] = field(default_factory=list)
 
@@ -99,18 +99,18 @@ async def serve_leaf(me: Server, workers: slice, sync: bool) -> None:
         if state.pushes and len(state.pushes) >= full:
             _pass_on(me, state, sync)
     _refresh(me, state, await me.ask(MASTER, "last", note=ParameterVersion(state.version)))
-    me.send(MASTER, BYE)
+    me.send(MASTER, LEAVE)
 
 
 def _refresh(me: Server, state: LeafState, message: Message) -> None:
     """Replace the leaf's parameters by the root's, and record the gradients that they newly include."""
     if message.array is not None:
         me.params[:] = message.array
-    state.version, news = message.note.version, message.note.news
-    if min(news) == max(news) > 0:
-        me.record_update(None, count=news[0])
+    state.version, counts = message.note.version, message.note.new_counts
+    if min(counts) == max(counts) > 0:
+        me.record_update(None, count=counts[0])
         return
-    for rank, count in enumerate(news):
+    for rank, count in enumerate(counts):
         if count:
             me.record_update(rank, count=count)
 
@@ -149,9 +149,9 @@ async def serve_root(me: Server, sync: bool, full: int) -> None:
             _step(me, state, full)
     for request in ended:
         fresh = request.note.version == me.version
-        me.reply(request, None if fresh else me.params, _news(me, state, request.source))
+        me.reply(request, None if fresh else me.params, _root_parameters(me, state, request.source))
     for leaf in leaves:
-        await me.receive(BYE, leaf)
+        await me.receive(LEAVE, leaf)
 
 
 def _step(me: Server, state: RootState, full: int) -> None:
@@ -168,14 +168,14 @@ def _step(me: Server, state: RootState, full: int) -> None:
         me.record_update(rank, before - version, weight=share / len(ranks))
         state.applied[rank] += 1
     for message in sums:
-        me.send(message.source, "params", me.params, _news(me, state, message.source))
+        me.send(message.source, "params", me.params, _root_parameters(me, state, message.source))
 
 
-def _news(me: Server, state: RootState, leaf: Address) -> RootParameters:
+def _root_parameters(me: Server, state: RootState, leaf: Address) -> RootParameters:
     """Return the note of an answer to a leaf: the version, and the number of new gradients of each rank."""
-    told = state.told.get(leaf, [0] * len(state.applied))
-    state.told[leaf] = list(state.applied)
-    return RootParameters(me.version, [now - then for now, then in zip(state.applied, told, strict=True)])
+    reported = state.reported.get(leaf, [0] * len(state.applied))
+    state.reported[leaf] = list(state.applied)
+    return RootParameters(me.version, [now - then for now, then in zip(state.applied, reported, strict=True)])
 
 
 def _require_ranks(me: Server, message: Message) -> None:
@@ -280,7 +280,7 @@ class Hierarchical(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Leave the worker's leaf, which leaves the root once all its workers have left."""
-        me.send(self._leaf_of(me), BYE)
+        me.send(self._leaf_of(me), LEAVE)
 
     async def master(self, me: Server) -> None:
         """Run the root on server 0 and a leaf on every other server."""

@@ -11,7 +11,7 @@ import numpy as np
 from flockstep.arrays.kernels import name_of, numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Notes, node_name
+from flockstep.messages import LEAVE, Notes, node_name
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.rewiring import Bridge, Bridges, within_reach
@@ -77,7 +77,7 @@ class NeighborAveraging(Strategy):
     async def finish(self, me: Worker) -> None:
         """Leave, and complete the exchanges over new edges that the other end has started."""
         me.leave()
-        me.send_all(me.peers if me.lost else within_reach(self.topology, me.workers)[me.rank], BYE)
+        me.send_all(me.peers if me.lost else within_reach(self.topology, me.workers)[me.rank], LEAVE)
         await me.state.close(me)
 
     async def _mix(self, me: Worker, shares: Sequence[tuple[int, float]]) -> None:
@@ -106,7 +106,7 @@ async def _heard(me: Worker, j: int) -> FlatArray:
     """
     try:
         message = await me.receive("model", j)
-        while message.step < me.step - 1 and j in me.lost:  # was in transit when the news of j's death arrived
+        while message.step < me.step - 1 and j in me.lost:  # was in transit when the report of j's death arrived
             message = await me.receive("model", j)
     except PeerLost:
         if j not in me.lost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE
+from flockstep.messages import LEAVE
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.topologies.base import Topology
@@ -92,7 +92,7 @@ async def answer(me: Worker) -> None:
 async def serve_out(me: Worker, neighbors: list[int]) -> None:
     """On the passive side: wait until all neighbors on the active side have left."""
     for j in neighbors:
-        await me.receive(BYE, j)
+        await me.receive(LEAVE, j)
 
 
 async def hush(me: Worker) -> None:

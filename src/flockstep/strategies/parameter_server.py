@@ -16,9 +16,9 @@ from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
-from flockstep.messages import BYE, Address, Message, Notes, node_name, server
+from flockstep.messages import LEAVE, Address, Message, Notes, node_name, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Access, CopyAccess, Fresh, GivesUp, ParameterVersion, Pushed, SentCopies
+from flockstep.strategies.access import Access, CachedCopies, CancelStale, EagerCopies, Fresh, ParameterVersion, Pushed
 from flockstep.strategies.base import Clips, Exchange, ResultPolicy, Scheduling, Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency, ConsistencyView, Push, Read
 from flockstep.strategies.encoding import decoded, encoded
@@ -56,19 +56,19 @@ class ParameterServer(Strategy):
         if self.shards < 1:
             raise ConfigurationError(f"shards must be >= 1, got {self.shards}; 1 is a single server")
         access = self.consistency.access
-        if self.shards > 1 and isinstance(access, GivesUp):
+        if self.shards > 1 and isinstance(access, CancelStale):
             raise CompositionError(
                 f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
                 f"agree; got shards={self.shards}, use shards=1"
             )
-        if isinstance(access, CopyAccess) and self.server_update.compares_reads:
+        if isinstance(access, CachedCopies) and self.server_update.compares_reads:
             raise CompositionError(
                 f"{self.server_update} depends on what workers have read, which servers do not know with "
                 f"{self.consistency}, "
                 "because workers step copies of their own; use a consistency without copies, such as ssp, or another "
                 "server_update"
             )
-        if self.filters and (isinstance(access, GivesUp) or not isinstance(self.feedback, NoFeedback)):
+        if self.filters and (isinstance(access, CancelStale) or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
                 "filters send withheld elements in a later push, so they need a strategy without feedback whose "
                 "consistency gives up no gradients, got {self.feedback} and {self.consistency}; leave one out"
@@ -114,7 +114,7 @@ class ParameterServer(Strategy):
             "partial": "sync",
         }
         when = scheduling[self.consistency.delivery]
-        eager: Exchange = "ad hoc with eager scatter" if isinstance(self._access, SentCopies) else "ad hoc"
+        eager: Exchange = "ad hoc with eager scatter" if isinstance(self._access, EagerCopies) else "ad hoc"
         how: Exchange = "reduce" if when == "sync" else eager
         return TaxonomyEntry("central", when, how, "distributed PS" if self.shards > 1 else "single PS")
 
@@ -208,7 +208,7 @@ class ParameterServer(Strategy):
             elif message.tag == "read":
                 state.reads.append(Read(message.source, message.step, 0, message))
                 self._settle(me, state, moved=False)
-            elif message.tag == BYE:
+            elif message.tag == LEAVE:
                 moved = state.depart(message.source, lost=bool(message.note.get("lost")))
                 self._settle(me, state, moved, left=True)
         for group in self.consistency.flushed(state.pushes, self._view(me, state, moved=True)):

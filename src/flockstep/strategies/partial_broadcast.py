@@ -23,7 +23,7 @@ class PartialState(BroadcastState):
     updates.
     """
 
-    owed: FlatArray
+    deferred: FlatArray
     """Sum of the updates not yet sent to each peer, of shape (n, K), in float64."""
     counts: list[int]
     held: FlatArray | None = None
@@ -82,19 +82,19 @@ class PartialBroadcast(Strategy):
             if self.rest != "defer":
                 me.send_all(chosen, "update", update, StepCount())
             elif me.peers:
-                state.owed[me.peers] += update
+                state.deferred[me.peers] += update
                 for peer in me.peers:
                     state.counts[peer] += 1
                 for peer in chosen:
-                    pay(me, state, peer)
+                    send_deferred(me, state, peer)
 
     async def finish(self, me: Worker) -> None:
         """Send all deferred updates, leave, and add the updates still in transit."""
         state: PartialState = me.state
         if self.rest == "defer":
             for peer in me.peers:
-                while state.counts[peer] or state.owed[peer].any():
-                    pay(me, state, peer)
+                while state.counts[peer] or state.deferred[peer].any():
+                    send_deferred(me, state, peer)
         average_arrived(me, state)
         me.leave(peers=True)
         if self.rest == "average":  # updates that arrive after the last step are part of no mean
@@ -126,11 +126,11 @@ def average_arrived(me: Worker, state: PartialState) -> None:
     state.exact_sum.write(me.params)
 
 
-def pay(me: Worker, state: PartialState, peer: int) -> None:
+def send_deferred(me: Worker, state: PartialState, peer: int) -> None:
     """Send a peer the sum of its deferred updates; the rounding error of the cast to the parameters' dtype stays
     deferred.
     """
-    update = on_grid(cast(state.owed[peer], name_of(me.params)))
+    update = on_grid(cast(state.deferred[peer], name_of(me.params)))
     me.send(peer, "update", update, StepCount(state.counts[peer]))
-    state.owed[peer] -= update
+    state.deferred[peer] -= update
     state.counts[peer] = 0

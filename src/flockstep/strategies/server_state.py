@@ -75,7 +75,7 @@ class ServerState:
     """Rank → the key lists of a worker whose pushes are filtered."""
     kept: dict[int, FlatArray] = field(default_factory=dict)
     """Version → old parameters (K,), if the consistency rule keeps them."""
-    told: dict[int, int] = field(default_factory=dict)
+    newest_sent: dict[int, int] = field(default_factory=dict)
     """Rank → the newest version sent to the worker, if servers send new versions to late workers."""
 
     def advance(self, rank: int, clock: int | None) -> bool:
@@ -112,7 +112,7 @@ class ServerState:
         self.reading.update(dict.fromkeys(back, version))
         self.done -= back
         for rank in back:
-            self.told.pop(rank, None)
+            self.newest_sent.pop(rank, None)
 
 
 def without(waiting: list[P], gone: Sequence[P]) -> list[P]:

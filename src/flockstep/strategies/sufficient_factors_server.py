@@ -13,7 +13,7 @@ from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN
 from flockstep.messages import Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Asks, Pushed
+from flockstep.strategies.access import Pushed, PushPull
 from flockstep.strategies.base import Traits
 from flockstep.strategies.consistency import Asynchronous, Consistency
 from flockstep.strategies.finite import require_finite_update
@@ -47,7 +47,7 @@ class FactorServer(ParameterServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.consistency.access, Asks):
+        if not isinstance(self.consistency.access, PushPull):
             raise CompositionError(
                 "factors are pushed and answered, so consistency must neither keep copies nor give up gradients, "
                 f"got {self.consistency}; use ps"

@@ -17,7 +17,7 @@ from flockstep.drivers.virtual import Saved, Simulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
 from flockstep.frameworks.numpy import NumpyEngine, QuadraticModel, SoftmaxRegression
-from flockstep.messages import BYE, Address, Message, Wanted, node_name
+from flockstep.messages import LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import Cluster, Node
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.events import EvaluationEvent, Event, NodeEvent, StepEvent, UpdateEvent
@@ -421,5 +421,5 @@ def _differences(first: SimulatedRun, second: SimulatedRun) -> str:
 
 
 def _unread(node: Node) -> list[str]:
-    """Tags of the messages that a program left unread, except farewells; empties the mailbox."""
-    return [message.tag for message in node.mailbox.take_all(Wanted()) if message.tag != BYE]
+    """Tags of the messages that a program left unread, except leave messages; empties the mailbox."""
+    return [message.tag for message in node.mailbox.take_all(Wanted()) if message.tag != LEAVE]

@@ -16,7 +16,7 @@ import msgspec
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
-from flockstep.strategies.access import Access, Asks
+from flockstep.strategies.access import Access, PushPull
 from flockstep.strategies.server_state import Push as Push
 from flockstep.strategies.server_state import Read as Read
 from flockstep.strategies.traits import Delivery
@@ -55,7 +55,7 @@ class Consistency(Component):
     @property
     def access(self) -> Access:
         """How workers obtain the parameters."""
-        return Asks()
+        return PushPull()
 
     @property
     def gathers(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import SHOWN, WORKERS, searched
-from flockstep.strategies.access import GivesUp
+from flockstep.strategies.access import CancelStale
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
@@ -18,7 +18,7 @@ class FirstOf(Consistency):
     Each gradient counts as 1/needed of a step, also near the end of a run, when fewer workers have steps left.
     """
 
-    access = GivesUp()
+    access = CancelStale()
     delivery = "partial"
 
     @property

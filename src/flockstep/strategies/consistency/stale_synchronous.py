@@ -8,7 +8,7 @@ from typing import Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.strategies.access import Access, CopyAccess, SentCopies
+from flockstep.strategies.access import Access, CachedCopies, EagerCopies
 from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push, by_timestamp
 from flockstep.strategies.traits import Delivery
 
@@ -75,7 +75,7 @@ class CachedStaleSynchronous(StaleSynchronous):
 
     @property
     def access(self) -> Access:
-        return CopyAccess(self.s)
+        return CachedCopies(self.s)
 
 
 @dataclass(frozen=True)
@@ -92,4 +92,4 @@ class EagerStaleSynchronous(StaleSynchronous):
 
     @property
     def access(self) -> Access:
-        return SentCopies(self.s)
+        return EagerCopies(self.s)

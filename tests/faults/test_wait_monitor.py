@@ -17,7 +17,7 @@ from support.matrix import few
 from support.processes import MEMORY, PATIENCE, RealRun, wait_until
 
 
-class Told:
+class Monitored:
     """Waits with a clock of its own."""
 
     def __init__(self, workers: int = 3, limit: float | None = None):
@@ -39,11 +39,11 @@ class Told:
 
 
 def test_who_hangs_is_named_every_ten_seconds_with_what_the_others_wait_for() -> None:
-    told = Told()
+    monitored = Monitored()
     for rank in range(3):
-        told.waits.hear(rank, {"step": 7})
-    assert told.until(9, 0, 2) == []
-    said = told.until(35, 0, 2)
+        monitored.waits.hear(rank, {"step": 7})
+    assert monitored.until(9, 0, 2) == []
+    said = monitored.until(35, 0, 2)
     assert len(said) == 3
     assert said[0] == (
         "waiting for worker 1 (after step 7): no step for 10 s; worker 0 at step 8 waits for 'reduce' from worker -1; "
@@ -53,21 +53,21 @@ def test_who_hangs_is_named_every_ten_seconds_with_what_the_others_wait_for() ->
 
 
 def test_long_steps_for_which_nobody_waits_are_no_news() -> None:
-    told = Told()
-    assert told.until(25) == []
-    told.waits.hear(0, {"step": 1})
-    assert told.until(60, moving=(0, 2)) == []
-    told.ended.add(0)
-    assert told.until(61, moving=(2,)) == [
+    monitored = Monitored()
+    assert monitored.until(25) == []
+    monitored.waits.hear(0, {"step": 1})
+    assert monitored.until(60, moving=(0, 2)) == []
+    monitored.ended.add(0)
+    assert monitored.until(61, moving=(2,)) == [
         "waiting for worker 1 (after step 0): no step for 61 s; --step-timeout SECONDS ends such a run"
     ]
 
 
 def test_who_has_not_joined_is_named() -> None:
-    told = Told()
-    told.joined = {0, 2}
-    assert told.until(59, moving=(0, 2)) == []
-    assert told.until(70, moving=(0, 2)) == [
+    monitored = Monitored()
+    monitored.joined = {0, 2}
+    assert monitored.until(59, moving=(0, 2)) == []
+    assert monitored.until(70, moving=(0, 2)) == [
         f"worker 1 has not joined the run after {seconds} s: it is still importing, or has not reached "
         "flockstep.distribute or flockstep.join; --step-timeout SECONDS ends such a run"
         for seconds in (60, 70)
@@ -75,57 +75,59 @@ def test_who_has_not_joined_is_named() -> None:
 
 
 def test_that_nobody_has_joined_is_said_after_a_minute() -> None:
-    told = Told()
-    told.joined = set()
-    assert told.until(59) == []
-    (said,) = told.until(61)
+    monitored = Monitored()
+    monitored.joined = set()
+    assert monitored.until(59) == []
+    (said,) = monitored.until(61)
     assert said.startswith("worker 0 and worker 1 and worker 2 have not joined the run after 60 s: they are still")
 
 
 def test_a_deadlock_names_everyone() -> None:
-    assert Told(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
+    assert Monitored(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
 
 
 def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps() -> None:
     """Worker 0 answers requests after its last step; the others wait for it, and step every eight seconds."""
-    told = Told(limit=9.0)
+    monitored = Monitored(limit=9.0)
     for now in range(8, 80, 8):
-        assert told.until(now, 0, 1, 2) == []
-        told.until(now, 0, moving=(1, 2))
+        assert monitored.until(now, 0, 1, 2) == []
+        monitored.until(now, 0, moving=(1, 2))
         for rank in (1, 2):
-            told.waits.hear(rank, {"step": now})
+            monitored.waits.hear(rank, {"step": now})
     with pytest.raises(RunError, match=r"every worker has waited for 9 s: worker 0 at step 8 waits .*; worker 1"):
-        told.until(100, 0, 1, 2)
+        monitored.until(100, 0, 1, 2)
 
 
 def test_a_worker_that_has_waited_and_now_computes_has_its_time_from_then_on() -> None:
     """First it waits for 15 s, then it computes: the others wait for it, and it is not said to wait."""
-    told = Told(limit=20.0)
-    told.until(7, 0, moving=(1, 2))
-    told.until(15, 0, 1, 2)
-    assert told.until(34, 1, 2)[-1].startswith("waiting for worker 0 (after step 8): no step for 12 s; worker 1 at")
+    monitored = Monitored(limit=20.0)
+    monitored.until(7, 0, moving=(1, 2))
+    monitored.until(15, 0, 1, 2)
+    assert monitored.until(34, 1, 2)[-1].startswith(
+        "waiting for worker 0 (after step 8): no step for 12 s; worker 1 at"
+    )
     with pytest.raises(RunError, match=r"^waiting for worker 0 \(after step 8\): no step for 20 s"):
-        told.until(60, 1, 2)
+        monitored.until(60, 1, 2)
 
 
 def test_a_limit_ends_the_run() -> None:
-    told = Told(limit=4.0)
-    assert told.until(3, 0, 2) == []
+    monitored = Monitored(limit=4.0)
+    assert monitored.until(3, 0, 2) == []
     said = r"waiting for worker 1 \(after step 0\): no step for 4 s; .*longer than --step-timeout 4: fix what hangs"
     with pytest.raises(RunError, match=said):
-        told.until(4, 0, 2)
-    told = Told(limit=4.0)
-    assert told.until(40, moving=(0, 1, 2)) == []
+        monitored.until(4, 0, 2)
+    monitored = Monitored(limit=4.0)
+    assert monitored.until(40, moving=(0, 1, 2)) == []
 
 
 def test_a_limit_on_steps_is_none_for_workers_that_take_none() -> None:
     """Those that only move arrays tell of no step, however much they do; joining has its limit there too."""
-    told = Told(limit=4.0)
-    told.waits.begin(stepping=False)
-    assert told.until(40) == []
-    told.joined = {0, 2}
+    monitored = Monitored(limit=4.0)
+    monitored.waits.begin(stepping=False)
+    assert monitored.until(40) == []
+    monitored.joined = {0, 2}
     with pytest.raises(RunError, match=r"worker 1 has not joined .*longer than --step-timeout 4"):
-        told.until(45)
+        monitored.until(45)
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -138,7 +140,7 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
     draws = GradientFingerprints(2)
     for rank in range(2):
         draws.hear(rank, {"step": 1, "gradient": "abc", "lr": 0.0})
-    assert draws.told
+    assert draws.reported
 
 
 def test_learning_rates_that_differ_are_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,9 +149,9 @@ def test_learning_rates_that_differ_are_told_of_once(capsys: pytest.CaptureFixtu
     for step, rates in enumerate([(0.1, 0.0, 0.1), (0.1, 0.2, 0.1), (0.1, 0.1, 0.3)], 1):
         for rank, lr in enumerate(rates):
             draws.hear(rank, {"step": step, "gradient": str(rank), "lr": lr})
-    told = capsys.readouterr().err
-    assert told.count("different learning rates") == 1
-    assert "at step 2, 0.1 on worker 0 and 0.2 on worker 1, so their parameters diverge; load the state of" in told
+    errors = capsys.readouterr().err
+    assert errors.count("different learning rates") == 1
+    assert "at step 2, 0.1 on worker 0 and 0.2 on worker 1, so their parameters diverge; load the state of" in errors
 
 
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbeat", "3600"]

@@ -12,7 +12,7 @@ from flockstep.planning.advice import advise
 from flockstep.planning.criteria import criteria
 from flockstep.planning.job_profile import JobProfile, task_of
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.prospect import ALONE
+from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.worker_losses import RISK, deaths, length, risk, sentence
 
 TASK = JobProfile("surrogate", 1_000_000, ((1000, 1000),))

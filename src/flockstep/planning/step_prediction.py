@@ -17,7 +17,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.rehearsal import LEFT_OUT, Rehearsal, rehearse
 from flockstep.records.config import RunConfig
-from flockstep.report.formatting import seconds as told
+from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.simulation.law import drawn, late_of, mean_of
@@ -50,7 +50,7 @@ _known = lru_cache(maxsize=4096)(rehearse)
 
 
 @dataclass(frozen=True)
-class Prospect:
+class StepPrediction:
     """Predicted means of a strategy in seconds and bytes per step; a step is one gradient of each worker."""
 
     name: str
@@ -101,7 +101,7 @@ def codecs_of(part: Any) -> list[Codec]:
     return found + [codec for one in inner for codec in codecs_of(one)]
 
 
-def alone(site: Site) -> Prospect:
+def alone(site: Site) -> StepPrediction:
     """Prediction for one worker on the fastest machine, without messages."""
     task = site.task
     mean = mean_of(site.compute(1)) if site.seconds is None else site.seconds
@@ -110,14 +110,14 @@ def alone(site: Site) -> Prospect:
     seconds += task.elements / site.rate("optimizer", site.optimizer)
     rate = task.batch / seconds if seconds else math.inf
     memory = task.nbytes * (2.0 + task.slots)
-    return Prospect(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, memory, "rehearsal")
+    return StepPrediction(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, memory, "rehearsal")
 
 
 class Unpredictable(ConfigurationError):
     """A strategy whose step times vary so much that their mean says little."""
 
 
-def prospect(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> Prospect:
+def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> StepPrediction:
     """Predict a strategy; a rehearsal has `steps` steps (None: as many as needed).
 
     More than 16 workers are extrapolated from rehearsals with fewer, with every link as slow as the slowest.
@@ -133,8 +133,8 @@ def prospect(strategy: Strategy, site: Site, workers: int, steps: int | None = N
     if found.spread > WIDE and not found.settled:
         slow = found.seconds_per_step * 2 * found.spread / (1 + found.spread)
         raise Unpredictable(
-            f"cannot be predicted: in one half of its rehearsal a step takes {told(slow / found.spread)}, in the other "
-            f"{told(slow)}; try it with flockstep simulate"
+            f"cannot be predicted: in one half of its rehearsal a step takes {in_seconds(slow / found.spread)}, in the "
+            f"other {in_seconds(slow)}; try it with flockstep simulate"
         )
     return _of_rehearsal(strategy, site, workers, _leveled(found, site, strategy, workers) if steps is None else found)
 
@@ -229,12 +229,12 @@ def _drawn_in(found: Rehearsal, law: ComputeModel) -> tuple[float, float]:
     return drawn(law, found.workers, found.steps, found.steps - int(found.steps / (1 + LEFT_OUT)))
 
 
-def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> Prospect:
+def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> StepPrediction:
     task, seconds = site.task, found.seconds_per_step
     said, versions = [f"{found.steps} steps in virtual time"], has_versions(strategy)
     if not found.settled:
         said.append("its halves differ by more than 5 %")
-    return Prospect(
+    return StepPrediction(
         str(strategy),
         strategy,
         workers,
@@ -257,11 +257,11 @@ def has_versions(strategy: Strategy) -> bool:
     return strategy.traits.delivery == "synchronous" or strategy.traits.server_optimizer
 
 
-def _extrapolated(strategy: Strategy, site: Site, workers: int) -> Prospect:
+def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPrediction:
     """Extrapolate from fewer workers with constant times and equal links, and add the cost of the slowest worker."""
     pace = Pace(strategy, site)
     moved, mean = pace.at(site, workers), mean_of(site.compute(workers))
-    return Prospect(
+    return StepPrediction(
         str(strategy),
         strategy,
         workers,
@@ -330,7 +330,7 @@ class Pace:
     strategy: Strategy
     site: Site
     """The site of the plan."""
-    found: Prospect | None = None
+    found: StepPrediction | None = None
     """The prediction for the site of the plan; None if it was not rehearsed."""
 
     @cached_property

@@ -18,7 +18,7 @@ from flockstep.arrays.namespace import copied, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, SCRIPT, Address, Message, Note, Notes, server
+from flockstep.messages import LEAVE, SCRIPT, Address, Message, Note, Notes, server
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
@@ -57,11 +57,11 @@ def notes_of(strategy: Strategy) -> Notes:
     return {**strategy.notes, **NOTES}
 
 
-class Renewed(Exception):
+class ProgramRestart(Exception):
     """Raised to restart a server's program."""
 
 
-class Reception:
+class ScriptRequests:
     """A server's replies to requests of a script's driver, besides its program."""
 
     def __init__(self, node: Server, strategy: Strategy):
@@ -96,7 +96,7 @@ class Reception:
         """Answer requests while the program waits.
 
         Raises:
-            Renewed: all nodes have stopped.
+            ProgramRestart: all nodes have stopped.
         """
         node = self._node
         while idle and self._reads:
@@ -109,14 +109,14 @@ class Reception:
             self.stopped = True
             node.send_all(sorted(others), STOPPED, None, ProgramStopped())
         if others <= self._stopped.keys():
-            raise Renewed
+            raise ProgramRestart
 
     def end(self) -> None:
         """Answer the requests that were made for the end of the program."""
         for message in self._asked_for_the_end:
             self._answer(message)
 
-    def renew(self) -> None:
+    def restart(self) -> None:
         """Take the new parameters, and the optimizer's state if it was sent; forget everything else."""
         node, stopped = self._node, self._stopped
         new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
@@ -157,15 +157,15 @@ def _state(memory: OptimizerStateHeader, slots: dict[str, FlatArray]) -> Optimiz
 
 
 def forget(node: Node, before: int) -> None:
-    """Drop the messages for the node's program, except farewells; the run has taken `before` steps."""
+    """Drop the messages for the node's program, except leave messages; the run has taken `before` steps."""
     node.mailbox.clear(but=CHANNEL)
     node.step, node.before = 0, before
-    node.farewells.clear()
+    node.reported_departures.clear()
     for address in sorted(node.departed):
-        node.mailbox.put(Message(address, BYE, note={"lost": int(address in node.lost)}))
+        node.mailbox.put(Message(address, LEAVE, note={"lost": int(address in node.lost)}))
 
 
-async def told(me: Worker, steps: float) -> float:
+async def common_steps(me: Worker, steps: float) -> float:
     """Number of steps in the state of rank 0's optimizer."""
     if me.rank == 0:
         me.send_all(me.peers, "steps", None, {"steps": steps})
@@ -183,7 +183,7 @@ async def meet(me: Worker, word: str) -> int:
     return most
 
 
-async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None, before: int) -> None:
+async def restart_programs(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None, before: int) -> None:
     """Stop all nodes and give all of them rank 0's parameters, and its servers `optimizer`; old messages are dropped.
 
     `before`: number of steps that the run has taken on rank 0.
