@@ -81,6 +81,16 @@ def everyone(workers: int) -> View:
     return View(0, tuple(range(workers)))
 
 
+Hosts = tuple[tuple[int, ...], ...]
+"""The workers of each host in ascending order of rank; hosts in the order of their first workers."""
+
+
+@lru_cache(maxsize=8)
+def one_host(workers: int) -> Hosts:
+    """All workers on one host, as in virtual time. All nodes share the value, as they share `everyone`."""
+    return (tuple(range(workers)),)
+
+
 class Node:
     """One node of a run. `params` is the live flat array: the whole model (K,), or a server's slice of it."""
 
@@ -92,12 +102,15 @@ class Node:
     """What the strategy keeps between steps, as its `worker_state` or `master_state` returned it."""
     step: int
     """Number of steps since the node's program last began."""
+    view: View
+    """The workers that take part now, as reported by the supervisor, if there is one."""
+    hosts: Hosts
+    """The workers of each host at the start of the run; all on one host in virtual time."""
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
         self.cluster = cluster
-        self.view = everyone(cluster.workers)
-        """The workers that take part now, as reported by the supervisor, if there is one."""
+        self.view, self.hosts = everyone(cluster.workers), one_host(cluster.workers)
         self.params = params
         self.random = random
         self.state = None

@@ -205,6 +205,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "binomial_tree": "flockstep.collectives.binomial_tree:BinomialTree",
         "pipelined": "flockstep.collectives.pipelined:Pipelined",
         "double_tree": "flockstep.collectives.double_tree:DoubleTree",
+        "by_host": "flockstep.collectives.by_host:ByHost",
         "hierarchical": "flockstep.collectives.hierarchical:HierarchicalCollective",
         "sparse": "flockstep.collectives.sparse:Sparse",
         "auto": "flockstep.collectives.auto:Auto",

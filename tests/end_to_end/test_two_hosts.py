@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import RealRun
+from support.processes import Ended, RealRun
 
 JOB = "softmax(features=20000, train=64, test=16)"
 STEPS = 20
@@ -76,14 +76,21 @@ def sent(host: str, card: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
-def test_memory_within_a_host_and_tcp_between_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
-    module = tmp_path / "two_hosts.py"
+def trained(strategy: str, hosts: tuple[str, str], folder: Path) -> tuple[Ended, list[str]]:
+    """A run of 4 workers, two on each host, and its arguments but for the transport."""
+    folder.mkdir()
+    module = folder / "two_hosts.py"
     module.write_text(TRANSPORT)
-    arguments = ["train", JOB, "-s", "all_reduce(ring)", "-n", "4", "--steps", str(STEPS), "--seed", "1"]
+    arguments = ["train", JOB, "-s", strategy, "-n", "4", "--steps", str(STEPS), "--seed", "1"]
     arguments += ["--evaluate-every", str(STEPS)]  # models to be evaluated go to the supervisor, on the first host
     options = ["--transport", "two_hosts", "--import", str(module)]
-    run = RealRun([*arguments, *options], tmp_path / "run", within=("ip", "netns", "exec", hosts[0])).end()
+    run = RealRun([*arguments, *options], folder / "run", within=("ip", "netns", "exec", hosts[0])).end()
     assert run.code == 0, run.err
+    return run, arguments
+
+
+def test_memory_within_a_host_and_tcp_between_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
+    run, arguments = trained("all_reduce(ring)", hosts, tmp_path / "ring")
     assert run.summary is not None
     payload = [worker["sent_bytes"] for worker in run.summary["per_worker"]]
     between = [sent(hosts[0], "cablea"), sent(hosts[1], "cableb")]
@@ -95,3 +102,14 @@ def test_memory_within_a_host_and_tcp_between_hosts(hosts: tuple[str, str], tmp_
     alone = RealRun([*arguments, "--transport", "shared_memory"], tmp_path / "alone").end()
     assert alone.summary is not None
     assert alone.summary["hashes"] == run.summary["hashes"]
+
+
+def test_the_default_all_reduce_sends_the_model_once_between_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
+    """2(h-1)/h of the model leaves each host in every step: once for h = 2, where a ring of 4 sends it 1.5 times."""
+    run, _ = trained("all_reduce", hosts, tmp_path / "by_host")
+    between = [sent(hosts[0], "cablea"), sent(hosts[1], "cableb")]
+    model = 4 * (20000 * 10 + 10)
+    for nbytes in between:  # and headers, rank 0's first model, and the snapshots of two workers
+        assert STEPS * model <= nbytes < 1.05 * STEPS * model + 4 * model
+    assert run.summary is not None
+    assert len(set(run.summary["hashes"].values())) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.group import Group
+from flockstep.nodes import Hosts
 
 
 def children(rank: int, workers: int, root: int = 0) -> list[int]:
@@ -25,21 +26,39 @@ def parent(rank: int, workers: int, root: int = 0) -> int:
     return (root + (place & (place - 1))) % workers
 
 
-async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Sum the arrays along a binomial tree: `array` becomes the sum over the rank's subtree, on the root the
-    whole sum.
+def tree(hosts: Hosts, rank: int, root: int) -> tuple[int, list[int]]:
+    """Return the parent of a rank (its own rank for the root) and its children, in the order of their sums.
+
+    The root and the first worker of each other host form a binomial tree; the workers of a host form a binomial tree
+    on the one of them that is in that tree. An array crosses to each other host once.
     """
-    for child in children(me.rank, me.workers, root):
+    leaders = [root if root in host else host[0] for host in hosts]
+    number = next(i for i, host in enumerate(hosts) if rank in host)
+    host, leader, count = hosts[number], leaders[number], len(leaders)
+    place, top = host.index(rank), host.index(leader)
+    below = [host[i] for i in children(place, len(host), top)]
+    if rank != leader:
+        return host[parent(place, len(host), top)], below
+    first = leaders.index(root)
+    above = rank if rank == root else leaders[parent(number, count, first)]
+    return above, below + [leaders[i] for i in children(number, count, first)]
+
+
+async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
+    """Sum the arrays along a `tree`: `array` becomes the sum over the rank's subtree, on the root the whole sum."""
+    above, below = tree(me.hosts, me.rank, root)
+    for child in below:
         array += await me.receive_array("reduce", child)
     if me.rank != root:
-        me.send(parent(me.rank, me.workers, root), "reduce", array)
+        me.send(above, "reduce", array)
 
 
 async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Replace `array` by the root's along a binomial tree; the largest subtree is served first."""
+    """Replace `array` by the root's along a `tree`; other hosts and large subtrees are served first."""
+    above, below = tree(me.hosts, me.rank, root)
     if me.rank != root:
-        await me.receive_array("broadcast", parent(me.rank, me.workers, root), array)
-    me.send_all(reversed(children(me.rank, me.workers, root)), "broadcast", array)
+        await me.receive_array("broadcast", above, array)
+    me.send_all(reversed(below), "broadcast", array)
 
 
 async def signal_all(me: Group) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from flockstep.messages import Address, AnyNote, Array, Message
+from flockstep.nodes import Hosts
 from flockstep.programs import Rendezvous, SharedSum
 
 
@@ -16,6 +17,8 @@ class Group(Protocol):
 
     rank: int
     workers: int
+    hosts: Hosts
+    """The members on each host."""
     random: np.random.Generator
     rendezvous: Rendezvous | None
     """The rendezvous through which process groups of other libraries are created; None if there is none."""
@@ -65,6 +68,7 @@ class Subgroup:
         self._members = members
         self.rank = members.index(me.rank)
         self.workers = len(members)
+        self.hosts = _within(me.hosts, members)
         self.random = me.random
         self.rendezvous: Rendezvous | None = None
         self.shared_sum: SharedSum | None = None
@@ -94,3 +98,12 @@ class Subgroup:
     def require_all(self, source: Address) -> None:
         """Check that no message of a member of the subgroup was lost."""
         self._me.require_all(self._members[source])
+
+
+def _within(hosts: Hosts, members: Sequence[int]) -> Hosts:
+    """Return the hosts of a subgroup: the places of `members` in it, for each host that has any."""
+    if len(hosts) == 1:
+        return (tuple(range(len(members))),)
+    place = {member: at for at, member in enumerate(members)}
+    found = [tuple(sorted(place[member] for member in host if member in place)) for host in hosts]
+    return tuple(sorted(host for host in found if host))

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.collectives.base import Collective
-from flockstep.collectives.exchange import children, parent, signal_all
+from flockstep.collectives.by_host import ByHost
+from flockstep.collectives.exchange import signal_all, tree
 from flockstep.collectives.ring import Ring
 from flockstep.communicator.calls import Calls
 from flockstep.communicator.encoded import Packet, at_hand, checked, codec_of, unpacked
@@ -32,7 +33,7 @@ class Collectives(Calls):
     def all_reduce(
         self,
         array: Any,
-        collective: str | Collective = "ring",
+        collective: str | Collective = "by_host",
         codec: str | Codec | None = None,
         feedback: str | Feedback = "none",
         average: bool = False,
@@ -44,7 +45,7 @@ class Collectives(Calls):
 
         Args:
             array: this rank's array, of any shape; the same shape and dtype on all ranks.
-            collective: the algorithm, as an expression such as "ring".
+            collective: the algorithm, as an expression such as "by_host".
             codec: the codec to encode arrays with, or None.
             feedback: what happens to the values that the codec drops; the feedback's memory serves the next call of the
                 same name, with an array of the same shape.
@@ -60,7 +61,7 @@ class Collectives(Calls):
             TimedOut: the other ranks did not call within `timeout` seconds.
         """
         given, by, chosen = checked(array, self.max_bytes), Collective.parse(collective), codec_of(codec)
-        sum_up = self._sums.get(id(array)) if out is array and chosen is None and by == Ring() else None
+        sum_up = self._sums.get(id(array)) if out is array and chosen is None and by in (ByHost(), Ring()) else None
         if sum_up is not None:
             self.require_open()
             sum_up(self.workers if average else 1, timeout)
@@ -83,7 +84,7 @@ class Collectives(Calls):
         self,
         array: Any,
         to: int = 0,
-        collective: str | Collective = "ring",
+        collective: str | Collective = "by_host",
         codec: str | Codec | None = None,
         name: str = "",
         timeout: float | None = None,
@@ -227,23 +228,28 @@ async def fence(me: Rank) -> None:
 
 
 async def _all_gather(me: Rank, packet: Packet) -> list[Message]:
-    """Return the packets of all ranks, in order of rank, passed around a ring, because their sizes may differ."""
-    n, rank = me.workers, me.rank
-    gathered = [Message(rank, "pass", packet.data, packet.note)] * n
+    """Return the packets of all ranks, in order of rank, passed around a ring, because their sizes may differ.
+
+    On the ring, the ranks of a host follow one another.
+    """
+    order = [rank for host in me.hosts for rank in host]
+    n, place = me.workers, order.index(me.rank)
+    gathered = [Message(me.rank, "pass", packet.data, packet.note)] * n
     for hop in range(n - 1):
-        known = gathered[(rank - hop) % n]
-        me.send((rank + 1) % n, "pass", known.payload, known.note)
-        gathered[(rank - hop - 1) % n] = await me.receive("pass", (rank - 1) % n)
+        known = gathered[order[(place - hop) % n]]
+        me.send(order[(place + 1) % n], "pass", known.payload, known.note)
+        gathered[order[(place - hop - 1) % n]] = await me.receive("pass", order[(place - 1) % n])
     return gathered
 
 
 async def _broadcast(me: Rank, packet: Packet | None, source: int) -> Message:
-    """Return the packet of rank `source`, passed along a binomial tree."""
+    """Return the packet of rank `source`, passed along a tree over hosts and their ranks."""
+    above, below = tree(me.hosts, me.rank, source)
     if packet is not None:
         message = Message(me.rank, "down", packet.data, packet.note)
     else:
-        message = await me.receive("down", parent(me.rank, me.workers, source))
-    me.send_all(reversed(children(me.rank, me.workers, source)), "down", message.payload, message.note)
+        message = await me.receive("down", above)
+    me.send_all(reversed(below), "down", message.payload, message.note)
     return message
 
 

@@ -165,4 +165,5 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
         membership.fail(error)
         raise
     node = Rank(node_spec.address, node_spec.workers, node_spec.seed)
+    node.hosts = membership.member.hosts
     return Communicator(node, beside, max_bytes, 2 * node_spec.heartbeat, membership)

@@ -38,12 +38,12 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, Wanted, node_name
-from flockstep.nodes import Cluster, View
+from flockstep.nodes import Cluster, Hosts, View
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
 from flockstep.transports.shared_group import needed, room_for, warm_up
-from flockstep.transports.shared_memory import SharedMemory
+from flockstep.transports.shared_memory import SharedMemory, host_here
 from flockstep.transports.wire import HANDED_ON, PROTOCOL, SenderIdentity
 
 LONGEST = 4000
@@ -68,6 +68,8 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     """Address at which the node's end of its link to the supervisor listens."""
     bus: str
     """Address of the node's bus."""
+    host: str
+    """Identifier of the node's host."""
     strategy: str
     optimizer: dict[str, str | int | float | bool]
     schema: Schema
@@ -75,9 +77,10 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
 
 
 class Welcome(Note, frozen=True):
-    """The run is about to begin: its nodes, the addresses of their buses, and the shared memory if there is any."""
+    """The run is about to begin: its nodes, their hosts and buses, and the shared memory if there is any."""
 
     view: View
+    hosts: Hosts
     servers: int
     peers: dict[int, str]
     memory: str = ""
@@ -167,6 +170,8 @@ class Member:
         """Segment that all nodes of this run share; None if they share none."""
         self.view: View
         """Nodes of the run at its start."""
+        self.hosts: Hosts
+        """The workers of each host."""
         self._linked = False
         self._untaken = 0
         self._early: deque[Message] = deque()
@@ -185,7 +190,7 @@ class Member:
         self.wait_for("linked")
         self._linked = True
         welcome = self.wait_for("welcome")
-        self.view = welcome.note.view
+        self.view, self.hosts = welcome.note.view, welcome.note.hosts
         cluster = Cluster(len(self.view.ranks), welcome.note.servers)
         if welcome.note.memory:
             self._share(welcome.note.memory, cluster)
@@ -350,6 +355,7 @@ class Member:
             self.node_spec.address,
             self.line.address,
             self.bus.address,
+            host_here(),
             strategy,
             optimizer,
             self.schema,

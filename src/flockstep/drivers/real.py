@@ -37,7 +37,7 @@ class NodeConnection(Messenger):
         """`every`: steps of a worker between two evaluations; 0 for none."""
         self.reports = EventSender(member)
         super().__init__(member.bus, member.receive, node, self.reports.write)
-        node.view = member.view
+        node.view, node.hosts = member.view, member.hosts
         self.snapshots = SnapshotSender(member)
         self._member = member
         self._survives = bool(strategy.traits.survives)

@@ -280,7 +280,11 @@ class Supervisor:
         model = self._links[0].hello.schema.nbytes
         peers = {address: link.hello.bus for address, link in self._links.items()}
         self._memory = self._transport.share(self._workers, model)
-        welcome = Welcome(self._view, servers, peers, "" if self._memory is None else self._memory.address)
+        places: dict[str, list[int]] = {}
+        for rank in self._view.ranks:
+            places.setdefault(self._links[rank].hello.host, []).append(rank)
+        hosts = tuple(map(tuple, places.values()))
+        welcome = Welcome(self._view, hosts, servers, peers, "" if self._memory is None else self._memory.address)
         for link in self._links.values():
             link.tell("welcome", welcome)
 

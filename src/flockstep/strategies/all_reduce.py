@@ -10,7 +10,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
@@ -36,7 +36,7 @@ class AllReduce(Strategy):
     the bytes of one encoding.
     """
 
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
     codec: Codec = field(default_factory=Identity)
     feedback: Feedback = field(default_factory=NoFeedback)
 

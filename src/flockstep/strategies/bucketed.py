@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SIZED
 from flockstep.nodes import Worker
@@ -31,7 +31,7 @@ class Bucketed(Strategy):
     cap: float = field(default=25.0, metadata=SIZED)
     first: float = field(default=1.0, metadata=SIZED)
     accumulate: int = 1
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
         for name in ("cap", "first"):

@@ -10,7 +10,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.dct import Dct
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError
 from flockstep.expression import ELEMENTS, searched
 from flockstep.feedback.nothing import NoFeedback
@@ -39,7 +39,7 @@ class DecoupledMomentum(Strategy):
     beta: float = 0.999
     k: int = field(default=32, metadata=ELEMENTS | searched(1, 64))
     chunk: int = field(default=64, metadata=ELEMENTS)
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:

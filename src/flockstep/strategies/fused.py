@@ -11,7 +11,7 @@ import numpy as np
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.expression import SIZED
 from flockstep.messages import Note, Notes
@@ -46,7 +46,7 @@ class Fused(Strategy):
     notes: ClassVar[Notes] = {"ready/lead": TensorReady, "go/follow": NextTensors}
 
     fusion: float = field(default=64.0, metadata=SIZED)
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
         if not self.fusion > 0:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
@@ -47,7 +47,7 @@ class LocalSGD(Strategy):
     """
 
     period: int | SynchronizationSchedule = field(default=10, metadata=searched(1, 128))
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
     outer_optimizer: OuterOptimizer = field(default_factory=Average)
     weighting: Literal["equal", "samples"] = "equal"
 

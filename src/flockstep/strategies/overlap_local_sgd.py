@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
@@ -37,7 +37,7 @@ class OverlapLocalSGD(Strategy):
     period: int = field(default=10, metadata=searched(1, 128))
     alpha: float = field(default=0.6, metadata=searched(0.1, 1.0, whole=False, log=False))
     beta: float = 0.0
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
         if self.period < 1:

@@ -11,7 +11,7 @@ from flockstep.codecs.base import Codec
 from flockstep.codecs.low_rank import LowRank
 from flockstep.codecs.power import PowerSgdCodec
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
@@ -50,7 +50,7 @@ class PowerSgd(Strategy):
     rank: int = field(default=2, metadata=searched(1, 8))
     warm_start: bool = True
     feedback: Feedback = field(default_factory=Residual)
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
 
     def __post_init__(self) -> None:
         if self.rank < 1:

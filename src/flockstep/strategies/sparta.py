@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
@@ -28,7 +28,7 @@ class Sparta(Strategy):
     p: float = field(default=0.005, metadata=searched(0.001, 0.3, whole=False))
     selector: Selector = field(default_factory=RandomSelector)
     full: LocalSGD | None = None
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
@@ -58,7 +58,7 @@ class StreamingDiloco(Strategy):
     overlap: int = 5
     alpha: float = field(default=0.5, metadata=searched(0.1, 1.0, whole=False, log=False))
     outer_optimizer: OuterOptimizer = field(default_factory=Nesterov)
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
     codec: Codec = field(default_factory=Identity)
     feedback: Feedback = field(default_factory=NoFeedback)
 

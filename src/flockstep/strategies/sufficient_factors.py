@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.collectives.base import Collective
-from flockstep.collectives.ring import Ring
+from flockstep.collectives.by_host import ByHost
 from flockstep.errors import CompositionError
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -23,7 +23,7 @@ class SufficientFactors(Strategy):
     Poseidon's rule for as many servers as workers.
     """
 
-    collective: Collective = field(default_factory=Ring)
+    collective: Collective = field(default_factory=ByHost)
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import platform
 import re
 import struct
 import sys
@@ -24,6 +25,7 @@ _NAME = "flockstep"
 _PLACE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
+_PROCESSES = Path("/proc/self/ns/pid")
 
 
 class SharedMemory:
@@ -55,7 +57,7 @@ class SharedMemory:
             os.close(descriptor)
             raise _too_much(size, error) from None
         try:
-            return cls(f"{_host()}:/proc/{os.getpid()}/fd/{descriptor}", descriptor)
+            return cls(f"{host_here()}:/proc/{os.getpid()}/fd/{descriptor}", descriptor)
         except OSError as error:
             raise _too_much(size, error) from None
 
@@ -69,7 +71,7 @@ class SharedMemory:
         """
         host, _, path = address.partition(":")
         try:
-            if sys.platform != "linux" or host != _host():
+            if sys.platform != "linux" or host != host_here():
                 raise OSError("it lies on another host")
             return cls(address, _opened(path, size))
         except OSError as error:
@@ -121,9 +123,14 @@ def _too_much(size: int, error: OSError) -> ConfigurationError:
     )
 
 
-def _host() -> str:
-    """Identifier of this host since its last start; a network namespace counts as a separate host."""
-    return f"{_BOOT.read_text().strip()}/{_NETWORK.stat().st_ino}"
+def host_here() -> str:
+    """Identifier of this host since its last start.
+
+    Processes with another network namespace, or with other process ids, count as being on another host.
+    """
+    if sys.platform != "linux":
+        return platform.node()
+    return f"{_BOOT.read_text().strip()}/{_NETWORK.stat().st_ino}/{_PROCESSES.stat().st_ino}"
 
 
 def _lock(kind: int, number: int) -> bytes:

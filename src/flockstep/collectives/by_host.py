@@ -1,0 +1,79 @@
+"""All-reduce in two levels where workers share hosts: within each host, and between hosts in several lanes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.collectives.base import Collective
+from flockstep.collectives.costs import LinkModel
+from flockstep.collectives.group import Group, Subgroup
+from flockstep.collectives.ring import Ring
+
+
+@dataclass(frozen=True)
+class ByHost(Collective):
+    """`flat` where all workers are on one host, or each on a host of its own; otherwise two levels (Jia et al. 2018).
+
+    Let h be the number of hosts, and r the smallest number of workers on one of them. The array is cut into r shares.
+    On every host, one worker for each share sums it over the workers of the host, beginning with its own; the h workers
+    with the same share sum it with `flat`; then each passes it on to the other workers of its host. With a ring, every
+    host sends 2(h-1)/h K elements to other hosts, where a ring of all n workers sends 2(n-1)/n K or more. In virtual
+    time all workers count as being on one host.
+    """
+
+    flat: Collective = field(default_factory=Ring)
+
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
+        if not _shared(me):
+            await self.flat.all_reduce(me, array)
+            return
+        host = next(host for host in me.hosts if me.rank in host)
+        here, lane = Subgroup(me, host), host.index(me.rank)
+        others = [(lane + hop) % here.workers for hop in range(1, here.workers)]
+        shares = dict(enumerate(slices(len(array), min(map(len, me.hosts)))))
+        for to in others:
+            if to in shares:
+                here.send(to, "inside", array[shares[to]])
+        if lane in shares:
+            view = array[shares[lane]]
+            for source in others:
+                view += await here.receive_array("inside", source)
+            await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), view)
+            here.send_all(others, "outside", view)
+        for source in others:
+            if source in shares:
+                await here.receive_array("outside", source, array[shares[source]])
+
+    async def average(self, me: Group, array: FlatArray) -> None:
+        await (super().average(me, array) if _shared(me) else self.flat.average(me, array))
+
+    async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
+        """Leave each worker with its share by `flat`, whose shares do not depend on hosts."""
+        return await self.flat.reduce_scatter(me, array)
+
+    def share(self, workers: int, size: int, rank: int) -> slice:
+        return self.flat.share(workers, size, rank)
+
+    async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
+        """Gather by `flat`; on several hosts around a ring on which the workers of a host follow one another."""
+        if not _shared(me):
+            return await self.flat.all_gather(me, array)
+        order = [rank for host in me.hosts for rank in host]
+        gathered = dict(zip(order, await super().all_gather(Subgroup(me, order), array), strict=True))
+        return [gathered[rank] for rank in range(me.workers)]
+
+    def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
+        """Return the cost of `flat`: of workers on one host, or each on its own."""
+        return self.flat.cost(workers, nbytes, link)
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        return self.flat.sent_elements(workers, size, rank)
+
+    def rounds(self, workers: int) -> int:
+        return self.flat.rounds(workers)
+
+
+def _shared(me: Group) -> bool:
+    """Whether there are several hosts, and several workers on one of them."""
+    return 1 < len(me.hosts) < me.workers
