@@ -12,18 +12,11 @@ from types import TracebackType
 import msgspec
 
 from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
+from flockstep.drivers.place import place_from
 from flockstep.errors import ConfigurationError, FlockstepError
 
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 """Environment variable in which a launcher passes the node specification to a script's process."""
-SIZES = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "WORLD_SIZE": "another launcher",
-}
-"""Environment variables in which other launchers store the number of processes that they started."""
 
 
 def spec_from_environment() -> NodeSpec | None:
@@ -90,15 +83,12 @@ def place_of_script() -> tuple[int, int]:
 
 def refuse_other_launchers(environment: Mapping[str, str]) -> None:
     """Raise `ConfigurationError` in a process that another launcher has started together with others."""
-    for name, launcher in SIZES.items():
-        size = environment.get(name, "")
-        if NODE_SPEC not in environment and size.isdecimal() and int(size) > 1:
-            by = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else launcher
-            raise ConfigurationError(
-                f"this process is one of {size} that {by} started ({name}={size}), and each of them would train "
-                f"alone on all data; start the script with flockstep launch -n {size} SCRIPT, or unset {name} where "
-                "training alone is meant"
-            )
+    place = None if NODE_SPEC in environment else place_from(environment)
+    if place is not None:
+        raise ConfigurationError(
+            f"this process is rank {place.rank} of {place.workers} that {place.by} started, and each of them would "
+            f"train alone on all data; start the script with flockstep launch -n {place.workers} SCRIPT"
+        )
 
 
 def refuse(error: FlockstepError) -> None:
