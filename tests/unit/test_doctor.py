@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_a_transport_that_fails_is_told_and_the_others_work(
 def test_what_fails_says_why() -> None:
     found = outcomes(
         python("good", "print('fine')"),
-        python("bad", "import sys; print('noise', file=sys.stderr); sys.exit('flockstep: no room')"),
+        python("bad", "import sys; print('noise', file=sys.stderr); sys.exit('flockstep: no room\\n-----')"),
         python("silent", "import sys; sys.exit(3)"),
         python("absent", "print('never run')", module="flockstep_absent"),
         python("needy", "print('never run')", needs=("good", "bad")),
@@ -65,6 +66,28 @@ def test_what_fails_says_why() -> None:
         "absent": ("missing", "not installed"),
         "needy": ("missing", "needs bad"),
     }
+
+
+def test_launchers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = {one.name: one for one in usual() if one.group == "launchers"}
+    assert set(launchers) == {"torchrun", "mpirun", "srun", "ssh"}
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    tried = [one for name, one in launchers.items() if name in ("mpirun", "ssh")]
+    for one, (status, detail) in outcomes(*tried).items():
+        known = shutil.which(one, path=doctor.SEARCHED)
+        said = {"mpirun": "2 processes know their ranks", "ssh": "reads its configuration; hosts are tried later"}[one]
+        assert (status, detail[:20]) == (("works", said[:20]) if known else ("missing", "not installed"))
+    absent = SelfTest("absent", "launchers", (), program="flockstep-absent")
+    assert outcomes(absent) == {"absent": ("missing", "not installed")}
+
+
+def test_processes_that_do_not_know_their_ranks_fail() -> None:
+    judge = next(one.judge for one in usual() if one.name == "mpirun")
+    assert judge("Place(rank=1, workers=2, …\nPlace(rank=0, workers=2, …\n") == "2 processes know their ranks"
+    for said in ("None\nNone\n", "Place(rank=0, workers=2\nPlace(rank=0, workers=2", "Place(rank=0, workers=3"):
+        with pytest.raises(ValueError, match="not 0 and 1"):
+            judge(said)
 
 
 def test_what_hangs_is_ended() -> None:
