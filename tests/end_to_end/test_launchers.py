@@ -14,7 +14,7 @@ import pytest
 
 from flockstep.drivers.place import host_names, port_of
 from support import slurm, ssh
-from support.hosts import TOOLS, Host, connected, lacking
+from support.named_hosts import TOOLS, Host, connected, lacking
 from support.processes import PATIENCE, SOURCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.hosts import Host
+from support.named_hosts import Host
 from support.processes import PATIENCE, content, wait_until
 
 TOOLS = ("sshd", "ssh", "ssh-keygen")
