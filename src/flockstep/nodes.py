@@ -480,6 +480,14 @@ class Worker(Peer):
         self.find_layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
         """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
         self.stepper = stepper
+        self.overlaps = False
+        """Whether parts of a gradient are passed on while the rest is computed, and may travel meanwhile; set by the
+        driver.
+        """
+        self.revised = False
+        """Whether a script has changed its gradient after a part of it was passed on; set by the driver, reset by the
+        program.
+        """
         self._peers: tuple[View, list[int]] | None = None
 
     @property
@@ -527,15 +535,18 @@ class Worker(Peer):
         """
         return self._gradient(NeedGradient(unless=tag + self._channel))
 
-    async def gradient_parts(self, parts: Sequence[slice]) -> AsyncIterator[tuple[slice, Array]]:
+    async def gradient_parts(
+        self, parts: Sequence[slice], tentative: bool = False
+    ) -> AsyncIterator[tuple[slice, Array]]:
         """The gradient of one mini-batch in parts, in the order of the backward pass: from the end of the flat array.
 
         `parts` cover the array from its end to its start, each as `slice(start, stop)`. Yields (part, whole array), of
-        which that part and the earlier parts are complete.
+        which that part and the earlier parts are complete. With `tentative`, a script may still change parts that were
+        yielded; `revised` says so when the last part is yielded.
         """
         for part in parts:
             share = 1 - part.start / max(len(self.params), 1)
-            yield part, await self._gradient(NeedGradient(share=share, closes=part.start == 0))
+            yield part, await self._gradient(NeedGradient(share=share, tentative=tentative, closes=part.start == 0))
 
     def gradient_of(
         self, block: int, turn: int | None = None, last: bool = True, unless: str | None = None

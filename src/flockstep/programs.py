@@ -35,6 +35,10 @@ class NeedGradient:
     """Weight of that distance relative to the loss."""
     layers: tuple[FactoredWeight, ...] = ()
     """Layers whose gradients are requested as factors."""
+    tentative: bool = False
+    """Whether a script may change the parts that it has passed on until it passes on the last one; the whole gradient
+    is checked then.
+    """
     closes: bool = True
     """Whether the step ends with this gradient. A step may take several gradients; the last one ends it, or a canceled
     one.

@@ -70,6 +70,8 @@ def trained(body: str, folder: Path, workers: int = 2, transport: str = "ipc") -
 
 SCRIPT = """
 import contextlib
+from flockstep.strategies import all_reduce
+all_reduce.SIZES = all_reduce.Bucketed(cap=0.00008, first=0.00004)
 model = network()
 inner = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 optimizer = flockstep.distribute(model, inner, {strategy!r})
@@ -191,6 +193,45 @@ def test_a_loop_with_what_ddp_offers(
     assert norms == pytest.approx([float(expected["norm"])] * 2, rel=1e-4)
     momenta = [torch.load(tmp_path / f"momentum-{rank}") for rank in range(2)]
     assert all(map(torch.equal, *momenta)), "what the optimizer remembers comes along"
+
+
+REVISED = """
+from flockstep.strategies import all_reduce
+all_reduce.SIZES = all_reduce.Bucketed(cap=0.00008, first={first})
+warnings.filterwarnings("ignore", "gradients were changed")
+model = network()
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), "all_reduce")
+sent, told = [], []
+hand_over = optimizer.loop.hand_over
+optimizer.loop.hand_over = lambda: (sent.append(step), hand_over())
+for step, x in enumerate(batches(16, seed=1 + rank)):
+    optimizer.zero_grad()
+    loss(model, x).backward()
+    if step == {change} and rank == 1:
+        {how}
+    optimizer.step()
+    told.append(float(optimizer.loop._worker.state.overlaps))
+(HERE / f"sent-{{rank}}").write_text(repr(sorted(set(sent))))
+(HERE / f"told-{{rank}}").write_text(repr(told))
+optimizer.finish()
+save(model)
+"""
+CHANGES = ["model[0].weight.grad.mul_(0.5)", "loss(model, x).backward()", "model[2].bias.grad = torch.ones(2)"]
+
+
+@pytest.mark.parametrize("how", few(CHANGES, *CHANGES[:1]))
+def test_gradients_travel_during_backward_until_a_script_changes_one(how: str, tmp_path: Path) -> None:
+    """Every step has the bits of an exchange in step(), where the order of a sum of two cannot matter."""
+    kept, results = [], []
+    for first in (0.00004, 1.0):
+        folder = tmp_path / f"first-{first:g}"
+        folder.mkdir()
+        results += trained(REVISED.format(first=first, change=11, how=how), folder)
+        kept.append([(folder / f"{name}-{rank}").read_text() for name in ("sent", "told") for rank in range(2)])
+    assert all(torch.equal(one, results[0]) for one in results)
+    assert kept[1][:2] == ["[]", "[]"]
+    assert kept[0][:2] == [repr(list(range(1, 12)))] * 2
+    assert kept[0][2:] == [repr([1.0] * 11 + [0.0] * 5)] * 2
 
 
 CLIPPED = """

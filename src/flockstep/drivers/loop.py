@@ -82,7 +82,9 @@ class Loop:
         stepper: Stepper,
         server_optimizer: Optimizer,
         buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8),
+        overlaps: bool = False,
     ):
+        """`overlaps`: the caller uses `awaited` and `hand_over` while gradients are computed."""
         self.strategy = strategy
         self.epochs = 0
         self.handed: dict[int, FlatArray] = {}
@@ -103,6 +105,7 @@ class Loop:
             self._alone(schema, stepper, server_optimizer)
         else:
             self._together(node_spec, schema, stepper, server_optimizer)
+            self._worker.overlaps = overlaps and self.workers > 1 and self._worker.shared_sum is None
         self._worker.notes = notes_of(strategy)
         with self._telling():
             self._begin()
@@ -137,6 +140,15 @@ class Loop:
     def awaited(self) -> int:
         """First element of the part of the gradients that the strategy waits for; 0 if it waits for all of them."""
         return 0 if self._finished or self._failure is not None else self._runner.awaited
+
+    @property
+    def tentative(self) -> bool:
+        """Whether parts of the gradients may change after the strategy has used them."""
+        return not self.finished and self._runner.tentative
+
+    def revise(self) -> None:
+        """Tell the strategy that the parts of the current gradient that it has used are not those of the step."""
+        self._worker.revised = True
 
     def hand_over(self) -> None:
         """Let the strategy use the part from `awaited` on, which is in the flat array, while the backward pass

@@ -214,6 +214,11 @@ class Runner:
         need = self.waiting
         return round((1 - need.share) * len(self.node.params)) if isinstance(need, NeedGradient) else 0
 
+    @property
+    def tentative(self) -> bool:
+        """Whether parts of the awaited gradient may change after the program has received them."""
+        return isinstance(self.waiting, NeedGradient) and self.waiting.tentative
+
     def resume(self, value: Any) -> None:
         """Resume the program with the awaited value, until it waits again or ends."""
         program, self.waiting = self._program, None
@@ -254,7 +259,9 @@ class Runner:
             node.loss = loss
         # Elements before `begin` were not written, and a program may have changed parts that it has received.
         end = self._checked if self.partly else need.size(len(node.params)) if need.layers else len(node.params)
-        if begin < end:
+        if need.tentative and begin:
+            begin = end  # checked with the last part
+        elif begin < end:
             require_finite_gradient(node, gradient, begin, end)
         self._checked, self.partly = begin, need.share if need.share < 1 else 0.0
         if need.closes and self.recorded:

@@ -20,6 +20,9 @@ class BackwardHooks:
     As soon as every parameter of the awaited part has its gradient, the part is passed to the strategy, from within the
     backward pass and without waiting; messages that have arrived are handled. The last part, and parts delayed by a
     parameter without a gradient, are left to `optimizer.step()`. For other strategies no hook is registered.
+
+    A script that changes its gradients after a part of them was passed on is refused; a strategy that takes parts
+    tentatively is told instead, and uses the gradients of `optimizer.step()`.
     """
 
     def __init__(self, flat: FlatModule, loop: Loop):
@@ -30,7 +33,11 @@ class BackwardHooks:
         self._complete = [False] * len(self._offsets)
         self._next = len(self._offsets) - 1
         self.handed_from = flat.schema.size
-        """First element of the part of this gradient that has been passed to the strategy."""
+        """First element of the part of this gradient that the strategy has used."""
+        self.handed = False
+        """Whether a part of this gradient has been passed to the strategy."""
+        self._revised = False
+        """Whether the script has changed a part since; nothing more is passed on before `step()`."""
         self._version = 0
         self.paused = False
         """Whether backward passes only accumulate gradients, inside `no_sync`."""
@@ -45,12 +52,7 @@ class BackwardHooks:
         if self._hooks:
             self._complete = [False] * len(self._offsets)
             self._next = len(self._offsets) - 1
-            self.handed_from = self._flat.schema.size
-
-    @property
-    def handed(self) -> bool:
-        """Whether a part of this gradient has been passed to the strategy."""
-        return self.handed_from < self._flat.schema.size
+            self.handed_from, self.handed, self._revised = self._flat.schema.size, False, False
 
     def check(self) -> None:
         """Check that the parts already passed to the strategy have not changed; the gradient is complete.
@@ -58,18 +60,43 @@ class BackwardHooks:
         Raises:
             ConfigurationError: the script has changed a part after the backward pass.
         """
-        if self.handed_from == self._flat.schema.size:
+        if not self.handed or self._revised:
             return
         gone = range(self._next + 1, len(self._offsets))
         if self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone)):
-            raise ConfigurationError(
+            self.revise(
                 "gradients were changed between backward() and step(), when bucketed had sent a part of them; clip "
                 "with flockstep.clip_grad_norm_(optimizer, max_norm), or use all_reduce, which reads them in step()"
             )
 
+    def revise(self, refusal: str) -> None:
+        """Handle gradients that are not those whose parts may have been passed to the strategy.
+
+        Raises:
+            ConfigurationError: the strategy has used a part for good; the error says `refusal`.
+        """
+        if self._loop.tentative:
+            self._loop.revise()
+            self._revised, self.handed_from = True, self._flat.schema.size
+        elif self.handed:
+            raise ConfigurationError(refusal)
+
+    def skip(self) -> None:
+        """Prepare for the next gradient, because the script takes no step with this one.
+
+        Raises:
+            ConfigurationError: a part of this gradient has been sent, and other workers wait for the rest.
+        """
+        if self.handed:
+            raise ConfigurationError(
+                f"a gradient overflowed under GradScaler when {self._loop.strategy} had sent a part of it; use the "
+                "scaler from the first step on"
+            )
+        self.begin()
+
     def require_whole(self) -> None:
         """Raise `ConfigurationError` if only a part of the current gradient has been sent."""
-        if self.handed_from != self._flat.schema.size:
+        if self.handed:
             raise ConfigurationError(
                 "sync() came between backward() and step(), when a part of the gradients had been "
                 "sent; call it after step()"
@@ -90,12 +117,13 @@ class BackwardHooks:
         """Handle a parameter that has received its gradient."""
         loop, stop = self._loop, self._offsets[index] + self._flat.schema.entries[index].size
         if stop > self.handed_from:
-            raise ConfigurationError(
+            self.revise(
                 f"{self._flat.schema.entries[index].name} got a gradient for the second time before step(), when "
                 f"bucketed had sent the first one; put every backward() but the last before step() into 'with "
                 f"optimizer.no_sync():'"
             )
-        if self.paused:
+        if self.paused or self._revised:
+            loop.listen()
             return
         self._flat.gather_gradient(index)
         self._complete[index] = True
@@ -103,7 +131,7 @@ class BackwardHooks:
             self._next -= 1
         reached = self._offsets[self._next + 1] if self._next + 1 < len(self._offsets) else self.handed_from
         while 0 < loop.awaited < self.handed_from and reached <= loop.awaited:
-            self.handed_from = loop.awaited
+            self.handed_from, self.handed = loop.awaited, True
             loop.hand_over()
         loop.listen()
         self._version = self._flat.gradient_version

@@ -257,13 +257,13 @@ class GradientChangeDetector:
             hook = parameter.register_post_accumulate_grad_hook(self._note(index))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
-    def check(self, allowed: int = 0) -> None:
-        """At the start of a step, look for changes.
+    def check(self, allowed: int = 0) -> bool:
+        """At the start of a step, look for changes, and return whether there are any.
 
         Each gradient may have been changed `allowed` times since backward.
         """
         if not self._hooks:
-            return
+            return False
         changed = self._replaced() or self._changes() > allowed * len(self._seen)
         self._seen.clear()
         self._left -= 1
@@ -278,6 +278,7 @@ class GradientChangeDetector:
             )
         if changed or not self._left:
             self.end()
+        return changed
 
     def end(self) -> None:
         """Remove the hooks that watch the gradients."""

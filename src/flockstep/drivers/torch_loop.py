@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer, self._prepare)
         flat = self.flat
-        self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed)
+        self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed, True)
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
         self._take_first_buffers()
         self.flat.move_gradients(self.loop.gradients)
@@ -142,11 +142,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         overflow = self._overflow()
         self._backward.check()
-        if self._watch is not None:
-            self._watch.check(allowed=int(overflow is not None))
+        if self._watch is not None and self._watch.check(allowed=int(overflow is not None)):
+            self.loop.revise()
         self.flat.gather_gradients(self._backward.handed_from)
         self.clipping.begin()
-        if not self._consent.skips(overflow):
+        if self._consent.skips(overflow):
+            self._backward.skip()
+        else:
             self._unscale()
             self._advance()
             self.clipping.check()
@@ -212,8 +214,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _overflow(self) -> bool | None:
         """Whether a `GradScaler` found an infinite gradient on this rank; None without a scaler."""
         found = self.__dict__.get("found_inf")
-        if found is not None and self._backward.handed:
-            raise ConfigurationError(
+        if found is not None:
+            self._backward.revise(
                 f"{self.loop.strategy} had sent a part of the gradients before GradScaler could unscale them; use "
                 "strategy all_reduce, which reads them in step()"
             )

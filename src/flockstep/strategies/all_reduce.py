@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import empty
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -16,14 +17,19 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.bucketed import Bucketed, buckets
 from flockstep.strategies.encoding import codec_for, encoded
+
+SIZES = Bucketed(cap=4.0, first=1.0)
+"""Sizes of the buckets in which gradients travel while they are computed."""
 
 
 @dataclass
 class AllReduceState:
-    """A worker's state: the memory of its error feedback."""
+    """A worker's state: the memory of its error feedback, and whether gradients travel while they are computed."""
 
     memory: Any = None
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,10 @@ class AllReduce(Strategy):
     `codec`, each worker encodes its g_i once, with `feedback`, and `collective` sums the decoded values: with a linear
     codec during the reduction, with other codecs after every worker has received all n encodings, which takes n-1 times
     the bytes of one encoding.
+
+    In a script's own loop with PyTorch, where not all workers share memory, gradients without a codec travel in buckets
+    while the backward pass runs, from the second step on. A script may still change its gradients before `step()`: the
+    workers then exchange them again, and from then on in `step()` alone.
     """
 
     collective: Collective = field(default_factory=ByHost)
@@ -51,14 +61,41 @@ class AllReduce(Strategy):
         return AllReduceState()
 
     async def worker(self, me: Worker) -> None:
+        kept: AllReduceState = me.state
+        scratch = None
         while me.training:
-            gradient = await me.gradient()
-            if self.codec == Identity() and self.feedback == NoFeedback():
-                await self.collective.average(me, gradient)
+            if self.codec != Identity() or self.feedback != NoFeedback():
+                gradient = await self._mean(me, await me.gradient())
+            elif me.overlaps and kept.overlaps and me.params.nbytes > SIZES.first * 1e6:
+                scratch = empty(me.params, len(me.params) + 1) if scratch is None else scratch
+                gradient = await self._overlapped(me, scratch)
             else:
-                gradient = await self._mean(me, gradient)
+                gradient = await me.gradient()
+                await self.collective.average(me, gradient)
             me.record_round()
             me.optimizer_step(gradient)
+
+    async def _overlapped(self, me: Worker, sent: FlatArray) -> FlatArray:
+        """Return the mean of all workers' gradients, exchanged in buckets while the rest of them is computed.
+
+        `sent` (K+1,) holds the mean behind a number that is not zero if a worker's gradient was revised.
+        """
+        kept: AllReduceState = me.state
+        parts = buckets(len(me.params), me.params.itemsize, SIZES) if me.step else [slice(0, len(me.params))]
+        mean, tasks = sent[1:], []
+        async for part, gradient in me.gradient_parts(parts, tentative=True):
+            mean[part] = gradient[part]
+            sent[0] = me.revised
+            piece = sent[part.start + (part.start > 0) : part.stop + 1]
+            tasks.append(me.background(f"bucket{part.start}", self.collective.average(me, piece)))
+        for task in tasks:
+            await me.finished(task)
+        me.revised = False
+        if sent[0]:
+            kept.overlaps = False
+            mean[:] = gradient
+            await self.collective.average(me, mean)
+        return mean
 
     async def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
         """Return the mean of all workers' decoded gradients."""
