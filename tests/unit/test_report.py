@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flockstep.errors import ConfigurationError
 from flockstep.records import RunConfig, summarize
-from flockstep.records.events import EvaluationEvent, Event, LostEvent, UpdateEvent
+from flockstep.records.events import ClockEvent, EvaluationEvent, Event, LostEvent, UpdateEvent
 from flockstep.records.folder import Record
 from flockstep.report import formatting
 from flockstep.report.activity import per_step, per_worker, timeline
@@ -288,6 +288,13 @@ def test_the_timeline_of_many_workers_shows_a_few() -> None:
     names = figure["layout"]["yaxis"]["ticktext"]
     assert names == [*(f"worker {rank}" for rank in range(8)), "server 0"]
     assert max(max(trace["y"]) for trace in figure["data"]) == 8
+
+
+def test_the_timeline_says_how_well_clocks_were_compared(records: list[Record]) -> None:
+    said = "off the launcher&#39;s by at most 3.00 ms"
+    clocks = [ClockEvent(0.0, node, 5.0, error) for node, error in ((0, 0.001), (1, 0.003))]
+    assert said not in render(records)
+    assert said in render([replace(one, events=[*clocks, *one.events]) for one in records])
 
 
 def test_the_findings_name_the_first_and_the_reason(records: list[Record]) -> None:

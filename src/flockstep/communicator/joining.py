@@ -6,7 +6,6 @@ import contextlib
 import os
 import stat
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,7 @@ from flockstep.drivers.membership import Membership, membership_here, set_member
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.node_spec import claim_spec, place_of_script, require_own_process, spec_from_environment
 from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.records.events import ClockEvent
 from flockstep.strategies.base import Strategy, Traits
 
 COMMUNICATOR = "communicator"
@@ -101,7 +101,6 @@ class ScriptMembership(Membership):
         try:
             self.member.join("", {}, np.zeros(1, np.float32))
             self.member.begin()
-            self._start = time.monotonic()
         except FlockstepError as error:
             self.fail(error)
             raise
@@ -110,9 +109,9 @@ class ScriptMembership(Membership):
         """Write the totals, and wait until all workers have finished."""
         if self._failed:
             return
-        now = time.monotonic() - self._start
-        metrics.emit = EventSender(self.member).write
-        metrics.close(now, np.empty(0, np.float32))
+        emit = metrics.emit = EventSender(self.member).write
+        emit(ClockEvent(self.member.seconds(), self.member.node_spec.address, *self.member.clock))
+        metrics.close(self.member.seconds(), np.empty(0, np.float32))
         self.member.tell("done", None, {"step": 0})
         try:
             self.member.wait_for_end()

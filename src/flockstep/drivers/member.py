@@ -5,7 +5,8 @@ supervisor → node   "linked"; from then on both use the node's link
 supervisor → node   "welcome": the nodes of the run, and the addresses of the peers
 node ⇄ node         greetings of their buses, until all pairs are connected; then rank 0's parameters, passed on along
                     a tree
-node → supervisor   "ready"; supervisor → node "go": the clock starts
+node ⇄ supervisor   "clock", a few times: the offset of the node's clock to the supervisor's
+node → supervisor   "ready"; supervisor → node "go": the clock started at that time of the supervisor's
 node → supervisor   "alive" after a time without a message, which fails if the link is broken
 node → supervisor   "events" of the record, "waiting" for what, "done" or "failed";
                     "snapshot", and its parameters in as many messages "part" as needed
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import select
 import shutil
@@ -36,6 +38,7 @@ import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import Cluster, Hosts, View
@@ -142,7 +145,13 @@ class Member:
     """Membership of this process in a run."""
 
     def __init__(
-        self, node_spec: NodeSpec, schema: Schema, largest: int = 0, notes: Notes = NO_NOTES, sums: bool = False
+        self,
+        node_spec: NodeSpec,
+        schema: Schema,
+        largest: int = 0,
+        notes: Notes = NO_NOTES,
+        sums: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ):
         """Prepare to join the run that a node specification names.
 
@@ -150,9 +159,14 @@ class Member:
             largest: size in bytes of the largest array that this process sends, if larger than the model.
             notes: the kinds of notes that the strategy declares.
             sums: whether this process computes sums over all workers; their kernels are loaded before the start.
+            now: the clock of this process's host, in seconds.
         """
         self.node_spec = node_spec
         self._sums = sums
+        self._now = now
+        self.clock = ClockOffset(0.0, math.inf)
+        """Offset of this host's clock to the supervisor's."""
+        self._went = 0.0
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
         secret = bytes.fromhex(node_spec.secret)
@@ -200,9 +214,22 @@ class Member:
         return cluster, params
 
     def begin(self) -> None:
-        """Tell the supervisor that this node is ready, and wait until all nodes are; then the clock starts."""
+        """Compare the clocks, tell the supervisor that this node is ready, and wait until all nodes are; then the clock
+        starts.
+        """
+        self.clock = offset_of([self._round_trip() for _ in range(ROUND_TRIPS)])
         self.tell("ready")
-        self.wait_for("go")
+        self._went = float(self.wait_for("go").note["at"])
+
+    def _round_trip(self) -> RoundTrip:
+        sent = self._now()
+        self.tell("clock")
+        note = self.wait_for("clock").note
+        return RoundTrip(sent, float(note["heard"]), float(note["told"]), self._now())
+
+    def seconds(self) -> float:
+        """Seconds on the supervisor's clock since all nodes were ready."""
+        return self._now() + self.clock.seconds - self._went
 
     def meet_all(self, tag: str) -> None:
         """Wait for the supervisor's message `tag` with the addresses of all peers, then for all connections."""

@@ -28,9 +28,12 @@ class Messenger(ABC):
     Messages that the bus has no room for are queued for each peer.
     """
 
-    def __init__(self, bus: Bus, receive: Receive, node: Node, emit: Emit | None):
+    def __init__(
+        self, bus: Bus, receive: Receive, node: Node, emit: Emit | None, now: Callable[[], float] = time.monotonic
+    ):
         self.node = node
-        self._start = time.monotonic()
+        self.now = now
+        """The clock of the record, in seconds."""
         self._bus, self._receive = bus, receive
         self._held: dict[Address, deque[Message]] = {}
         self.runner = Runner(node, self, NodeMetrics(node.address, emit, bus.traffic), self.now)
@@ -39,10 +42,6 @@ class Messenger(ABC):
     @abstractmethod
     def drive(self, runner: Runner) -> None:
         """Deliver messages, waiting for them, until the program waits for none."""
-
-    def now(self) -> float:
-        """Seconds since all nodes were ready."""
-        return time.monotonic() - self._start
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a peer, and wait until there is room for it.

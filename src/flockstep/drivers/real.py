@@ -19,7 +19,7 @@ from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
-from flockstep.records.events import LostEvent
+from flockstep.records.events import ClockEvent, LostEvent
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
@@ -36,7 +36,8 @@ class NodeConnection(Messenger):
     def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0):
         """`every`: steps of a worker between two evaluations; 0 for none."""
         self.reports = EventSender(member)
-        super().__init__(member.bus, member.receive, node, self.reports.write)
+        super().__init__(member.bus, member.receive, node, self.reports.write, member.seconds)
+        self.reports.write(ClockEvent(self.now(), node.address, *member.clock))
         node.view, node.hosts = member.view, member.hosts
         self.snapshots = SnapshotSender(member)
         self._member = member

@@ -289,17 +289,19 @@ class Supervisor:
             link.tell("welcome", welcome)
 
     def _handle(self, message: Message) -> None:
-        address, note = message.source, message.note
+        address, note, heard = message.source, message.note, time.monotonic()
         match message.tag:
+            case "clock":
+                self._links[address].tell("clock", {"heard": heard, "told": time.monotonic()})
             case "ready":
                 self._ready.add(address)
                 if len(self._ready) == len(self._links):
-                    self._went = time.monotonic()
+                    went = self._went = time.monotonic()
                     self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
                     # All are connected, so even a killed supervisor leaves no sockets behind.
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
-                        self._begin(link)
+                        self._begin(link, went)
             case "communicator":
                 self._communicators.hear(self._links[address], self._links, note, self._control, self._directory)
             case "alive":
@@ -320,13 +322,13 @@ class Supervisor:
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
 
-    def _begin(self, link: ProcessLink) -> None:
-        """All nodes are ready: tell this one to begin."""
+    def _begin(self, link: ProcessLink, went: float) -> None:
+        """All nodes were ready at `went`: tell this one to begin."""
         node, record = link.address, RunFolder(self._record)
         self._writers[node] = self._open.enter_context(EventWriter(record.node_events_file(node), MOST))
         self.outcome.nodes.add(node)
         self.standings[node].state = "running"
-        link.tell("go")
+        link.tell("go", {"at": went})
 
     def _write(self, address: Address, events: list[Event]) -> None:
         """Write a node's events to the record."""

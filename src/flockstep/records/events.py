@@ -50,6 +50,18 @@ class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=T
     end: float
 
 
+class ClockEvent(msgspec.Struct, tag="clock", frozen=True, forbid_unknown_fields=True):
+    """A node has compared its host's clock with the supervisor's, on which all times of a real run are recorded.
+
+    `offset_seconds`: what was added to the node's clock; `uncertainty_seconds`: largest error of that offset.
+    """
+
+    seconds: float
+    node: int
+    offset_seconds: float
+    uncertainty_seconds: float
+
+
 class EvaluationEvent(msgspec.Struct, tag="evaluation", frozen=True, forbid_unknown_fields=True):
     """Evaluation of the model that the run would return if the run ended at `seconds`.
 
@@ -132,6 +144,7 @@ Event = (
     StepEvent
     | UpdateEvent
     | SpanEvent
+    | ClockEvent
     | EvaluationEvent
     | NodeEvent
     | LostEvent

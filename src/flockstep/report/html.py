@@ -9,6 +9,7 @@ from typing import Any
 from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
+from flockstep.records.events import ClockEvent
 from flockstep.records.folder import Record
 from flockstep.report import activity, figures, formatting, medians
 from flockstep.report.findings import findings
@@ -179,8 +180,19 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
         drawn.append(_drawing("staleness", "Staleness of updates", _STALENESS + note, series, figures.staleness))
     first = activity.timeline(series)
     if first:
-        drawn.append(Drawing("timeline", "Timeline of the first steps", _TIMELINE, first, first))
+        caption = _TIMELINE + _clocks(series)
+        drawn.append(Drawing("timeline", "Timeline of the first steps", caption, first, first))
     return drawn
+
+
+def _clocks(series: Sequence[Series]) -> str:
+    """Sentence on how well times of several nodes compare; empty if no run is real."""
+    found = [e.uncertainty_seconds for one in series for e in one.record.events if isinstance(e, ClockEvent)]
+    if not found:
+        return ""
+    return (
+        f" A node's clock is off the launcher's by at most {formatting.seconds(max(found))}, as measured at the start."
+    )
 
 
 def _drawing(

@@ -1,0 +1,42 @@
+"""The clock of a run: the supervisor's, which each node computes from its own.
+
+Two hosts' clocks differ by an unknown offset. Each round trip of a message to the supervisor and back gives four
+timestamps, which bound the offset to within half of the time that the messages were under way; the round trip with the
+shortest such time is used (David L. Mills, Internet Time Synchronization: the Network Time Protocol, 1991).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+ROUND_TRIPS = 5
+"""Round trips at the start of a run, of which the fastest one counts."""
+
+
+class RoundTrip(NamedTuple):
+    """Four times in seconds: the node's clock tells `sent` and `received`, the supervisor's `heard` and `told`."""
+
+    sent: float
+    heard: float
+    told: float
+    received: float
+
+    @property
+    def delay(self) -> float:
+        """Seconds that both messages together were under way."""
+        return (self.received - self.sent) - (self.told - self.heard)
+
+
+class ClockOffset(NamedTuple):
+    """Seconds to add to a node's clock for the supervisor's, and the largest error of that number, in seconds."""
+
+    seconds: float
+    uncertainty: float
+
+
+def offset_of(trips: Iterable[RoundTrip]) -> ClockOffset:
+    """The offset that the round trip with the smallest delay shows; its error is at most half of that delay."""
+    best = min(trips, key=lambda trip: trip.delay)
+    offset = ((best.heard - best.sent) + (best.told - best.received)) / 2
+    return ClockOffset(offset, best.delay / 2)
