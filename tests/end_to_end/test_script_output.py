@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from support.matrix import few
-from support.processes import PATIENCE, RealRun, wait_until
+from support.processes import COMMAND, PATIENCE, SOURCE, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -61,6 +66,58 @@ def test_lines_come_while_the_script_runs(
     assert ended.code == 0
     assert sorted(ended.out.splitlines()) == out
     assert sorted(line for line in ended.err.splitlines() if "error" in line) == err
+
+
+def test_each_rank_s_output_is_in_its_own_files_and_an_earlier_run_s_stays(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    said = tmp_path / "said"
+    ended = launched(tmp_path, "--rank-output", str(said), "--output", "none").end()
+    assert (ended.code, ended.out) == (0, "")
+    assert "error" not in ended.err
+    texts = {file.name: file.read_text() for file in said.iterdir()}
+    lines = {f"rank-{rank}.out": f"line {rank}\n" for rank in range(2)}
+    errors = {f"rank-{rank}.err": f"error {rank}\n" for rank in range(2)}
+    assert texts == lines | errors
+    again = launched(tmp_path, "--rank-output", str(said), "--overwrite", "--output", "rank0").end()
+    assert (again.code, again.out) == (0, "line 0\n")
+    assert {file.name: file.read_text() for file in said.iterdir()} == texts
+    elsewhere = ("--out", str(tmp_path / "other"), "--rank-output", str(said))
+    refused = launched(tmp_path, *elsewhere).end()
+    assert refused.code == 2
+    assert f"{said} holds the output of an earlier run, such as rank-0.err; choose another" in refused.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_on_a_terminal_lines_stand_above_a_table_of_all_ranks(tmp_path: Path) -> None:
+    """The table is drawn while the scripts run; every line is there once, whole."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [*COMMAND, "launch", "-n", "2", "--prefix", "--transport", "ipc", "--out", str(tmp_path / "run")]
+    main, there = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm", "COLUMNS": "100"}
+    run = subprocess.Popen(
+        [*command, str(script)], stdin=subprocess.DEVNULL, stdout=there, stderr=there, env=environment
+    )
+    os.close(there)
+    seen = bytearray()
+    reader = threading.Thread(target=read_all, args=(main, seen), daemon=True)
+    reader.start()
+    wait_until(lambda: all(word in seen for word in (b"running", b"worker 1", b"error 0", b"error 1")), PATIENCE, "all")
+    (tmp_path / "go").touch()
+    assert run.wait(PATIENCE) == 0
+    reader.join(PATIENCE)
+    os.close(main)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).replace("\r", "\n").splitlines()
+    for line in ("[rank 0] line 0", "[rank 1] line 1", "[rank 0] error 0", "[rank 1] error 1"):
+        assert shown.count(line) == 1, shown
+    assert not any("loss" in line for line in shown)
+
+
+def read_all(terminal: int, seen: bytearray) -> None:
+    """Read what a terminal shows until its last process has ended."""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(terminal, 1 << 16):
+            seen += chunk
 
 
 THREADING = [

@@ -268,6 +268,7 @@ def launch(
     imports: o.Imports = None,
     output: o.Ranks = "all",
     prefix: o.Prefix = False,
+    rank_output: o.RankOutputFolder = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -275,11 +276,12 @@ def launch(
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
     from flockstep.cli.runs import launch_one
+    from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
     place = o.folder(out, f"launch-{script.stem}")
-    launch_one(script, arguments or [], config, place, as_json, output, prefix, overwrite)
+    launch_one(script, arguments or [], config, place, as_json, Output(output, prefix, rank_output), overwrite)
 
 
 @app.command("list", rich_help_panel=LOOK_UP)

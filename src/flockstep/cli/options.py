@@ -149,12 +149,18 @@ ScriptThreads = Annotated[
     ),
 ]
 Ranks = Annotated[
-    Literal["all", "rank0"],
-    typer.Option("--output", help="Ranks whose output is shown: all or rank0.", rich_help_panel=OUTPUT),
+    Literal["all", "rank0", "none"],
+    typer.Option("--output", help="Ranks whose output is shown: all, rank0 or none.", rich_help_panel=OUTPUT),
 ]
 Prefix = Annotated[
     bool,
     typer.Option("--prefix", help="Begin each line of a script's output with its rank.", rich_help_panel=OUTPUT),
+]
+RankOutputFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--rank-output", help="Folder for the output of each rank: rank-0.out, rank-0.err, ….", rich_help_panel=OUTPUT
+    ),
 ]
 NetworkText = Annotated[
     str,

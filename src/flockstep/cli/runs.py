@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
@@ -19,6 +20,9 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
 from flockstep.report.table import one_by_one, table
+
+if TYPE_CHECKING:
+    from flockstep.launchers.output import Output
 
 
 def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
@@ -61,15 +65,15 @@ def launch_one(
     config: RunConfig,
     folder: Path,
     as_json: bool,
-    ranks: Literal["all", "rank0"],
-    prefix: bool,
+    output: Output,
     overwrite: bool,
 ) -> None:
-    """Run a user's script, and show the output of the selected ranks."""
-    from flockstep.launchers.script import Output, launch
+    """Run a user's script, and show the output of the selected ranks, with the progress of all of them."""
+    from flockstep.cli.script_display import beside_scripts
+    from flockstep.launchers.script import launch
 
-    with _names_record(folder):
-        summary = launch(script, arguments, config, folder, Output(ranks, prefix), overwrite)
+    with _names_record(folder), beside_scripts() as (standings, sink):
+        summary = launch(script, arguments, config, folder, replace(output, show=sink), overwrite, standings)
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:

@@ -57,7 +57,7 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int
         def show(nodes: dict[Address, NodeProgress], steps: int) -> None:
             mean = statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
             progress.update(task, completed=int(mean), total=steps)
-            live.update(Group(progress, _table(nodes)))
+            live.update(Group(progress, node_table(nodes)))
 
         yield show
 
@@ -119,18 +119,20 @@ def _progress(unit: str = "") -> Progress:
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
-def _table(nodes: dict[Address, NodeProgress]) -> Table:
+def node_table(nodes: dict[Address, NodeProgress]) -> Table:
+    """The state of every node, and its loss if any is known: a script keeps its own."""
     from rich.table import Table
 
     from flockstep.messages import node_name
 
     table = Table()
-    for heading in ("node", "state", "step", "loss"):
+    known = any(one.loss is not None for one in nodes.values())
+    for heading in ("node", "state", "step", *(["loss"] if known else [])):
         table.add_column(heading, justify="left" if heading in ("node", "state") else "right")
     for address in sorted(nodes, key=lambda a: (a < 0, abs(a)))[:SHOWN]:
         one = nodes[address]
-        loss = "" if one.loss is None else f"{one.loss:.4f}"
-        table.add_row(node_name(address), one.state, str(one.step) if address >= 0 else "", loss)
+        losses = ["" if one.loss is None else f"{one.loss:.4f}"] if known else []
+        table.add_row(node_name(address), one.state, str(one.step) if address >= 0 else "", *losses)
     if len(nodes) > SHOWN:
-        table.add_row(f"… {len(nodes) - SHOWN} more", "", "", "")
+        table.add_row(f"… {len(nodes) - SHOWN} more")
     return table

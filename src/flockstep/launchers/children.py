@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,9 +14,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO
+from typing import IO, Any, Protocol
 
 from flockstep.errors import ConfigurationError
+from flockstep.launchers.output import ERR, OUT, Sink
 from flockstep.launchers.scratch import house_fork_server
 
 PRELOAD = "flockstep.launchers.entry"
@@ -30,8 +29,6 @@ DRAIN = 1.0
 """Seconds the supervisor waits for the last output of ended processes; their own children may keep the pipes open."""
 LONGEST_LINE = 1 << 20
 """Length in bytes from which an unfinished line of output is passed on."""
-LAST_WORDS = 4000
-"""Bytes kept from the end of a hidden script's standard error."""
 UNGUARDED = 83
 """Exit code of a forked process that would start a run while it imports the program that started it."""
 NODE = "flockstep-node"
@@ -40,7 +37,6 @@ _GUARD = (
     "every process of a run, or of a pool, imports the program that starts it, and this program starts a run while it "
     'is imported; put the call under if __name__ == "__main__":'
 )
-_ONE_AT_A_TIME = threading.Lock()
 
 
 class Child(Protocol):
@@ -72,27 +68,19 @@ class Forked:
 
 
 class Script:
-    """A child process that runs a user's script; its output is printed in whole lines, each after `prefix`."""
+    """A child process that runs a user's script."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], prefix: str = "", muted: bool = False):
-        """Start the script.
-
-        The output of a `muted` script is dropped, except the end of its standard error if it fails.
-        """
+    def __init__(self, command: Sequence[str], environment: dict[str, str], sink: Sink):
+        """Start the script; `sink` takes the output of the script in whole lines."""
         # Output to a pipe is otherwise buffered by Python in blocks of 8 KiB.
         environment = {"PYTHONUNBUFFERED": "1", **environment}
         self._process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.pid = self._process.pid
-        self._unsaid = bytearray()
-        self._prefix = prefix.encode()
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        out, err = self._process.stdout, self._process.stderr
         self._relays = [
-            threading.Thread(target=forget, args=(source, last), daemon=True)
-            if muted
-            else threading.Thread(target=relay, args=(source, sink, self._prefix), daemon=True)
-            for source, sink, last in ((out, sys.stdout, bytearray()), (err, sys.stderr, self._unsaid))
+            threading.Thread(target=relay, args=(source, stream, sink), daemon=True)
+            for source, stream in ((self._process.stdout, OUT), (self._process.stderr, ERR))
         ]
         for thread in self._relays:
             thread.start()
@@ -106,41 +94,21 @@ class Script:
         self._process.kill()
 
     def drain(self, deadline: float) -> None:
-        """Wait until the script's whole output is printed, at most until `deadline` of the monotonic clock."""
+        """Wait until the sink has the script's whole output, at most until `deadline` of the monotonic clock."""
         for thread in self._relays:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._unsaid and self.exit_code():
-            _write(sys.stderr.fileno(), marked(self._unsaid, self._prefix))
 
 
 def drain_all(scripts: Sequence[Script]) -> None:
-    """Wait until the whole output of ended scripts is printed, for at most `DRAIN` seconds."""
+    """Wait until the whole output of ended scripts is passed on, for at most `DRAIN` seconds."""
     deadline = time.monotonic() + DRAIN
     for one in scripts:
         one.drain(deadline)
 
 
-def forget(source: IO[bytes], last: bytearray) -> None:
-    """Read a process's output, so that the process does not block, and keep only the end in `last`."""
-    with source:
-        while chunk := os.read(source.fileno(), 1 << 16):
-            last += chunk
-            del last[:-LAST_WORDS]
-
-
-def marked(lines: bytearray, prefix: bytes, begun: bool = False) -> bytearray:
-    """Put `prefix` before each line; if `begun`, the first line continues an earlier one and gets no prefix."""
-    if not prefix:
-        return lines
-    whole = lines.splitlines(keepends=True)
-    return bytearray(b"".join((b"" if begun and not i else prefix) + line for i, line in enumerate(whole)))
-
-
-def relay(source: IO[bytes], sink: TextIO, prefix: bytes = b"") -> None:
-    """Copy whole lines of a process's output to the file behind `sink`, so that lines of several processes
-    do not mix.
-    """
-    left, out, begun, returned = bytearray(), sink.fileno(), False, False
+def relay(source: IO[bytes], stream: int, sink: Sink) -> None:
+    """Pass a process's output on in whole lines, so that lines of several processes do not mix."""
+    left = bytearray()
     with source:
         while chunk := os.read(source.fileno(), 1 << 16):
             end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
@@ -148,21 +116,10 @@ def relay(source: IO[bytes], sink: TextIO, prefix: bytes = b"") -> None:
                 end = len(chunk)
             left += chunk[:end] if end else chunk
             if end:
-                _write(out, marked(left, prefix, begun or (returned and left.startswith(b"\n"))))
-                begun, returned = not left.endswith((b"\n", b"\r")), left.endswith(b"\r")
+                sink(stream, bytes(left))
                 left = bytearray(chunk[end:])
-        _write(out, marked(left, prefix, begun))
-
-
-def _write(out: int, data: bytearray) -> None:
-    """Write all data; drop what the reader no longer accepts, because a script must not wait for its reader forever."""
-    rest = memoryview(data)
-    with _ONE_AT_A_TIME, contextlib.suppress(OSError):
-        while rest:
-            try:
-                rest = rest[os.write(out, rest) :]
-            except BlockingIOError:
-                select.select([], [out], [])
+        if left:
+            sink(stream, bytes(left))
 
 
 def forkserver(kernels: bool = False) -> ForkServerContext:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello, NodeSpec
@@ -18,9 +17,12 @@ from flockstep.frameworks.job import import_components
 from flockstep.launchers import script_entry
 from flockstep.launchers.children import Child, Script, drain_all, fork, refuse_program
 from flockstep.launchers.entry import server_main
+from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
+from flockstep.launchers.output import SHOWN, Output, RankOutput, Sink
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished, keep_newest, newest_model
+from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.config import RunConfig
@@ -34,21 +36,14 @@ core.
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """Display of the scripts' output: the ranks shown, and whether each line begins with its rank."""
-
-    ranks: Literal["all", "rank0"] = "all"
-    prefix: bool = False
-
-
 def launch(
     script: Path,
     arguments: Sequence[str],
     config: RunConfig,
     folder: Path,
-    output: Output = Output(),
+    output: Output = SHOWN,
     overwrite: bool = False,
+    show: Callable[[dict[Address, NodeProgress]], None] = lambda nodes: None,
 ) -> Summary:
     """Run a user's script on `config.workers` processes of this machine, and write the record.
 
@@ -63,14 +58,16 @@ def launch(
         arguments: command-line arguments of the script.
         config: the run's configuration, with `kind="launch"`.
         folder: folder of the record; created if it is missing.
-        output: which of the scripts' output is shown, and how.
-        overwrite: replace the run that the folder holds.
+        output: which of the scripts' output is shown, how, and where it is written.
+        overwrite: replace the run that the folder holds, and the files of the scripts' output.
+        show: called from time to time with the state of every node.
 
     Returns:
         The summary of the record.
 
     Raises:
-        ConfigurationError: the script does not exist, or the workers do not agree on model and strategy.
+        ConfigurationError: the script does not exist, the workers do not agree on model and strategy, or the scripts'
+            output cannot be written where it should be.
         RunError: the run failed; the record is complete up to the failure.
     """
     refuse_program()
@@ -78,18 +75,26 @@ def launch(
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
     import_components(config.imports)
     require_open_files(config.workers)
+    output.require_folder(overwrite)
     record = RunFolder(folder)
     with record.created(config, overwrite):
-        _launch(script, arguments, config, record, output)
+        _launch(script, arguments, config, record, output.sinks(config.workers), show)
     return record.read_summary()
 
 
-def _launch(script: Path, arguments: Sequence[str], config: RunConfig, record: RunFolder, output: Output) -> None:
+def _launch(
+    script: Path,
+    arguments: Sequence[str],
+    config: RunConfig,
+    record: RunFolder,
+    sinks: Sequence[RankOutput],
+    show: Callable[[dict[Address, NodeProgress]], None],
+) -> None:
     scripts: list[Script] = []
 
     def start_worker(node_spec: NodeSpec) -> Child:
         node_spec = dataclasses.replace(node_spec, seed=config.seed, imports=config.imports)
-        scripts.append(start_script(script, arguments, node_spec, config.threads, output))
+        scripts.append(start_script(script, arguments, node_spec, config.threads, sinks[node_spec.address]))
         return scripts[-1]
 
     def start_server(node_spec: NodeSpec, index: int, hello: Hello) -> Child:
@@ -104,12 +109,15 @@ def _launch(script: Path, arguments: Sequence[str], config: RunConfig, record: R
         record.path.resolve(),
         start_worker,
         start_server,
+        show,
         patience=None,
         step_timeout=config.step_timeout,
     )
     try:
         supervisor.run(result_of)
         drain_all(scripts)
+        for rank, sink in enumerate(sinks):  # a run that failed early has started fewer scripts
+            sink.close(failed=rank < len(scripts) and bool(scripts[rank].exit_code()))
         conclude(record, config, supervisor.outcome)
     finally:
         supervisor.forget()
@@ -138,9 +146,9 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
 
 
 def start_script(
-    script: Path, arguments: Sequence[str], node_spec: NodeSpec, threads: int | None, output: Output = Output()
+    script: Path, arguments: Sequence[str], node_spec: NodeSpec, threads: int | None, sink: Sink
 ) -> Script:
-    """Start the script as one worker.
+    """Start the script as one worker, whose output `sink` takes.
 
     `threads` None keeps the user's thread variables, or sets one thread if there are none.
     """
@@ -148,8 +156,7 @@ def start_script(
     chosen = threads is None and any(name in os.environ for name in THREADS)
     limits = {} if chosen else dict.fromkeys(THREADS, str(threads or 1))
     environment = {**os.environ, **limits, **place_of(node_spec), NODE_SPEC: spec_to_text(node_spec)}
-    prefix = f"[rank {node_spec.address}] " if output.prefix else ""
-    return Script(command, environment, prefix, muted=output.ranks == "rank0" and node_spec.address > 0)
+    return Script(command, environment, sink)
 
 
 def place_of(node_spec: NodeSpec) -> dict[str, str]:

@@ -1,0 +1,148 @@
+"""Where the output of a run's scripts goes: to the terminal, to files, or to both."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import write
+from pathlib import Path
+from typing import IO, Literal
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.full_disk import say_full
+
+OUT, ERR = 1, 2
+"""The streams of a script: standard output and standard error."""
+NAMES = {OUT: "out", ERR: "err"}
+"""Stream → suffix of the file that holds it."""
+Sink = Callable[[int, bytes], None]
+"""Function that takes a part of a script's output: the stream (`OUT` or `ERR`), and whole lines or the last bytes.
+
+Different threads may call it for the two streams.
+"""
+LAST_WORDS = 4000
+"""Bytes kept from the end of a hidden script's standard error."""
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def to_terminal(stream: int, data: bytes) -> None:
+    """Write to this process's own standard output or error, without mixing lines of several scripts.
+
+    What the reader no longer accepts is dropped, because a script must not wait for its reader forever.
+    """
+    out = (sys.stdout if stream == OUT else sys.stderr).fileno()
+    rest = memoryview(data)
+    with _ONE_AT_A_TIME, contextlib.suppress(OSError):
+        while rest:
+            try:
+                rest = rest[write(out, rest) :]
+            except BlockingIOError:
+                select.select([], [out], [])
+
+
+@dataclass(frozen=True)
+class Output:
+    """What happens with the scripts' output."""
+
+    ranks: Literal["all", "rank0", "none"] = "all"
+    """Ranks whose output is shown."""
+    prefix: bool = False
+    """Whether each line that is shown begins with its rank."""
+    folder: Path | None = None
+    """Folder for the output of every rank: `rank-3.out` and `rank-3.err`; None: no files."""
+    show: Sink = to_terminal
+    """Shows whole lines."""
+
+    def require_folder(self, overwrite: bool) -> None:
+        """Check that the files can be new ones.
+
+        Raises:
+            ConfigurationError: the folder is a file, or it holds the output of an earlier run and `overwrite` is false.
+        """
+        if self.folder is None or not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise ConfigurationError(f"{self.folder} is a file, not a folder; choose another --rank-output folder")
+        if not overwrite and (there := _files_in(self.folder)):
+            raise ConfigurationError(
+                f"{self.folder} holds the output of an earlier run, such as {there[0].name}; choose another "
+                "--rank-output folder, or replace the files with --overwrite"
+            )
+
+    def sinks(self, workers: int) -> list[RankOutput]:
+        """A sink for each rank; with a folder, the files of an earlier run are removed and new ones are created.
+
+        Raises:
+            ConfigurationError: a file cannot be created.
+        """
+        try:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for file in _files_in(self.folder):
+                    file.unlink()
+            return [RankOutput(rank, self) for rank in range(workers)]
+        except OSError as error:
+            raise ConfigurationError(
+                f"{error.filename} could not be written: {error.strerror}; choose another --rank-output folder"
+            ) from None
+
+
+SHOWN = Output()
+"""All output is shown as it is."""
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(file for name in NAMES.values() for file in folder.glob(f"rank-*.{name}"))
+
+
+class RankOutput:
+    """Takes the output of one rank's script: shows it, or the end of its standard error if it fails, and keeps it."""
+
+    def __init__(self, rank: int, output: Output):
+        self._show = output.show
+        self._prefix = f"[rank {rank}] ".encode() if output.prefix else b""
+        self._hidden = output.ranks == "none" or (output.ranks == "rank0" and rank > 0)
+        self._unsaid = bytearray()
+        self._before = dict.fromkeys(NAMES, b"\n")
+        folder = output.folder
+        files = {} if folder is None else {stream: folder / f"rank-{rank}.{name}" for stream, name in NAMES.items()}
+        self._files: dict[int, IO[bytes]] = {stream: file.open("wb", 0) for stream, file in files.items()}
+
+    def __call__(self, stream: int, data: bytes) -> None:
+        """Take a part of the output; a disk that takes no more is told of once, and the script continues."""
+        if (file := self._files.get(stream)) is not None:
+            self._keep(stream, file, data)
+        if not self._hidden:
+            self._show(stream, marked(data, self._prefix, self._before[stream]))
+            self._before[stream] = data[-1:]
+        elif stream == ERR:
+            self._unsaid = (self._unsaid + data)[-LAST_WORDS:]
+
+    def _keep(self, stream: int, file: IO[bytes], data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError as error:
+            self._files.pop(stream).close()
+            say_full(Path(file.name), error, "output is missing from it from now on")
+
+    def close(self, failed: bool) -> None:
+        """End the output of a script; if the script has `failed` and its output is hidden, show the end of it."""
+        if failed and self._unsaid:
+            self._show(ERR, marked(bytes(self._unsaid), self._prefix, b"\n"))
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+def marked(data: bytes, prefix: bytes, before: bytes) -> bytes:
+    """Put `prefix` before each line; `before` is the byte before `data`: in the middle of a line there is no prefix."""
+    if not prefix:
+        return data
+    begun = before not in (b"\n", b"\r") or (before == b"\r" and data.startswith(b"\n"))
+    whole = data.splitlines(keepends=True)
+    return b"".join((b"" if begun and not i else prefix) + line for i, line in enumerate(whole))
