@@ -28,8 +28,8 @@ class Sockets:
     """What a communicator needs of its membership."""
 
     def __init__(self, rank: int, most: int):
-        me = SenderIdentity("run", rank, "schema", most, notes=NOTES)
-        self.line = Line(replace(me, notes=SAID), Tcp().listen(Path(), ""), 5.0)
+        me = SenderIdentity("run", rank, "schema", most, notes=NOTES, secret=b"secret")
+        self.line = Line(replace(me, notes=SAID, secret=b""), Tcp().listen(Path(), ""), 5.0)
         self.bus = Tcp().bus(me, Path(), "")
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:

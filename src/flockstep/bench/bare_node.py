@@ -22,7 +22,7 @@ class BareNode(Messenger):
     """One node on a transport; `peer` is the interface that programs use."""
 
     def __init__(self, transport: Transport, name: str, place: BenchProcess):
-        me = SenderIdentity("bench", place.rank, "0" * 16, place.largest)
+        me = SenderIdentity("bench", place.rank, "0" * 16, place.largest, secret=place.secret)
         self.bus = transport.bus(me, place.folder, f"{name}-{place.rank}")
         self.peer = Peer(place.rank, Cluster(place.workers), np.zeros(0), np.random.default_rng(place.rank))
         super().__init__(self.bus, self.bus.poll, self.peer, None)

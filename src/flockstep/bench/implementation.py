@@ -6,7 +6,7 @@ import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,8 @@ class BenchProcess:
     """Address of a memory segment that all processes share."""
     largest: int
     """Size of the largest array in bytes."""
+    secret: bytes = field(default=b"", repr=False)
+    """Secret of the benchmark, which both ends of a TCP connection must know."""
 
 
 class Implementation(ABC):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import statistics
@@ -158,10 +159,14 @@ def measure_interleaved(
             for implementation in able
             if implementation not in [one for one, _ in process_sets]
         }
+        secret = secrets.token_hex(32)
         for implementation, processes in process_sets:
             try:
                 addresses = processes.ask(
-                    do="open", implementation=implementation.name, segment=_segment(stack, workers, max(sizes))
+                    do="open",
+                    implementation=implementation.name,
+                    segment=_segment(stack, workers, max(sizes)),
+                    secret=secret,
                 )
                 processes.ask(do="connect", implementation=implementation.name, addresses=addresses)
             except FlockstepError as error:

@@ -50,7 +50,8 @@ def _execute(
 ) -> Any:
     name = command["implementation"]
     if command["do"] == "open":
-        workers_by_name[name] = implementations[name].worker(replace(place, segment=command["segment"]))
+        opened = replace(place, segment=command["segment"], secret=bytes.fromhex(command["secret"]))
+        workers_by_name[name] = implementations[name].worker(opened)
         return workers_by_name[name].address
     if command["do"] == "connect":
         workers_by_name[name].connect(command["addresses"])

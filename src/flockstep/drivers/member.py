@@ -178,7 +178,7 @@ class Member:
         self.line = links.Line(
             dataclasses.replace(me, notes=SAID), transport.listen(folder, f"{name}-line"), node_spec.heartbeat
         )
-        self.bus = transport.bus(me, folder, name)
+        self.bus = transport.bus(me, folder, name, node_spec.heartbeat)
         self.closed = False
         self.memory: SharedMemory | None = None
         """Segment that all nodes of this run share; None if they share none."""
@@ -210,7 +210,7 @@ class Member:
             self._share(welcome.note.memory, cluster)
         self._meet(welcome.note.peers)
         params = self._handed_on(initial, cluster.addresses)
-        self.bus.traffic = Traffic()  # from here on, of the run itself
+        self.bus.traffic = Traffic(rejected=self.bus.traffic.rejected)  # messages from here on, of the run itself
         return cluster, params
 
     def begin(self) -> None:

@@ -101,6 +101,8 @@ class NodeMetrics:
         totals = self._totals()
         if self.estimated_bytes:
             self.scalar(t, "bytes_by_formula", self.estimated_bytes)
+        if self.traffic.rejected:
+            self.scalar(t, "rejected_connections", self.traffic.rejected)
         self.emit(NodeEvent(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
 
     def _totals(self) -> tuple[float, float, float, int, int, int, int]:

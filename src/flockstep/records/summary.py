@@ -184,6 +184,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Sentences about what is missing from the record, and why."""
     scalars: dict[str, float] = {}
     """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
+    `rejected_connections`, if any were: connections of strangers that the nodes refused.
     """
 
     @property

@@ -35,12 +35,15 @@ class Transport(Component):
         """Remove what `listen` has created outside `directory`; called once, at the end of the run."""
         return
 
-    def bus(self, me: SenderIdentity, directory: Path, name: str) -> Bus:
-        """Create a bus for the node `me`, called `name`; `directory` is private to the run."""
+    def bus(self, me: SenderIdentity, directory: Path, name: str, heartbeat: float = 5.0) -> Bus:
+        """Create a bus for the node `me`, called `name`; `directory` is private to the run.
+
+        A peer whose host is gone is noticed within `heartbeat` seconds, at least 2.
+        """
         from flockstep.transports.streams import StreamBus
 
-        return StreamBus(me, self.listen(directory, name), self.zero_copy, self.encrypts)
+        return StreamBus(me, self.listen(directory, name), self.zero_copy, self.encrypts, heartbeat)
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:
-        """Address at which a node called `name` listens: ipc://PATH, or tcp://HOST:* for any free port."""
+        """Address at which a node called `name` listens: ipc://PATH, or tcp://HOST:PORTS, where * is any free port."""

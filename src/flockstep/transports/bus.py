@@ -19,13 +19,14 @@ class Backlog(PeerLost):
 
 @dataclass
 class Traffic:
-    """Counters of one node: payload bytes and messages sent and received, and header bytes sent."""
+    """Counters of one node: payload bytes and messages sent and received, header bytes sent, connections refused."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     messages_sent: int = 0
     messages_received: int = 0
     header_bytes: int = 0
+    rejected: int = 0
 
     def sent(self, message: Message, header_bytes: int) -> None:
         """Count one sent message."""

@@ -4,7 +4,8 @@ The end that connects sends a hello, the other end a hello and a proof, the firs
 protocol and has 32 random bytes, which are the public key of an X25519 exchange if the link is encrypted. A proof is an
 HMAC of both hellos, under a key that is derived from the secret and the exchange. So a recorded session cannot be
 replayed, the proof of one end is none of the other's, and who learns the secret later cannot read what was recorded
-before. Until a valid proof has arrived, the bytes from the other end are bounded by `Handshake.due`.
+before. Until a valid proof has arrived, the bytes from the other end are bounded by `Handshake.due`; the end that
+accepts makes no key before it has a hello of this protocol.
 """
 
 from __future__ import annotations
@@ -48,19 +49,24 @@ class Handshake:
         """`connects`: this end has opened the connection."""
         self._secret = secret
         self._connects = connects
+        self._name = ENCRYPTED if encrypts else PLAIN
         self._private: X25519PrivateKey | None = None
-        share = secrets.token_bytes(SHARE)
-        if encrypts:
-            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
-            self._private = X25519PrivateKey.generate()
-            share = self._private.public_key().public_bytes_raw()
-        self._hello = (ENCRYPTED if encrypts else PLAIN) + share
         self._key = self._hellos = b""
-        self.out = self._hello if connects else b""
+        self._hello = self._name + self._share() if connects else b""
+        self.out = self._hello
         """Bytes to send now."""
         self.due = HELLO + PROOF if connects else HELLO
         """Number of bytes of the other end that `feed` expects next; 0 once both ends are proved."""
+
+    def require_protocol(self, arrived: bytes) -> None:
+        """Check the first bytes of the other end, as many as have arrived.
+
+        Raises:
+            ProtocolError: they do not begin a hello of this protocol.
+        """
+        began = arrived[: len(self._name)]
+        if not self._key and not self._name.startswith(began):
+            raise ProtocolError(f"the other end of a connection began with {began!r} instead of {self._name!r}")
 
     def feed(self, arrived: bytes) -> None:
         """Check the next `due` bytes of the other end.
@@ -91,16 +97,24 @@ class Handshake:
             return None
         return LinkKeys(*(self._derived(b"key", connects) for connects in (self._connects, not self._connects)))
 
+    def _share(self) -> bytes:
+        """The random bytes of a hello."""
+        if self._name == PLAIN:
+            return secrets.token_bytes(SHARE)
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        self._private = X25519PrivateKey.generate()
+        return self._private.public_key().public_bytes_raw()
+
     def _agree(self, other: bytes) -> None:
-        name = self._hello[: len(PLAIN)]
-        if other[: len(name)] != name:
-            raise ProtocolError(f"the other end of a connection began with {other[: len(name)]!r} instead of {name!r}")
+        self.require_protocol(other)
+        self._hello = self._hello or self._name + self._share()
         shared = b""
         if self._private is not None:
             from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
             try:
-                shared = self._private.exchange(X25519PublicKey.from_public_bytes(other[len(name) :]))
+                shared = self._private.exchange(X25519PublicKey.from_public_bytes(other[len(self._name) :]))
             except ValueError as error:  # a point of small order
                 raise ProtocolError(f"the other end of a connection sent a bad public key: {error}") from None
         self._hellos = self._hello + other if self._connects else other + self._hello

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import ipaddress
+import functools
 import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
+from flockstep.transports.addresses import (
+    ANY_PORT,
+    interface_address,
+    is_loopback,
+    is_numeric,
+    ports_of,
+    resolved,
+    tcp_address,
+)
 from flockstep.transports.base import Transport
 from flockstep.transports.shared_group import needed, room_for
 from flockstep.transports.shared_memory import SharedMemory
@@ -42,24 +51,35 @@ class InSharedMemory(Ipc):
 class Tcp(Transport):
     """TCP on a free port of `host`, by default the loopback address.
 
+    `host` is an IPv4 or IPv6 address of this machine, or a name, which is resolved once. With `interface`, it is the
+    address of that network interface instead: the IPv4 address, or the IPv6 address if there is no other. `ports` is a
+    port or a range of ports, such as '29500-29600', of which each node takes a free one; without it the system chooses.
+
     With `memory`, nodes of one host read large arrays in each other's memory: when nodes connect, each attaches to the
     other's memory and verifies a token. A network namespace counts as a separate host.
 
     Both ends of a connection prove that they know the secret of the run. With `encrypt`, connections between hosts are
-    encrypted with AES-256-GCM; connections over the loopback address are not.
+    encrypted with AES-256-GCM, so that a changed byte is noticed; connections over the loopback address are not.
+    Without it, whoever is on the way between two hosts can read and change what is sent.
+
+    Raises:
+        ConfigurationError: host or interface has no address that peers can connect to, or the ports are not a range.
     """
 
     host: str = "127.0.0.1"
     memory: bool = False
     encrypt: bool = True
+    interface: str = ""
+    ports: str = ""
 
     def __post_init__(self) -> None:
-        try:
-            ipaddress.IPv4Address(self.host)
-        except ValueError:
+        if self.interface and self.host != type(self).host:
             raise ConfigurationError(
-                f"host must be an IPv4 address of this machine, got {self.host!r}; use 127.0.0.1"
-            ) from None
+                f"give either host or interface, got host={self.host!r} and interface={self.interface!r}"
+            )
+        if is_numeric(self.host):
+            resolved(self.host)  # a name is resolved where it is used
+        ports_of(self.ports or ANY_PORT)
         if self.memory:
             _require_memory("memory=false")
 
@@ -70,11 +90,16 @@ class Tcp(Transport):
 
     @property
     def encrypts(self) -> bool:
-        """The field `encrypt`, unless `host` is a loopback address."""
-        return self.encrypt and not ipaddress.IPv4Address(self.host).is_loopback
+        """The field `encrypt`, unless the address is a loopback address."""
+        return self.encrypt and not is_loopback(self._address)
 
     def listen(self, directory: Path, name: str) -> str:
-        return f"tcp://{self.host}:*"
+        return tcp_address(self._address, self.ports or ANY_PORT)
+
+    @functools.cached_property
+    def _address(self) -> str:
+        """The numeric address of the host or the interface."""
+        return interface_address(self.interface) if self.interface else resolved(self.host)
 
 
 def _require_memory(instead: str) -> None:

@@ -103,9 +103,8 @@ class SealedSocket:
             BlockingIOError: nothing has arrived.
             LinkForged: the other end does not know the secret, or a record was changed, dropped or repeated.
         """
-        while self._handshake is not None:
-            if not self._shake(self._handshake):
-                return 0
+        if self._handshake is not None and not self.shake():
+            return 0
         if self._opener is None:
             return self._socket.recv_into(room)
         while not self._opener.ready():
@@ -113,13 +112,26 @@ class SealedSocket:
                 return 0
         return self._opener.open(room)
 
+    def shake(self) -> bool:
+        """Go on with the handshake until both ends are proved; return False if the connection ended before.
+
+        Raises:
+            BlockingIOError: the other end has not sent what is due.
+            LinkForged: the other end speaks another protocol, or does not know the secret.
+        """
+        while self._handshake is not None:
+            if not self._shake(self._handshake):
+                return False
+        return True
+
     def _shake(self, handshake: Handshake) -> bool:
         """Receive the next bytes of the handshake; return False at the end of the connection."""
         data = self._socket.recv(handshake.due - len(self._arrived))
         self._arrived += data
-        if len(self._arrived) < handshake.due:
-            return bool(data)
         try:
+            handshake.require_protocol(bytes(self._arrived))
+            if len(self._arrived) < handshake.due:
+                return bool(data)
             handshake.feed(bytes(self._arrived))
         except ProtocolError as error:
             raise LinkForged(str(error)) from None

@@ -5,6 +5,9 @@ the header and the payload. The first message each way is a greeting; nothing el
 arrived. A payload is written to the socket from its own memory as long as the socket accepts it, and copied only when
 it has to wait. It is received where the program wants it, or into a reused buffer.
 
+Over TCP nothing is allocated for a connection before the other end has proved that it knows the run's secret; the
+number of connections without a proof is bounded, and each has a deadline.
+
 While the program computes, a thread receives and sends as far as the sockets allow. A signal handler may raise at any
 point: if that happens while bytes are moved, the connection is closed, because the number of moved bytes is unknown.
 """
@@ -12,20 +15,24 @@ point: if that happens while bytes are moved, the connection is closed, because 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import select
 import socket
 import struct
 import time
 import weakref
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock, Thread
 
 import numpy as np
 
-from flockstep.errors import CompositionError, PeerLost, ProtocolError
+from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Address, Array, Message, Wanted, node_name
-from flockstep.transports.bus import Backlog, Bus, Traffic, cannot_listen
+from flockstep.transports.addresses import connecting, host_of, is_loopback, listening
+from flockstep.transports.bus import Backlog, Bus, Traffic
 from flockstep.transports.copies import BufferPool
 from flockstep.transports.sealed import LinkForged, SealedSocket
 from flockstep.transports.shared_heap import NODES, SMALLEST, PeerMemory, SharedHeap, heap_room_for
@@ -55,11 +62,19 @@ STAGING = 1 << 17
 USUAL_HEADER = 256
 """Bytes of the first read if a large payload is expected."""
 STRANGERS = 128
-"""Largest number of connections without a greeting; one more closes the oldest of them."""
-PATIENCE = 20.0
-"""Seconds within which a connection must be established, and the other end of an accepted connection must prove that it
-belongs to this run; the first packets over a new network link may be lost and sent again late.
+"""Largest number of connections whose other end has not proved yet that it belongs to this run; one more closes one of
+them.
 """
+PATIENCE = 20.0
+"""Seconds within which both ends of a connection must prove that they belong to this run; the first packets over a new
+network link may be lost and sent again late.
+"""
+REDIALS = 6
+"""Number of further attempts to connect to a peer if a connection ends before the peer's greeting, as when strangers
+crowd the peer.
+"""
+FIRST_WAIT = 0.05
+"""Seconds before the first further attempt; each wait is twice the previous one."""
 JOINED = 1 << 13
 """Payloads below this number of bytes are copied behind their header, which costs less than tracking two parts."""
 BRIEF = 0.001
@@ -70,26 +85,44 @@ GREETING_BYTES = 1 << 10
 """Largest header on a connection without a greeting, in bytes."""
 TICK = 0.01
 """Seconds between two polls of the sockets while the program computes."""
-UNANSWERED = 7
-"""Number of successive unacknowledged packets after which a TCP connection counts as broken: 25 seconds or more, since
-the system doubles the time between packets. TCP_USER_TIMEOUT would also end a connection to a peer that is slow to
-read.
+SILENT = 0.75
+"""Heartbeats for which a peer's host may leave packets unacknowledged. Keepalive sends no probes then, and
+TCP_USER_TIMEOUT would also end a connection to a peer that is slow to read.
 """
+CHECKS = 10
+"""Number of checks for such connections per heartbeat."""
 _PREFIX = struct.Struct("<IQ")
 _PAYLOAD = 1 << 31
 """Bit in the length of the header: a payload follows, which may be empty."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Dial:
+    """Attempts to connect to a peer that has not greeted yet."""
+
+    address: str
+    since: float
+    """Time of the first attempt, in seconds of the monotonic clock."""
+    count: int = 0
+    due: float = 0.0
+    """Time of the next attempt; infinite while an attempt is under way."""
 
 
 class _Connection:
     """One connection and the state of its incoming and outgoing messages."""
 
-    def __init__(self, sock: socket.socket | SealedSocket, wanted: Address | None = None):
+    def __init__(self, sock: socket.socket | SealedSocket, host: str, wanted: Address | None):
         self.socket = sock
+        self.host = host
+        """Numeric address of the other end's host; empty for a Unix socket."""
         self.since = time.monotonic()
         """Time at which the connection began, in seconds of the monotonic clock."""
         self.wanted = wanted
         """The peer that this node has connected to; None if the other end connected."""
         self.greeting: Message | None = None
+        self.silent = math.inf
+        """Time since which packets are unacknowledged; infinite if none are."""
         self.open = True
         self.deaf = False
         """Whether the other end no longer accepts data."""
@@ -98,7 +131,8 @@ class _Connection:
         self.out: deque[memoryview] = deque()
         self.waiting = 0
         """Number of bytes queued in `out`."""
-        self.staging = memoryview(bytearray(STAGING))
+        self.staging = memoryview(b"")
+        """Buffer for what is read; empty until the other end is proved."""
         self.end = 0
         """Number of bytes in `staging` that have been read."""
         self.ahead = STAGING
@@ -134,29 +168,50 @@ class _Connection:
 class StreamBus(Bus):
     """A node's connections to its peers, one connection for each peer."""
 
-    def __init__(self, me: SenderIdentity, address: str, zero_copy: bool = False, encrypts: bool = False):
-        """Listen at `address`, ipc://PATH or tcp://HOST:* for any free port.
+    def __init__(
+        self,
+        me: SenderIdentity,
+        address: str,
+        zero_copy: bool = False,
+        encrypts: bool = False,
+        heartbeat: float = 5.0,
+    ):
+        """Listen at `address`, ipc://PATH or tcp://HOST:PORTS, where * is any free port.
 
-        `zero_copy`: peers may read this node's memory. `encrypts`: TCP connections are encrypted. If `me` has a secret,
-        both ends of a TCP connection must prove that they know it.
+        Both ends of a TCP connection must prove that they know the secret of `me`.
+
+        Args:
+            me: this node.
+            address: where to listen.
+            zero_copy: whether peers may read this node's memory.
+            encrypts: whether TCP connections are encrypted.
+            heartbeat: seconds within which a peer whose host is gone is noticed; at least 2.
 
         Raises:
-            ConfigurationError: it is not possible to listen at the address.
+            ConfigurationError: it is not possible to listen at the address, or it is a TCP address and `me` has no
+                secret.
         """
+        self._host = host_of(address)
+        if self._host and not me.secret:
+            raise ConfigurationError(
+                f"{node_name(me.address)} cannot listen on {address} without a secret, because any user could join; "
+                f"give every node of the run the same secret, or use --transport ipc on one host"
+            )
         self.traffic = Traffic()
-        self.rejected = 0
-        """Number of connections that were refused."""
+        self._heartbeat = heartbeat
         self._me = me
         self._encrypts = encrypts
         self._copies = BufferPool()
         self._heap = SharedHeap(heap_room_for(me.model_bytes)) if zero_copy else None
-        self._listener, self.address = _listening(address)
+        self._listener, self.address = listening(address, heartbeat)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._also: Collection[int] = ()
         self._lent: set[Address] = set()
         self._connections: dict[int, _Connection] = {}
         self._peers: dict[Address, _Connection] = {}
+        self._dials: dict[Address, _Dial] = {}
+        """Peer that this node connects to → its attempts, until the peer has greeted."""
         self._ended: dict[Address, float] = {}
         """Peer → time at which its connection ended, in seconds of the monotonic clock."""
         self._expected: set[Address] | None = None
@@ -173,8 +228,8 @@ class StreamBus(Bus):
         """The connection on which an array arrives in that place."""
         self._placed: Message | None = None
         """The message whose array arrived in that place, once the message is in the inbox."""
-        self._looked = 0.0
-        """Time of the last check for unacknowledged packets, in seconds of the monotonic clock."""
+        self._next_look = 0.0 if self._host else math.inf
+        """Time of the next `_look`, in seconds of the monotonic clock."""
         if self._heap is not None:
             self.address += f" {self._heap.told}"
 
@@ -188,18 +243,17 @@ class StreamBus(Bus):
             self._expected = set(peers)
             for connection in list(self._connections.values()):
                 self._admit(connection)
+            now = time.monotonic()
+            self._dials = {p: _Dial(told.partition(" ")[0], now) for p, told in peers.items() if p < self._me.address}
+            self._look(math.inf)
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
-        for peer, told in peers.items():
-            if peer < self._me.address:
-                sock = _connected(told.partition(" ")[0])
-                with self._lock:
-                    self._introduce(sock, peer)
 
     def disconnect(self, peer: Address) -> None:
         """Close the connection to a peer that was lost, and free the memory that the peer could read."""
         self._copies.lost.add(peer)
-        if peer in self._peers:
-            with self._lock:
+        with self._lock:
+            self._dials.pop(peer, None)
+            if peer in self._peers:
                 self._drop(self._peers[peer])
 
     def reachable(self, peer: Address) -> bool:
@@ -260,19 +314,25 @@ class StreamBus(Bus):
         Afterwards nothing is written to that place.
         """
         now = time.monotonic()
-        until = None if seconds is None else now + seconds
-        self._end_silent(now)
+        until = math.inf if seconds is None else now + seconds
+        self._look(now)
         self._woken = False
         place = None if wanted is None else wanted.place
         if isinstance(place, np.ndarray) and place.ndim == 1 and place.flags.c_contiguous:
             self._wanted = wanted
         try:
-            self._move(seconds)
-            while not (self._inbox or self._woken or (until is not None and time.monotonic() >= until)):
-                self._move(None if until is None else max(0.0, until - time.monotonic()))
+            self._move(self._pause(now, until))
+            while not (self._inbox or self._woken) and (now := time.monotonic()) < until:
+                self._look(now)
+                self._move(self._pause(now, until))
         finally:
             if self._wanted is not None:
                 self._settle()
+
+    def _pause(self, now: float, until: float) -> float | None:
+        """Seconds to wait for the sockets at most, until `until` or the next `_look`; None: without limit."""
+        end = min(until, self._next_look)
+        return None if end == math.inf else max(0.0, end - now)
 
     def _settle(self) -> None:
         """Move arrays that arrive in the wanted place, but are not returned to the program now, to other memory."""
@@ -302,7 +362,7 @@ class StreamBus(Bus):
         """Receive and send as far as the sockets allow while the program computes; return whether to call again."""
         if not self._asked and self._lock.acquire(blocking=False):
             try:
-                self._end_silent(time.monotonic())
+                self._look(time.monotonic())
                 while self._may_attend() and self._move(0):
                     pass
             finally:
@@ -313,22 +373,33 @@ class StreamBus(Bus):
     def _may_attend(self) -> bool:
         return not (self._closed or self._asked or self._unread > UNREAD)
 
-    def _end_silent(self, now: float) -> None:
-        """Once a second, close connections with too many unacknowledged packets, since keepalive sends no probes while
-        data is in flight; and those whose other end has not proved in time that it belongs to this run.
-        """
-        if now < self._looked + 1:
+    def _look(self, now: float) -> None:
+        """Connect again to peers where that is due; close connections without a proof in time or with a silent peer."""
+        if now < self._next_look:
             return
-        self._looked = now
-        for connection in list(self._connections.values()):
-            if not connection.established() and now > connection.since + PATIENCE:
-                self._read(connection)  # the proof may have arrived while this process could not read it
-                if connection.open and not connection.established():
-                    self._reject(connection)
-            elif connection.socket.family == socket.AF_INET:
-                *_, resent, probes = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
-                if max(resent, probes) >= UNANSWERED:
-                    self._drop(connection)
+        now = min(now, time.monotonic())
+        for peer, dial in list(self._dials.items()):
+            if now >= dial.due:
+                self._dial(peer, dial)
+        for connection in list(self._connections.values()) if self._host else ():
+            self._check(connection, now)
+        due = min((dial.due for dial in self._dials.values()), default=math.inf)
+        self._next_look = min(due, now + self._heartbeat / CHECKS if self._host else math.inf)
+
+    def _check(self, connection: _Connection, now: float) -> None:
+        """Close a connection whose other end has not proved in time that it belongs to this run, or does not answer."""
+        if connection.established():
+            *_, resent, probes = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
+            if not resent and not probes:
+                connection.silent = math.inf
+                return
+            connection.silent = min(connection.silent, now)
+            if now >= connection.silent + SILENT * self._heartbeat:
+                self._drop(connection)
+        elif now > connection.since + PATIENCE:
+            self._read(connection)  # the proof may have arrived while this process could not read it
+            if connection.open and not connection.established():
+                self._end_unproved(connection, f"it has not proved within {PATIENCE:g} s that it knows the secret")
 
     def _unreachable(self, peer: Address) -> PeerLost:
         return PeerLost(f"{node_name(peer)} is not reachable from {node_name(self._me.address)}")
@@ -372,38 +443,50 @@ class StreamBus(Bus):
         self._also = also
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the other end has closed the connection
-            self._add(self._listener.accept()[0])
-            strangers = [one for one in self._connections.values() if one.greeting is None and one.wanted is None]
-            if len(strangers) > STRANGERS:  # a peer says hello at once, and greets as soon as it was answered
-                self._reject(next((one for one in strangers if not one.begun()), strangers[0]))
+        try:
+            sock, where = self._listener.accept()
+        except OSError as error:  # the other end has closed the connection
+            if not _by_system(error):
+                raise
+            return
+        self._add(sock, where[0] if self._host else "", None)
+        unproved = [one for one in self._connections.values() if one.wanted is None and not one.established()]
+        if len(unproved) > STRANGERS:
+            self._reject(_dispensable(unproved), f"more than {STRANGERS} connections had not proved anything")
 
-    def _add(self, sock: socket.socket, wanted: Address | None = None) -> _Connection:
+    def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> _Connection:
         sock.setblocking(False)
-        if sock.family == socket.AF_INET:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-                sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
-        if sock.family != socket.AF_INET or sock.getpeername()[0].startswith("127."):
+        if host in ("", self._host) or is_loopback(host):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
-        sealed = sock.family == socket.AF_INET and self._me.secret
-        link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts) if sealed else sock
-        connection = self._connections[sock.fileno()] = _Connection(link, wanted)
+        link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts) if host else sock
+        connection = self._connections[sock.fileno()] = _Connection(link, host, wanted)
         self._epoll.register(sock, select.EPOLLIN)
         self._flush(connection)
         return connection
 
-    def _introduce(self, sock: socket.socket | None, peer: Address) -> None:
-        """Greet a peer over a new connection; None, or a connection that is closed already, counts as broken."""
-        if sock is not None:
-            try:
-                self._greet(self._add(sock, peer), peer)
-                return
-            except OSError:  # the other end has closed the connection
-                sock.close()
-        self._ended.setdefault(peer, time.monotonic())
+    def _dial(self, peer: Address, dial: _Dial) -> None:
+        """Connect to a peer and greet it; both go on as far as the socket allows, with the other connections."""
+        dial.count += 1
+        dial.due = math.inf
+        try:
+            sock = connecting(dial.address, self._heartbeat)
+        except OSError as error:
+            if not _by_system(error):
+                raise
+            self._redial(peer)
+            return
+        self._greet(self._add(sock, host_of(dial.address), peer), peer)
+
+    def _redial(self, peer: Address) -> None:
+        """Let the next attempt to connect to a peer be due soon, or give the peer up."""
+        now, dial = time.monotonic(), self._dials.get(peer)
+        if dial is None or peer in self._ended or dial.count > REDIALS or now > dial.since + PATIENCE:
+            self._dials.pop(peer, None)
+            self._ended.setdefault(peer, now)
+            return
+        dial.due = now + FIRST_WAIT * 2 ** (dial.count - 1)
+        self._next_look = min(self._next_look, dial.due)
 
     def _greet(self, connection: _Connection, peer: Address) -> None:
         """Send a greeting: this node's identity, and whether it can read the peer's memory."""
@@ -417,8 +500,9 @@ class StreamBus(Bus):
         peer, wanted = connection.greeting.source, connection.wanted
         due = peer in self._expected and peer > self._me.address if wanted is None else peer == wanted
         if not due or peer in self._peers:
-            self._reject(connection)
+            self._reject(connection, f"{node_name(peer)} is not expected, or connected already")
             return
+        self._dials.pop(peer, None)
         self._peers[peer] = connection
         if self._heap is not None and connection.greeting.note.get("memory"):
             self._lent.add(peer)
@@ -426,8 +510,26 @@ class StreamBus(Bus):
         if wanted is None:
             self._greet(connection, peer)
 
-    def _reject(self, connection: _Connection) -> None:
-        self.rejected += 1
+    def _end_unproved(self, connection: _Connection, why: str) -> None:
+        """Close a connection whose other end is not proved: the peer may be tried again, a stranger is rejected."""
+        if connection.wanted is None:
+            self._reject(connection, why)
+        else:
+            self._drop(connection)
+
+    def _reject(self, connection: _Connection, why: str) -> None:
+        """Refuse a connection for good, and count it; the first one is reported."""
+        if not self.traffic.rejected:
+            source = f" from {connection.host}" if connection.host else ""
+            _log.warning(
+                "flockstep: %s refused a connection%s: %s; further ones are only counted",
+                node_name(self._me.address),
+                source,
+                why,
+            )
+        self.traffic.rejected += 1
+        if connection.wanted is not None:
+            self._ended.setdefault(connection.wanted, time.monotonic())
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
@@ -442,9 +544,12 @@ class StreamBus(Bus):
             self._note_end(connection)
 
     def _note_end(self, connection: _Connection) -> None:
-        peer = connection.wanted if connection.greeting is None else connection.greeting.source
-        if peer is not None and (self._peers.get(peer) is connection or connection.wanted == peer):
-            self._ended.setdefault(peer, time.monotonic())
+        if connection.greeting is not None:
+            peer = connection.greeting.source
+            if self._peers.get(peer) is connection or connection.wanted == peer:
+                self._ended.setdefault(peer, time.monotonic())
+        elif connection.wanted is not None and not (connection.open or self._closed):
+            self._redial(connection.wanted)  # while the connection is open, a greeting can still be read
 
     def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
         """Write a message; the part that the socket does not accept soon is queued, copied if the array can change."""
@@ -486,14 +591,14 @@ class StreamBus(Bus):
                     out[0] = out[0][sent:]
         except BlockingIOError:
             pass
-        except OSError:  # the peer has closed: messages that it sent before are still read
-            out.clear()
+        except BaseException as error:
+            if not _by_system(error):
+                self._drop(connection)
+                raise
+            out.clear()  # the peer has closed: messages that it sent before are still read
             connection.waiting = 0
             connection.deaf = True
             self._note_end(connection)
-        except BaseException:
-            self._drop(connection)
-            raise
         if connection.open and connection.armed != connection.has_output():
             connection.armed = not connection.armed
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if connection.armed else 0))
@@ -501,16 +606,16 @@ class StreamBus(Bus):
     def _read(self, connection: _Connection) -> None:
         """Read what has arrived, as far as it belongs to one message."""
         try:
+            if not connection.staging and not self._prove(connection):
+                return
             if connection.body is None:
                 end = connection.end
                 count = connection.socket.recv_into(connection.staging[end : end + connection.ahead])
                 connection.end += count
                 if count:
                     self._parse(connection)
-                elif connection.established() or connection.wanted is not None:
-                    self._drop(connection)
                 else:
-                    self._reject(connection)
+                    self._drop(connection)
             while connection.body is not None and connection.open:
                 count = connection.socket.recv_into(connection.body[connection.filled :])
                 connection.filled += count
@@ -521,13 +626,24 @@ class StreamBus(Bus):
                     self._deliver(connection, connection.header, body)
         except BlockingIOError:
             pass
-        except LinkForged:
-            self._reject(connection)
-        except OSError:  # the peer has closed the connection
-            self._drop(connection)
-        except BaseException:
-            self._drop(connection)
-            raise
+        except LinkForged as error:
+            self._reject(connection, str(error))
+        except BaseException as error:
+            if not _by_system(error):
+                self._drop(connection)
+                raise
+            if connection.established():  # the peer has closed the connection
+                self._drop(connection)
+            else:
+                self._end_unproved(connection, f"it ended before its proof: {error}")
+
+    def _prove(self, connection: _Connection) -> bool:
+        """Go on with the handshake; return whether the other end has proved that it belongs to this run."""
+        if isinstance(connection.socket, SealedSocket) and not connection.socket.shake():
+            self._end_unproved(connection, "it ended before its proof")
+            return False
+        connection.staging = memoryview(bytearray(STAGING))
+        return True
 
     def _parse(self, connection: _Connection) -> None:
         """Deliver the messages that have been read, and prepare a buffer for a payload that has begun."""
@@ -581,7 +697,7 @@ class StreamBus(Bus):
         if connection.greeting is None:
             if length <= GREETING_BYTES and not nbytes:
                 return True
-            self._reject(connection)
+            self._reject(connection, f"its greeting has a header of {length} bytes and a payload of {nbytes}")
             return False
         if length <= MAX_HEADER and nbytes <= self._me.model_bytes + MAX_CODING:
             return True
@@ -597,7 +713,7 @@ class StreamBus(Bus):
                 connection.greeting = decode_greeting(header, self._me)
                 self._admit(connection)
             elif self._peers.get(greeting.source) is not connection:
-                self._reject(connection)  # it sends before it was accepted
+                self._reject(connection, f"{node_name(greeting.source)} sent a message before it was accepted")
             else:
                 message = decode(header, body, greeting.source, self._me)
                 if self._placing is connection and self._wanted is not None:
@@ -606,7 +722,7 @@ class StreamBus(Bus):
                 self._inbox.append(message)
         except ProtocolError as error:
             if greeting is None:
-                self._reject(connection)
+                self._reject(connection, str(error))
             else:
                 self._refuse(connection, error)
 
@@ -626,34 +742,16 @@ def _attend(bus: weakref.ref[StreamBus]) -> None:
         del here
 
 
-def _listening(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens at ipc://PATH or tcp://HOST:PORT, where * is any free port; and its address."""
-    kind, _, place = address.partition("://")
-    sock = socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET)
-    try:
-        if kind == "ipc":
-            sock.bind(place)
-        else:
-            host, _, port = place.rpartition(":")
-            sock.bind((host, 0 if port == "*" else int(port)))
-            address = "tcp://{}:{}".format(*sock.getsockname())
-        sock.listen(NODES)
-    except OSError as error:
-        sock.close()
-        raise cannot_listen(address, error.strerror or str(error)) from None
-    sock.setblocking(False)
-    return sock, address
+def _dispensable(unproved: Sequence[_Connection]) -> _Connection:
+    """The connection to close if more arrive than may wait: not the newest one, whose hello can only be under way.
+
+    A peer says hello at once and proves itself when it is answered, so silent connections go first, then those of the
+    host that has the most, then the oldest.
+    """
+    hosts = Counter(one.host for one in unproved)
+    return min(unproved[:-1], key=lambda one: (one.begun(), -hosts[one.host]))
 
 
-def _connected(address: str) -> socket.socket | None:
-    """A connection to that address; None if nobody listens there, since the supervisor reports which node was lost."""
-    kind, _, place = address.partition("://")
-    sock = socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET)
-    sock.settimeout(PATIENCE)
-    host, _, port = place.rpartition(":")
-    try:
-        sock.connect(place if kind == "ipc" else (host, int(port)))
-    except OSError:
-        sock.close()
-        return None
-    return sock
+def _by_system(error: BaseException) -> bool:
+    """Whether the system raised an error, rather than a signal handler, whose `TimeoutError` is an `OSError` too."""
+    return isinstance(error, OSError) and error.errno is not None

@@ -1,0 +1,107 @@
+"""Buses in one process, as nodes of a run have them, and whoever else connects to them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flockstep.messages import Message
+from flockstep.transports.base import Transport
+from flockstep.transports.bus import Bus
+from flockstep.transports.handshake import Handshake
+from flockstep.transports.streams import StreamBus
+from flockstep.transports.wire import GREETING, SenderIdentity, encode
+
+Make = Callable[..., StreamBus]
+SECRET = b"the secret of the run"
+OVER_TCP = ("tcp", "encrypted")
+"""Transports whose connections are authenticated: over the loopback, and as between hosts."""
+
+
+@contextmanager
+def buses(folder: Path) -> Iterator[Make]:
+    """A function that makes buses, which are closed in the end."""
+    made: list[StreamBus] = []
+
+    def bus(address: int, transport: str = "tcp", run: str = "run", secret: bytes = SECRET) -> StreamBus:
+        me = SenderIdentity(run, address, "schema", 1 << 20, secret=secret)
+        if transport == "encrypted":  # over the loopback, too
+            one: Bus = StreamBus(me, "tcp://127.0.0.1:*", encrypts=True)
+        else:
+            one = Transport.parse(transport).bus(me, folder, f"node{len(made)}")
+        assert isinstance(one, StreamBus)
+        made.append(one)
+        return one
+
+    try:
+        yield bus
+    finally:
+        for one in made:
+            one.close(0)
+
+
+def introduced(make: Make, transport: str = "tcp") -> tuple[StreamBus, StreamBus]:
+    """Two buses that are connected."""
+    first, second = make(0, transport), make(1, transport)
+    join(first, second)
+    return first, second
+
+
+def join(first: StreamBus, second: StreamBus) -> None:
+    first.connect({1: second.address})
+    second.connect({0: first.address})
+    while not (first.reachable(1) and second.reachable(0)):
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None
+
+
+def arrived(bus: StreamBus, *others: StreamBus) -> Message:
+    """The next message; the others continue meanwhile."""
+    while (message := bus.poll(0.01)) is None:
+        for other in others:
+            assert other.poll(0) is None
+    return message
+
+
+def raw_connection(bus: StreamBus, *parts: bytes, source: str = "127.0.0.1") -> socket.socket:
+    """Somebody who connects and says that; over TCP from that address."""
+    kind, _, place = bus.address.partition("://")
+    stranger = socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET)
+    host, _, port = place.rpartition(":")
+    if kind != "ipc":
+        stranger.bind((source, 0))
+    stranger.connect(place if kind == "ipc" else (host, int(port)))
+    with contextlib.suppress(OSError):  # it may have been hung up on already
+        stranger.sendall(b"".join(parts))
+    return stranger
+
+
+def framed(header: bytes, payload: bytes | None = None) -> bytes:
+    follows = 0 if payload is None else 1 << 31
+    return struct.pack("<IQ", len(header) | follows, len(payload or b"")) + header + (payload or b"")
+
+
+def greeting(source: int, run: str = "run", schema: str = "schema", tag: str = GREETING, number: int = 0) -> bytes:
+    message = Message(source, tag, note={"memory": 0}, number=number)
+    return framed(encode(message, SenderIdentity(run, source, schema, 1 << 20)))
+
+
+def still_works(first: StreamBus, second: StreamBus) -> None:
+    second.send(0, Message(1, "push", number=1))
+    got = arrived(first)
+    assert (got.tag, got.source) == ("push", 1)
+
+
+def answered(peer: socket.socket, handshake: Handshake, bus: StreamBus) -> None:
+    """Wait until the bus has answered the hello, which `peer` has sent."""
+    peer.setblocking(False)
+    data = b""
+    while len(data) < handshake.due:
+        bus.poll(0.01)
+        with contextlib.suppress(BlockingIOError):
+            data += peer.recv(handshake.due - len(data))
+    handshake.feed(data)

@@ -1,0 +1,361 @@
+"""Strangers at the port of a node: until the other end of a connection is proved, it costs little, changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+import flockstep.transports.streams as streams
+from flockstep.messages import Message
+from flockstep.transports.handshake import ENCRYPTED, PLAIN, Handshake
+from flockstep.transports.sealed import RECORD
+from flockstep.transports.streams import StreamBus
+from support.buses import (
+    OVER_TCP,
+    SECRET,
+    Make,
+    answered,
+    buses,
+    greeting,
+    introduced,
+    join,
+    raw_connection,
+    still_works,
+)
+
+HELLO = {"tcp": PLAIN + bytes(range(32)), "encrypted": ENCRYPTED + bytes(range(32))}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with buses(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def crowd() -> Iterator[contextlib.ExitStack]:
+    """Strangers' connections, closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def settled(bus: StreamBus) -> None:
+    """Let the bus deal with everything that has arrived."""
+    while bus._epoll.poll(0.02):
+        assert bus.poll(0) is None
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
+@pytest.mark.parametrize("said", ["nothing", "half", "hello"])
+def test_a_stranger_holds_little_memory_and_has_no_key_made(
+    make: Make, crowd: contextlib.ExitStack, transport: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, made = make(0, transport), []
+    plain = X25519PrivateKey.generate
+    monkeypatch.setattr(X25519PrivateKey, "generate", lambda: made.append(plain()) or made[-1])
+    words = {"nothing": b"", "half": HELLO[transport][:30], "hello": HELLO[transport]}[said]
+    crowd.enter_context(raw_connection(first, words))  # what the first one loads stays
+    settled(first)
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            crowd.enter_context(raw_connection(first, words))
+        settled(first)
+        assert len(first._connections) == 51
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / 50 < 8 << 10
+    assert len(made) == (51 if said == "hello" and transport == "encrypted" else 0)
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
+def test_a_thousand_idle_connections_take_few_handles_and_keep_nobody_out(
+    make: Make, crowd: contextlib.ExitStack, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = make(0, transport), make(1, transport)
+    for _ in range(1000):
+        crowd.enter_context(raw_connection(first))
+        assert first.poll(0) is None
+        assert len(first._connections) <= streams.STRANGERS
+    join(first, second)
+    assert first.traffic.rejected >= 1000 - streams.STRANGERS + 1
+    still_works(first, second)
+    lines = [record for record in caplog.records if record.levelno == logging.WARNING]
+    said = "more than 128 connections had not proved anything; further ones are only counted"
+    assert [record.getMessage() for record in lines] == [
+        f"flockstep: worker 0 refused a connection from 127.0.0.1: {said}"
+    ]
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
+def test_strangers_that_say_hello_keep_nobody_out(
+    make: Make, crowd: contextlib.ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer's hello is still under way when its connection is the newest of too many."""
+    monkeypatch.setattr(streams, "STRANGERS", 8)
+    first, second = make(0, transport), make(1, transport)
+    for _ in range(20):
+        crowd.enter_context(raw_connection(first, HELLO[transport]))
+        settled(first)
+    monkeypatch.setattr(streams, "REDIALS", 0)
+    join(first, second)
+    still_works(first, second)
+
+
+def test_the_host_with_the_most_connections_gives_way(
+    make: Make, crowd: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "STRANGERS", 8)
+    first = make(0)
+    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    peer = crowd.enter_context(raw_connection(first, handshake.out))
+    answered(peer, handshake, first)
+    for _ in range(30):
+        crowd.enter_context(raw_connection(first, HELLO["tcp"], source="127.0.0.2"))
+        settled(first)
+    assert first.traffic.rejected == 31 - 8
+    assert [one.host for one in first._connections.values()] == ["127.0.0.1", *["127.0.0.2"] * 7]
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_is_sent_away(
+    make: Make, crowd: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time runs from the beginning of the connection, whatever arrives."""
+    first = make(0)
+    slow = crowd.enter_context(raw_connection(first))
+    for at in range(20):
+        slow.sendall(HELLO["tcp"][at : at + 1])
+        settled(first)
+    (connection,) = first._connections.values()
+    first._next_look = 0.0
+    first._look(connection.since + streams.PATIENCE - 1)
+    assert connection.open
+    monkeypatch.setattr(streams, "PATIENCE", 0.0)
+    slow.sendall(HELLO["tcp"][20:21])
+    while connection.open:
+        assert first.poll(0.01) is None
+    assert first.traffic.rejected == 1
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
+def test_a_port_scan_and_garbage_are_counted(make: Make, transport: str) -> None:
+    first, second = introduced(make, transport)
+    rng = np.random.default_rng(0)
+    for number in range(100):
+        raw_connection(first, rng.bytes(int(rng.integers(0, 200))) if number % 2 else b"").close()
+    while first.traffic.rejected < 100:
+        assert first.poll(0.01) is None
+    assert len(first._connections) == 1
+    still_works(first, second)
+
+
+class Relay:
+    """Between a node and its peer: hands on what both say, as `change` makes it, and keeps what the node said."""
+
+    def __init__(self, to: str, change: Callable[[bytes], bytes | None] = bytes):
+        """`change`: what is said to the peer instead; None ends the connection."""
+        self.said = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "tcp://{}:{}".format(*self._listener.getsockname())
+        self._to, self.change = to, change
+        self._ends: list[socket.socket] = [self._listener]
+        self._threads = [Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        host, port = self._to.removeprefix("tcp://").split(":")
+        node, peer = self._listener.accept()[0], socket.create_connection((host, int(port)))
+        self._ends += [node, peer]
+        self._threads.append(Thread(target=self._hand_on, args=(peer, node, bytes)))
+        self._threads[1].start()
+        self._hand_on(node, peer, self._kept)
+
+    def _kept(self, data: bytes) -> bytes | None:
+        self.said += data
+        return self.change(data)
+
+    def _hand_on(self, source: socket.socket, target: socket.socket, change: Callable[[bytes], bytes | None]) -> None:
+        with contextlib.suppress(OSError):
+            while (data := source.recv(1 << 20)) and (other := change(data)) is not None:
+                target.sendall(other)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End both connections."""
+        for end in self._ends[1:]:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            end.close()
+
+
+@pytest.fixture
+def relayed(make: Make) -> Iterator[tuple[StreamBus, StreamBus, Relay]]:
+    """Two nodes that are connected and encrypt, with an attacker on the way from the second to the first."""
+    first, second = make(0, "encrypted"), make(1, "encrypted")
+    relay = Relay(first.address)
+    first.connect({1: second.address})
+    second.connect({0: relay.address})
+    while not (first.reachable(1) and second.reachable(0)):
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None
+    yield first, second, relay
+    relay.close()
+
+
+def test_a_session_that_was_recorded_and_is_replayed_has_no_effect(relayed: tuple[StreamBus, StreamBus, Relay]) -> None:
+    first, second, relay = relayed
+    still_works(first, second)
+    for end in (3, len(PLAIN) + 32, len(relay.said)):
+        before = first.traffic.rejected
+        with raw_connection(first, bytes(relay.said[:end])) as stranger:
+            stranger.shutdown(socket.SHUT_WR)
+            while first.traffic.rejected == before:
+                assert first.poll(0.01) is None
+    assert first.reachable(1)
+    second.send(0, Message(1, "push", number=2))
+    while (message := first.poll(0.01)) is None:
+        pass
+    assert message.number == 2
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut off", "swapped"])
+def test_a_record_that_is_changed_on_its_way_delivers_nothing(
+    relayed: tuple[StreamBus, StreamBus, Relay], what: str
+) -> None:
+    """The message fills several records: of an array of which a part was changed nothing is delivered."""
+    first, second, relay = relayed
+    still_works(first, second)
+    seen = itertools.count()
+
+    def flipped(data: bytes) -> bytes | None:
+        changed = bytearray(data)
+        changed[-1] ^= 1
+        return bytes(changed)
+
+    def cut(data: bytes) -> bytes | None:
+        return data[:-1] if next(seen) == 0 else None
+
+    relay.change = {"flipped": flipped, "cut off": cut, "swapped": lambda data: data[::-1]}[what]
+    second.send(0, Message(1, "push", np.ones(RECORD // 2, np.float32), number=2))
+    while not first.broken(0):
+        assert first.poll(0.01) is None
+        second.poll(0)
+    assert first.traffic.rejected == (0 if what == "cut off" else 1)
+    assert first.broken(0) == {1}
+    assert first.poll(0) is None
+
+
+def test_only_so_many_may_stand_without_a_greeting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STRANGERS", 3)
+    first, second = introduced(make)
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(raw_connection(first))
+        while first.traffic.rejected < 2:
+            assert first.poll(0.01) is None
+        still_works(first, second)
+
+
+def test_silent_strangers_before_the_run_has_met_keep_nobody_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STRANGERS", 3)
+    first, second = make(0), make(1)
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(raw_connection(first))
+            assert first.poll(0.01) is None
+        join(first, second)
+        still_works(first, second)
+    assert first.traffic.rejected >= 3  # a port may be known to strangers from elsewhere
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
+def test_who_does_not_know_the_secret_is_refused(make: Make, transport: str) -> None:
+    """A node of the same run, address and schema, but of another secret; then the real one."""
+    first, forger, second = make(0, transport), make(1, transport, secret=b"another secret"), make(1, transport)
+    first.connect({1: second.address})
+    forger.connect({0: first.address})
+    while not first.traffic.rejected or not forger.traffic.rejected:
+        assert first.poll(0.01) is None
+        assert forger.poll(0.01) is None
+        assert not first.reachable(1)
+    second.connect({0: first.address})
+    while not (first.reachable(1) and second.reachable(0)):
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None
+    still_works(first, second)
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
+@pytest.mark.parametrize("said", [b"", greeting(1), b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(1 << 16)])
+def test_a_stranger_with_the_right_greeting_does_not_disturb(make: Make, transport: str, said: bytes) -> None:
+    first, second = make(0, transport), make(1, transport)
+    strangers = [raw_connection(first, said) for _ in range(3)]
+    join(first, second)
+    while said and first.traffic.rejected < 3:
+        assert first.poll(0.01) is None
+    still_works(first, second)
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
+def test_who_says_nothing_is_sent_away_after_some_time(
+    make: Make, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = introduced(make, transport)
+    stranger = raw_connection(first)
+    while len(first._connections) < 2:
+        first.poll(0.01)
+    monkeypatch.setattr(streams, "PATIENCE", 0.0)
+    while len(first._connections) > 1:
+        first.poll(0)
+    assert first.traffic.rejected == 1
+    still_works(first, second)
+    stranger.close()
+
+
+def test_idle_strangers_are_closed_before_a_peer_in_its_handshake(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STRANGERS", 3)
+    first = make(0, "tcp")
+    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(raw_connection(first, handshake.out))
+        answered(peer, handshake, first)
+        for _ in range(9):
+            stack.enter_context(raw_connection(first))
+        while first.traffic.rejected < 7:
+            first.poll(0.01)
+        peer.sendall(handshake.out)
+        while not any(one.established() for one in first._connections.values()):
+            first.poll(0.01)
+
+
+def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "TICK", 60.0)  # the thread beside the program stays away
+    first = make(0, "tcp")
+    handshake = Handshake(SECRET, connects=True, encrypts=False)
+    with raw_connection(first, handshake.out) as peer:
+        answered(peer, handshake, first)
+        peer.sendall(handshake.out)
+        monkeypatch.setattr(streams, "PATIENCE", -1.0)
+        first._look(first._next_look)
+        assert [one.established() for one in first._connections.values()] == [True]
+        assert first.traffic.rejected == 0
