@@ -256,7 +256,7 @@ def test_strangers_do_not_disturb_a_communicator(tmp_path: Path) -> None:
     run = started(tmp_path, AMONG_STRANGERS, "-n", "3", "--transport", "tcp")
     wait_until((tmp_path / "there").exists, PATIENCE, "all have joined")
     found = ports(run)
-    assert len(found) == 13, "links and buses of three workers and three communicators, and the supervisor"
+    assert len(found) == 6, "buses of three workers and three communicators"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers: list[Any] = []
     for port in found:

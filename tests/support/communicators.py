@@ -73,7 +73,7 @@ class Group:
         """What a supervisor would say to a communicator."""
         if to not in self.links:
             me = SenderIdentity("run", LAUNCHER, "schema", 1 << 20)
-            self.links[to] = self.control.link(to, self.sockets[to].line.address, me)
+            self.links[to] = SupervisorLink(self.control.frames(self.sockets[to].line.address, 1 << 20), to, me)
         self.links[to].send(tag, note)
 
     def lose(self, rank: int, reason: str) -> None:

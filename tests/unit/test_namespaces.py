@@ -29,7 +29,7 @@ def test_refused_without_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     with pytest.raises(ConfigurationError, match="root"):
         namespaces.require()
     with pytest.raises(ConfigurationError, match="root"):
-        Namespaces().listen(tmp_path, "control")
+        Namespaces().prepare(tmp_path)
 
 
 LINKS = """\
@@ -102,7 +102,8 @@ from pathlib import Path
 from flockstep.launchers.namespaces import Namespaces
 folder = Path(sys.argv[1]) / sys.argv[2]
 folder.mkdir()
-print(Namespaces().listen(folder, "control"), flush=True)
+Namespaces().prepare(folder)
+print((folder / "bridge").read_text(), flush=True)
 sys.stdin.read()
 Namespaces().clean_up(folder)
 """
@@ -136,7 +137,7 @@ ip -o link > after
     subprocess.run(["unshare", "-n", "sh", "-c", script], check=True, timeout=30)
     said = {(tmp_path / f"{one}.said").read_text().strip() for one in "abc"}
     assert len(said) == 3
-    assert all(one.startswith("tcp://172.") for one in said)
+    assert all(one.split()[1].startswith("172.") for one in said)
     during = parse_links((tmp_path / "during").read_text())
     assert len(during) == 3
     assert 4194999 not in {card.supervisor for card in during}

@@ -131,7 +131,7 @@ def test_a_hidden_script_is_heard_only_if_it_fails(
 ) -> None:
     words = f"import os, sys; print('out'); sys.stderr.write('x' * {LAST_WORDS} + 'err'); "
     words += f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
-    sink, *others = reversed(Output(ranks, prefix=True, folder=tmp_path).sinks(3))
+    sink, *others = reversed(Output(ranks, prefix=True, folder=tmp_path).sinks(range(3)))
     for other in others:
         other.close(failed=False)
     script = Script([sys.executable, "-c", words], dict(os.environ), sink)
@@ -147,7 +147,7 @@ def test_a_hidden_script_is_heard_only_if_it_fails(
 
 
 def test_files_of_an_earlier_run_are_kept_unless_they_may_go(tmp_path: Path) -> None:
-    first = Output(folder=tmp_path / "new" / "out").sinks(3)
+    first = Output(folder=tmp_path / "new" / "out").sinks(range(3))
     for sink in first:
         sink(OUT, b"earlier\n")
         sink.close(failed=False)
@@ -160,7 +160,7 @@ def test_files_of_an_earlier_run_are_kept_unless_they_may_go(tmp_path: Path) -> 
         again.require_folder(overwrite=False)
     assert (folder / "rank-1.out").read_text() == "earlier\n"
     again.require_folder(overwrite=True)
-    for sink in again.sinks(2):
+    for sink in again.sinks(range(2)):
         sink.close(failed=False)
     assert sorted(file.name for file in folder.iterdir()) == [
         "notes.txt", "rank-0.err", "rank-0.out", "rank-1.err", "rank-1.out"
@@ -173,7 +173,7 @@ def test_a_folder_that_is_none_or_that_cannot_be_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigurationError, match="file is a file, not a folder"):
         Output(folder=tmp_path / "file").require_folder(overwrite=False)
     with pytest.raises(ConfigurationError, match=r"file/in could not be written: Not a directory; choose another"):
-        Output(folder=tmp_path / "file" / "in").sinks(1)
+        Output(folder=tmp_path / "file" / "in").sinks(range(1))
     Output(folder=tmp_path / "absent").require_folder(overwrite=False)
 
 
@@ -181,7 +181,7 @@ def test_where_the_disk_is_full_the_script_continues_and_is_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "small") as disk:
-        sink = Output(folder=disk).sinks(1)[0]
+        sink = Output(folder=disk).sinks(range(1))[0]
         line = b"x" * 99 + b"\n"
         for _ in range(10_000):
             sink(OUT, line)

@@ -15,7 +15,7 @@ from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Fields
 from flockstep.records.snapshots import Snapshot, SnapshotWriter
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import Control
+from flockstep.transports.links import Control, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
 from support.disks import small_disk
 
@@ -81,7 +81,8 @@ def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
     schema = Schema.of({"w": (4 * PART,)}, "float32")
     control = Control(f"ipc://{tmp_path}/control", 5.0)
     member = Member(NodeSpec("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)
-    wire = control.link(0, member.line.address, SenderIdentity("run", LAUNCHER, schema.hash, schema.nbytes))
+    frames = control.frames(member.line.address, schema.nbytes)
+    wire = SupervisorLink(frames, 0, SenderIdentity("run", LAUNCHER, schema.hash, schema.nbytes))
     wire.send("linked")
     assert member.next().tag == "linked"
     tell, sent, taken, ahead = member.tell, list[str](), list[FlatArray](), list[int]()
@@ -92,7 +93,7 @@ def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
 
     def take(seconds: float) -> None:
         ahead.append(sent.count("part") - len(taken))
-        control.wait([wire], seconds)
+        control.wait([frames], seconds)
         while (message := wire.receive()) is not None:
             if message.tag == "part":
                 taken.append(np.array(message.payload))

@@ -142,6 +142,7 @@ def _root(
 
 @app.command(rich_help_panel=RUN)
 def train(
+    context: typer.Context,
     job: o.JobArgument,
     strategy: o.StrategyText,
     workers: o.Workers = 4,
@@ -160,15 +161,28 @@ def train(
     step_timeout: o.StepTimeout = None,
     threads: o.Threads = 1,
     imports: o.Imports = None,
+    nodes: o.Nodes = None,
+    node_rank: o.NodeRank = None,
+    coordinator: o.CoordinatorAddress = None,
+    secret_file: o.SecretFile = None,
+    timeout: o.MeetTimeout = 600.0,
+    host_address: o.HostAddress = "",
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
-    """Train for real, on processes of this machine."""
+    """Train for real, on processes of this machine or of several."""
     from flockstep.cli.runs import run_one
 
-    config = o.configured("train", locals())
-    run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
+    config, gathering = o.configured("train", locals()), o.gathering(context, locals())
+    if gathering is not None:
+        config = o.over_hosts(context, config)
+    if gathering is not None and not gathering.coordinates:
+        from flockstep.launchers.train import train_for
+
+        train_for(gathering, config)
+        return
+    run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite, gathering)
 
 
 @app.command(rich_help_panel=RUN)
@@ -269,6 +283,12 @@ def launch(
     output: o.Ranks = "all",
     prefix: o.Prefix = False,
     rank_output: o.RankOutputFolder = None,
+    nodes: o.Nodes = None,
+    node_rank: o.NodeRank = None,
+    coordinator: o.CoordinatorAddress = None,
+    secret_file: o.SecretFile = None,
+    timeout: o.MeetTimeout = 600.0,
+    host_address: o.HostAddress = "",
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -279,9 +299,18 @@ def launch(
     from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
+    gathering = o.gathering(context, locals())
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
+    if gathering is not None:
+        config = o.over_hosts(context, config)
+    shown = Output(output, prefix, rank_output)
+    if gathering is not None and not gathering.coordinates:
+        from flockstep.launchers.script import launch_for
+
+        launch_for(gathering, script, arguments or [], config, shown, overwrite)
+        return
     place = o.folder(out, f"launch-{script.stem}")
-    launch_one(script, arguments or [], config, place, as_json, Output(output, prefix, rank_output), overwrite)
+    launch_one(script, arguments or [], config, place, as_json, shown, overwrite, gathering)
 
 
 @app.command("list", rich_help_panel=LOOK_UP)

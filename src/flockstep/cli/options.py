@@ -15,9 +15,10 @@ from flockstep.errors import ConfigurationError
 from flockstep.experiments.folders import folder as folder
 
 if TYPE_CHECKING:
+    from flockstep.launchers.gathering import Gathering
     from flockstep.records.config import Kind, RunConfig
 
-TRAINING, PROCESSES, VIRTUAL, OUTPUT = "Training", "Processes", "Virtual time", "Output"
+TRAINING, PROCESSES, HOSTS, VIRTUAL, OUTPUT = "Training", "Processes", "Several hosts", "Virtual time", "Output"
 """Groups of options in `--help`."""
 
 
@@ -137,6 +138,42 @@ StepTimeout = Annotated[
         rich_help_panel=PROCESSES,
     ),
 ]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes",
+        help="Number of hosts; run the same command on each, with its own --node-rank (default: this host alone).",
+        rich_help_panel=HOSTS,
+    ),
+]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", help="Rank of this host; 0 coordinates.", rich_help_panel=HOSTS)
+]
+CoordinatorAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator", help="Where the host of rank 0 listens, as host:port or [IPv6]:port.", rich_help_panel=HOSTS
+    ),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        help="File with the run's secret, the same on every host (default: from FLOCKSTEP_SECRET).",
+        rich_help_panel=HOSTS,
+    ),
+]
+MeetTimeout = Annotated[
+    float, typer.Option("--timeout", help="Seconds within which all hosts must have come.", rich_help_panel=HOSTS)
+]
+HostAddress = Annotated[
+    str,
+    typer.Option(
+        "--host-address",
+        help="Address of this host that the others connect to (default: as the coordinator is reached).",
+        rich_help_panel=HOSTS,
+    ),
+]
 Threads = Annotated[
     int, typer.Option(help="Threads of the numerical libraries in each process.", rich_help_panel=PROCESSES)
 ]
@@ -230,6 +267,37 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     chosen = {name: value for name, value in given.items() if name in names}
     faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
     return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})
+
+
+def gathering(context: typer.Context, options: Mapping[str, Any]) -> Gathering | None:
+    """This host's part in a run over several; None without --nodes.
+
+    Raises:
+        ConfigurationError: options are missing, or do not go together.
+    """
+    names = ("node_rank", "coordinator", "secret_file", "timeout", "host_address")
+    nodes = options["nodes"]
+    if nodes is None:
+        for name, value in given(context, names):
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value} is for several hosts; add --nodes")
+        return None
+    from flockstep.launchers.gathering import Gathering
+    from flockstep.launchers.meeting import meeting_at, read_secret
+
+    for name in ("node_rank", "coordinator"):
+        if options[name] is None:
+            raise ConfigurationError(
+                f"a run over {nodes} hosts needs --{name.replace('_', '-')}; for example: --nodes 2 "
+                "--node-rank 0 --coordinator 10.0.0.1:29400 on the first host"
+            )
+    secret = read_secret(options["secret_file"])
+    meeting = meeting_at(options["coordinator"], secret, options["timeout"], options["host_address"])
+    return Gathering(meeting, nodes, options["node_rank"])
+
+
+def over_hosts(context: typer.Context, config: RunConfig) -> RunConfig:
+    """The configuration of a run over several hosts: the default transport is that between hosts."""
+    return config if list(given(context, ("transport",))) else dataclasses.replace(config, transport=None)
 
 
 def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunConfig:

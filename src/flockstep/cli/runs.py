@@ -22,22 +22,30 @@ from flockstep.report import formatting
 from flockstep.report.table import one_by_one, table
 
 if TYPE_CHECKING:
+    from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.output import Output
 
 
-def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
+def run(config: RunConfig, folder: Path, title: str, overwrite: bool, gathering: Gathering | None = None) -> Summary:
     """Train or simulate, and show the progress under a title."""
     if config.kind == "simulate":
         with show.bar(title) as progress:
             return carry_out(config, folder, overwrite, watch=progress).summary
     with show.standings(title) as standings:
-        return carry_out(config, folder, overwrite, standings=standings).summary
+        return carry_out(config, folder, overwrite, standings=standings, gathering=gathering).summary
 
 
-def run_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
+def run_one(
+    config: RunConfig,
+    folder: Path,
+    as_json: bool,
+    must_reach: bool,
+    overwrite: bool,
+    gathering: Gathering | None = None,
+) -> None:
     """Train or simulate, and print the outcome."""
     with _names_record(folder):
-        summary = run(config, folder, f"{config.job}, {config.strategy}", overwrite)
+        summary = run(config, folder, f"{config.job}, {config.strategy}", overwrite, gathering)
     conclude(summary, folder, as_json, must_reach)
 
 
@@ -67,13 +75,15 @@ def launch_one(
     as_json: bool,
     output: Output,
     overwrite: bool,
+    gathering: Gathering | None = None,
 ) -> None:
     """Run a user's script, and show the output of the selected ranks, with the progress of all of them."""
     from flockstep.cli.script_display import beside_scripts
     from flockstep.launchers.script import launch
 
     with _names_record(folder), beside_scripts() as (standings, sink):
-        summary = launch(script, arguments, config, folder, replace(output, show=sink), overwrite, standings)
+        shown = replace(output, show=sink)
+        summary = launch(script, arguments, config, folder, shown, overwrite, standings, gathering)
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:

@@ -175,9 +175,7 @@ class Member:
         name = node_name(node_spec.address).replace(" ", "-")
         with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
             Path("/proc/self/comm").write_text(name)
-        self.line = links.Line(
-            dataclasses.replace(me, notes=SAID), transport.listen(folder, f"{name}-line"), node_spec.heartbeat
-        )
+        self.line = links.Line(dataclasses.replace(me, notes=SAID), f"ipc://{folder / name}-line", node_spec.heartbeat)
         self.bus = transport.bus(me, folder, name, node_spec.heartbeat)
         self.closed = False
         self.memory: SharedMemory | None = None
@@ -429,9 +427,7 @@ class Member:
 
 def send_to_control(node_spec: NodeSpec, words: Hello | Failure) -> None:
     """Send one message to the supervisor's control socket, which never answers."""
-    links.send_to_control(
-        node_spec.control, msgspec.msgpack.encode(words), node_spec.heartbeat, bytes.fromhex(node_spec.secret)
-    )
+    links.send_to_control(node_spec.control, msgspec.msgpack.encode(words), node_spec.heartbeat)
 
 
 def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failure:

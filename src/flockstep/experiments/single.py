@@ -16,6 +16,7 @@ from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
     from flockstep.arrays.schema import FlatArray, Schema
+    from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.node_progress import NodeProgress
     from flockstep.messages import Address
     from flockstep.records.events import Event
@@ -202,6 +203,7 @@ def carry_out(
     overwrite: bool = False,
     watch: Watch | None = None,
     standings: Callable[[dict[Address, NodeProgress], int], Any] | None = None,
+    gathering: Gathering | None = None,
 ) -> RunResult:
     """Train or simulate with a configuration.
 
@@ -211,6 +213,7 @@ def carry_out(
         overwrite: replace the run that the folder holds.
         watch: called from time to time with the progress of a simulation.
         standings: called from time to time with the state of every node of a real run, and the steps of each worker.
+        gathering: the hosts of a real run, of which this one coordinates; None: all processes are on this machine.
 
     Raises:
         ConfigurationError: the configuration is invalid; nothing was started.
@@ -223,5 +226,5 @@ def carry_out(
     else:
         from flockstep.launchers import train as real
 
-        real.train(config, folder, standings or (lambda nodes, steps: None), overwrite)
+        real.train(config, folder, standings or (lambda nodes, steps: None), overwrite, gathering)
     return RunResult.read(folder)

@@ -29,6 +29,8 @@ DRAIN = 1.0
 """Seconds the supervisor waits for the last output of ended processes; their own children may keep the pipes open."""
 LONGEST_LINE = 1 << 20
 """Length in bytes from which an unfinished line of output is passed on."""
+HOST_LOST = 1 << 16
+"""Stands for the exit code of a process whose host was lost; no process has such a code."""
 UNGUARDED = 83
 """Exit code of a forked process that would start a run while it imports the program that started it."""
 NODE = "flockstep-node"
@@ -192,6 +194,8 @@ def refuse_unguarded(child: Child) -> None:
 
 def how_it_ended(code: int) -> str:
     """How a process ended, from its exit code: "was killed by SIGKILL" or "exited with code 1"."""
+    if code == HOST_LOST:
+        return "was lost with its host"
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from flockstep.drivers.member import NodeLost
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import ProcessLink
 from flockstep.messages import Address, Fields, node_name
-from flockstep.transports.links import Control
+from flockstep.transports.links import Frames
+
+Connect = Callable[[Address, str, int], Frames]
 
 
 @dataclass
@@ -27,7 +29,7 @@ class Communicators:
     met: set[Address] = field(default_factory=set)
 
     def hear(
-        self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, control: Control, at: Path
+        self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, connect: Connect, at: Path
     ) -> None:
         """Handle a process's report that its communicator exists or is connected; `at` is the folder of the sockets.
 
@@ -37,7 +39,7 @@ class Communicators:
         if "met" in note:
             self.met.add(link.address)
         else:
-            self._add(link, links, note, control)
+            self._add(link, links, note, connect)
         there = {address: one for address, one in links.items() if one.beside is not None}
         if len(self.met) == self.workers:
             shutil.rmtree(at, ignore_errors=True)  # all are connected
@@ -46,7 +48,7 @@ class Communicators:
             peers = {address: one.beside.hello.bus for address, one in there.items() if one.beside is not None}
             self._tell(there, COMMUNICATOR, {"peers": msgspec.json.encode(peers).decode()})
 
-    def _add(self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, control: Control) -> None:
+    def _add(self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, connect: Connect) -> None:
         hello, largest = link.hello, int(note["largest"])
         for other in links.values():
             if other.beside is not None and other.beside.hello.largest != largest:
@@ -57,7 +59,7 @@ class Communicators:
         own = msgspec.structs.replace(
             hello, line=str(note["line"]), bus=str(note["bus"]), schema=NOTHING, largest=largest
         )
-        link.beside = ProcessLink(control, own)
+        link.beside = ProcessLink(connect, own)
         for lost in self.lost.values():
             link.beside.tell("lost", lost)
         for address in self.done:

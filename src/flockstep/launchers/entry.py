@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from flockstep.arrays.schema import Schema
 from flockstep.drivers.member import NodeSpec, die_with
 from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
 from flockstep.frameworks.job import import_components
+from flockstep.launchers.children import Child, fork
+from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.scratch import fork_servers_folder
 from flockstep.launchers.threads import limit_threads
 from flockstep.records.config import RunConfig
@@ -27,14 +28,17 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str) -> None:
     sys.exit(run_worker(node_spec, make))
 
 
-def server_main(
-    node_spec: NodeSpec, index: int, strategy: str, optimizer: str, schema: Schema, every: int, imports: tuple[str, ...]
-) -> None:
+def server_main(node_spec: NodeSpec, server: ServerSpec) -> None:
     """Entry point of a server process, which imports neither the job nor its framework, only strategy and optimizer."""
     die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder())
     limit_process(1)
-    import_components(imports)
-    sys.exit(run_server(node_spec, index, strategy, optimizer, schema, every))
+    import_components(server.imports)
+    sys.exit(run_server(node_spec, server.index, server.strategy, server.optimizer, server.schema, server.every))
+
+
+def start_server(node_spec: NodeSpec, server: ServerSpec) -> Child:
+    """Start a server process."""
+    return fork(server_main, (node_spec, server))
 
 
 def limit_process(threads: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello
 from flockstep.messages import Address, AnyNote, Message
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import Control
+from flockstep.transports.links import Frames, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
 
 FOR_ALL = ("lost", "left", "stop")
@@ -18,13 +18,15 @@ FOR_ALL = ("lost", "left", "stop")
 class ProcessLink:
     """A process of the run: what it reported at its start, and the connection to it."""
 
-    def __init__(self, control: Control, hello: Hello):
+    def __init__(self, connect: Callable[[Address, str, int], Frames], hello: Hello):
+        """`connect` opens the connection to a node that listens at an address, with its largest array in bytes."""
         self.hello = hello
         self.address = hello.address
         self.beside: ProcessLink | None = None
         """The link to the process's communicator, if it has opened one."""
         me = SenderIdentity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
-        self.wire = control.link(hello.address, hello.line, me)
+        self.frames = connect(hello.address, hello.line, hello.largest)
+        self._link = SupervisorLink(self.frames, hello.address, me)
 
     def tell(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
         """Queue a message for the node without waiting; messages that concern all also go to its communicator.
@@ -33,7 +35,7 @@ class ProcessLink:
         """
         if self.beside is not None and tag in FOR_ALL:
             self.beside.tell(tag, note)
-        self.wire.send(tag, note, array)
+        self._link.send(tag, note, array)
 
     def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
         """Tell the node that the run has ended, and send the final buffers of every worker and the resulting model, if
@@ -50,14 +52,14 @@ class ProcessLink:
         Raises:
             ProtocolError: the message breaks the protocol.
         """
-        return self.wire.receive()
+        return self._link.receive()
 
     def disconnected(self) -> bool:
         """Whether the connection broke since the last call."""
-        return self.wire.disconnected()
+        return self._link.disconnected()
 
     def close(self) -> None:
         """Close the link; queued messages are dropped."""
-        self.wire.close()
+        self._link.close()
         if self.beside is not None:
             self.beside.close()

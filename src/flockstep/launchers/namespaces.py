@@ -44,7 +44,7 @@ connections share a card in turns.
 class Namespaces(Transport):
     """TCP between network namespaces: every process is a host with a network card of `bandwidth` in each direction.
 
-    A bridge joins the hosts; the supervising process is connected to it without a bandwidth limit. Requires Linux and
+    A bridge joins the hosts. Requires Linux and
     root; namespaces and links disappear with their processes.
     """
 
@@ -53,17 +53,15 @@ class Namespaces(Transport):
     def __post_init__(self) -> None:
         units.bandwidth(self.bandwidth)
 
-    def listen(self, directory: Path, name: str) -> str:
-        """Address of any free port of this process's host.
+    def prepare(self, directory: Path) -> None:
+        """Create the bridge that joins the hosts."""
+        _make_bridge(directory / "bridge")
 
-        The first call creates the host, or, in the supervisor, the bridge.
-        """
+    def listen(self, directory: Path, name: str) -> str:
+        """Address of any free port of this process's host, which the first call creates."""
         if (here := _address_here()) is not None:  # sockets of a communicator, in addition to the node's
             return f"tcp://{here}:*"
-        bridge = directory / "bridge"
-        if not bridge.exists():
-            return f"tcp://{_make_bridge(bridge)}.1:*"
-        label, subnet, supervisor = bridge.read_text().split()
+        label, subnet, supervisor = (directory / "bridge").read_text().split()
         number = _claim(directory)
         self._enter(label, f"{subnet}.{number}", number, int(supervisor))
         return f"tcp://{subnet}.{number}:*"
@@ -115,10 +113,9 @@ def require() -> None:
         )
 
 
-def _make_bridge(bridge: Path) -> str:
-    """Create the bridge in this namespace.
-
-    Return the first three numbers of its network, which is unused on this machine.
+def _make_bridge(bridge: Path) -> None:
+    """Create the bridge in this namespace, and write down the first three numbers of its network, unused on this
+    machine.
     """
     require()
     label = _label(os.getpid())
@@ -136,7 +133,6 @@ def _make_bridge(bridge: Path) -> str:
         _run(["ip", "link", "del", label])
         raise
     bridge.write_text(f"{label} {subnet} {os.getpid()}")
-    return subnet
 
 
 def _take_subnet(label: str) -> str:

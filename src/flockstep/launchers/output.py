@@ -6,7 +6,7 @@ import contextlib
 import select
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os import write
 from pathlib import Path
@@ -73,7 +73,7 @@ class Output:
                 "--rank-output folder, or replace the files with --overwrite"
             )
 
-    def sinks(self, workers: int) -> list[RankOutput]:
+    def sinks(self, ranks: Iterable[int]) -> list[RankOutput]:
         """A sink for each rank; with a folder, the files of an earlier run are removed and new ones are created.
 
         Raises:
@@ -84,7 +84,7 @@ class Output:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for file in _files_in(self.folder):
                     file.unlink()
-            return [RankOutput(rank, self) for rank in range(workers)]
+            return [RankOutput(rank, self) for rank in ranks]
         except OSError as error:
             raise ConfigurationError(
                 f"{error.filename} could not be written: {error.strerror}; choose another --rank-output folder"

@@ -1,7 +1,8 @@
-"""Runs a user's script, unchanged, on several workers of this machine."""
+"""Runs a user's script, unchanged, on several workers."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -9,21 +10,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.member import Hello, NodeSpec
+from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
 from flockstep.errors import ConfigurationError
-from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import script_entry
-from flockstep.launchers.children import Child, Script, drain_all, fork, refuse_program
-from flockstep.launchers.entry import server_main
+from flockstep.launchers.children import Child, Script, drain_all, refuse_program
+from flockstep.launchers.entry import start_server
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
+from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
-from flockstep.launchers.output import SHOWN, Output, RankOutput, Sink
+from flockstep.launchers.output import SHOWN, Output, Sink
 from flockstep.launchers.supervisor import Outcome, Supervisor
-from flockstep.launchers.train import HEARTBEAT, finished, keep_newest, newest_model
+from flockstep.launchers.train import finished, keep_newest, newest_model
 from flockstep.messages import Address
-from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
@@ -44,8 +45,9 @@ def launch(
     output: Output = SHOWN,
     overwrite: bool = False,
     show: Callable[[dict[Address, NodeProgress]], None] = lambda nodes: None,
+    gathering: Gathering | None = None,
 ) -> Summary:
-    """Run a user's script on `config.workers` processes of this machine, and write the record.
+    """Run a user's script on `config.workers` processes, and write the record.
 
     A program must guard the call, because server processes import the program again:
 
@@ -61,6 +63,7 @@ def launch(
         output: which of the scripts' output is shown, how, and where it is written.
         overwrite: replace the run that the folder holds, and the files of the scripts' output.
         show: called from time to time with the state of every node.
+        gathering: the hosts of the run, of which this one coordinates; None: all processes are on this machine.
 
     Returns:
         The summary of the record.
@@ -70,54 +73,110 @@ def launch(
             output cannot be written where it should be.
         RunError: the run failed; the record is complete up to the failure.
     """
-    refuse_program()
-    if not script.is_file():
-        raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
+    _require_script(script)
     import_components(config.imports)
+    if gathering is not None:
+        config = gathering.over(config)
     require_open_files(config.workers)
     output.require_folder(overwrite)
     record = RunFolder(folder)
-    with record.created(config, overwrite):
-        _launch(script, arguments, config, record, output.sinks(config.workers), show)
+    with contextlib.ExitStack() as stack:
+        hosts = None if gathering is None else gathering.hosts(config, settings_of(config), stack)
+        stack.enter_context(record.created(config, overwrite))
+        start = ScriptStarter(script, arguments, config, output, gathering)
+        _launch(start, config, record, hosts, show)
     return record.read_summary()
 
 
-def _launch(
+def launch_for(
+    gathering: Gathering,
     script: Path,
     arguments: Sequence[str],
     config: RunConfig,
+    output: Output = SHOWN,
+    overwrite: bool = False,
+) -> None:
+    """Start and watch this host's scripts of a run that another host coordinates.
+
+    Args:
+        overwrite: replace the files of the scripts' output.
+
+    Raises:
+        ConfigurationError: the script does not exist, or the coordinator refused, or cannot be reached.
+        RunError: the run failed.
+    """
+    _require_script(script)
+    output.require_folder(overwrite)
+    start = ScriptStarter(script, arguments, config, output, gathering)
+    try:
+        gathering.serve(config, lambda node_spec, accepted: start(node_spec))
+    finally:
+        start.close()
+
+
+def _require_script(script: Path) -> None:
+    refuse_program()
+    if not script.is_file():
+        raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
+
+
+class ScriptStarter:
+    """Starts a script as each worker of this host."""
+
+    def __init__(
+        self, script: Path, arguments: Sequence[str], config: RunConfig, output: Output, gathering: Gathering | None
+    ):
+        """`gathering`: this host's part in a run over several.
+
+        Raises:
+            ConfigurationError: a file for the output cannot be created.
+        """
+        self._script = script
+        self._arguments = arguments
+        self._threads = config.threads
+        self._ranks = range(config.workers) if gathering is None else gathering.ranks(config.workers)
+        self._sinks = dict(zip(self._ranks, output.sinks(self._ranks), strict=True))
+        self._scripts: dict[int, Script] = {}
+
+    def __call__(self, node_spec: NodeSpec) -> Child:
+        """Start the worker."""
+        rank = node_spec.address
+        local = (self._ranks.index(rank), len(self._ranks))
+        script = start_script(self._script, self._arguments, node_spec, self._threads, self._sinks[rank], local)
+        self._scripts[rank] = script
+        return script
+
+    def close(self) -> None:
+        """Take what is left of the output of ended scripts."""
+        drain_all(list(self._scripts.values()))
+        for rank, sink in self._sinks.items():  # a run that failed early has started fewer scripts
+            sink.close(failed=rank in self._scripts and bool(self._scripts[rank].exit_code()))
+
+
+def _launch(
+    start: ScriptStarter,
+    config: RunConfig,
     record: RunFolder,
-    sinks: Sequence[RankOutput],
+    hosts: RemoteHosts | None,
     show: Callable[[dict[Address, NodeProgress]], None],
 ) -> None:
-    scripts: list[Script] = []
-
-    def start_worker(node_spec: NodeSpec) -> Child:
-        node_spec = dataclasses.replace(node_spec, seed=config.seed, imports=config.imports)
-        scripts.append(start_script(script, arguments, node_spec, config.threads, sinks[node_spec.address]))
-        return scripts[-1]
-
-    def start_server(node_spec: NodeSpec, index: int, hello: Hello) -> Child:
-        optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
-        node_spec = dataclasses.replace(node_spec, seed=config.seed)
-        return fork(server_main, (node_spec, index, hello.strategy, optimizer, hello.schema, 0, config.imports))
-
     supervisor = Supervisor(
         config.workers,
         Transport.parse(config.transport or "shared_memory"),
         config.heartbeat or HEARTBEAT,
         record.path.resolve(),
-        start_worker,
+        start,
         start_server,
         show,
         patience=None,
         step_timeout=config.step_timeout,
+        seed=config.seed,
+        imports=config.imports,
+        hosts=hosts,
     )
     try:
         supervisor.run(result_of)
-        drain_all(scripts)
-        for rank, sink in enumerate(sinks):  # a run that failed early has started fewer scripts
-            sink.close(failed=rank < len(scripts) and bool(scripts[rank].exit_code()))
+        start.close()
         conclude(record, config, supervisor.outcome)
     finally:
         supervisor.forget()
@@ -146,26 +205,30 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
 
 
 def start_script(
-    script: Path, arguments: Sequence[str], node_spec: NodeSpec, threads: int | None, sink: Sink
+    script: Path,
+    arguments: Sequence[str],
+    node_spec: NodeSpec,
+    threads: int | None,
+    sink: Sink,
+    local: tuple[int, int],
 ) -> Script:
-    """Start the script as one worker, whose output `sink` takes.
+    """Start the script as one worker, whose output `sink` takes; `local`: its place among the workers of this host, and
+    their number.
 
     `threads` None keeps the user's thread variables, or sets one thread if there are none.
     """
     command = [sys.executable, "-I", "-S", script_entry.__file__, str(node_spec.supervisor), str(script), *arguments]
     chosen = threads is None and any(name in os.environ for name in THREADS)
     limits = {} if chosen else dict.fromkeys(THREADS, str(threads or 1))
-    environment = {**os.environ, **limits, **place_of(node_spec), NODE_SPEC: spec_to_text(node_spec)}
+    environment = {**os.environ, **limits, **place_of(node_spec, local), NODE_SPEC: spec_to_text(node_spec)}
     return Script(command, environment, sink)
 
 
-def place_of(node_spec: NodeSpec) -> dict[str, str]:
-    """Environment variables in which scripts look for their rank, as torchrun names them.
-
-    All workers run on this host.
-    """
-    rank, workers = str(node_spec.address), str(node_spec.workers)
-    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+def place_of(node_spec: NodeSpec, local: tuple[int, int]) -> dict[str, str]:
+    """Environment variables in which scripts look for their rank, as torchrun names them."""
+    place = {"RANK": node_spec.address, "LOCAL_RANK": local[0]}
+    place |= {"WORLD_SIZE": node_spec.workers, "LOCAL_WORLD_SIZE": local[1]}
+    return {name: str(value) for name, value in place.items()}
 
 
 def result_of(outcome: Outcome) -> FlatArray | None:

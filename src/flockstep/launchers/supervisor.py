@@ -23,11 +23,14 @@ from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
+from flockstep.expression import from_data
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
 from flockstep.launchers.duplicate_batches import GradientFingerprints
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.health import Health
+from flockstep.launchers.host_messages import ServerSpec
+from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
@@ -35,13 +38,14 @@ from flockstep.launchers.scratch import scratch
 from flockstep.launchers.wait_monitor import WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name, server
 from flockstep.nodes import View
+from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.events import Event, LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
-from flockstep.transports.links import Control
+from flockstep.transports.links import Control, Frames
 from flockstep.transports.wire import PROTOCOL
 
 GRACE = 3.0
@@ -79,17 +83,22 @@ class Supervisor:
         heartbeat: float,
         record: Path,
         start_worker: Callable[[NodeSpec], Child | None],
-        start_server: Callable[[NodeSpec, int, Hello], Child | None],
+        start_server: Callable[[NodeSpec, ServerSpec], Child | None],
         show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
         patience: float | None = GRACE,
         step_timeout: float | None = None,
         evaluation: SnapshotHandler | None = None,
+        hosts: RemoteHosts | None = None,
+        seed: int = 0,
+        imports: tuple[str, ...] = (),
+        every: int = 0,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
-        else.
+        else; `hosts` starts those of other hosts.
 
-        `evaluation` receives the snapshots that nodes send. `patience`: seconds that processes may continue after a
-        successful run; None, for users' scripts, sets no limit and requires exit code 0.
+        `evaluation` receives the snapshots that nodes send, servers `every` so many steps. `patience`:
+        seconds that processes may continue after a successful run; None, for users' scripts, sets no limit and requires
+        exit code 0.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
@@ -102,6 +111,10 @@ class Supervisor:
         self._start_server = start_server
         self._show = show
         self._patience = patience
+        self._hosts = hosts
+        self._seed = seed
+        self._imports = imports
+        self._every = every
         self._run, self._secret = secrets.token_hex(8), secrets.token_bytes(32)
         self._evaluation, self._places = evaluation or SnapshotHandler(), snapshot_folders(record, self._run)
         self._directory, self._open = Path(), contextlib.ExitStack()
@@ -146,6 +159,9 @@ class Supervisor:
             kill_all(list(self.children.values()))
             self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
         self._clean_up()
+        if self._hosts is not None:
+            failure = self.outcome.error
+            self._hosts.close("" if failure is None else str(failure), 0 if failure is None else failure.exit_code)
         return self.outcome
 
     def forget(self) -> None:
@@ -156,10 +172,15 @@ class Supervisor:
     def _start(self) -> None:
         self._directory = self._open.enter_context(scratch())
         self._open.callback(self._transport.clean_up, self._directory)
-        self._control = Control(self._transport.listen(self._directory, "control"), self._heartbeat, self._secret)
+        self._transport.prepare(self._directory)
+        self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
         self._open.callback(self._control.close)
+        if self._hosts is not None:
+            self._hosts.meet()
         for rank in range(self._workers):
-            self._keep_child(rank, self._start_worker(self._node_spec(rank)))
+            spec = self._node_spec(rank)
+            there = self._hosts is not None and self._hosts.has(rank)
+            self._keep_child(rank, self._hosts.start(spec) if there and self._hosts else self._start_worker(spec))
 
     def _keep_child(self, address: Address, child: Child | None) -> None:
         if child is not None:
@@ -176,6 +197,8 @@ class Supervisor:
             str(self._record),
             self._workers,
             os.getpid(),
+            seed=self._seed,
+            imports=self._imports,
             secret=self._secret.hex(),
         )
 
@@ -205,14 +228,34 @@ class Supervisor:
         return bool(self._ready) and expected <= self._done
 
     def _poll(self) -> None:
-        if self._control.wait((link.wire for link in self._links.values()), POLL):
-            for words in self._control.heard():
+        if self._wait(POLL):
+            for words in self._heard():
                 self._accept_control(words)
             for link in list(self._links.values()):
                 self._hear(link, TURN)
         self._look_after_children()
         self._wait_monitor.look(self._links.keys(), self._done | self._gone)
         self._evaluation.go_on()
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` until something has arrived from a node, or from another host."""
+        also = None if self._hosts is None else self._hosts.descriptors()
+        arrived = self._control.wait((link.frames for link in self._links.values()), seconds, also)
+        if self._hosts is not None:
+            self._hosts.pump()
+        return arrived
+
+    def _heard(self) -> Iterator[bytes]:
+        """Messages of processes that are not linked yet."""
+        yield from self._control.heard()
+        if self._hosts is not None:
+            yield from self._hosts.heard()
+
+    def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
+        """Connect to a process, wherever it is; `endpoint`: where it listens on its host."""
+        if self._hosts is not None and self._hosts.has(address):
+            return self._hosts.frames(address, endpoint, max_bytes)
+        return self._control.frames(endpoint, max_bytes)
 
     def _hear(self, link: ProcessLink, most: int = -1) -> None:
         """Handle the messages of a node that have arrived, at most `most` of them."""
@@ -241,7 +284,7 @@ class Supervisor:
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
         self._check_hello(hello)
-        link = self._links[hello.address] = ProcessLink(self._control, hello)
+        link = self._links[hello.address] = ProcessLink(self.frames, hello)
         self._open.callback(link.close)
         link.tell("linked")
         self._start_servers()
@@ -269,7 +312,15 @@ class Supervisor:
                 require_open_files(1, more=0)
                 self.standings[server(index)] = NodeProgress()
                 hello = self._links[0].hello
-                self._keep_child(server(index), self._start_server(self._node_spec(server(index)), index, hello))
+                self._keep_child(server(index), self._server(self._node_spec(server(index)), index, hello))
+
+    def _server(self, node_spec: NodeSpec, index: int, hello: Hello) -> Child | None:
+        """Start a server: on the hosts in turn, this one included if it has workers."""
+        optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
+        spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
+        if self._hosts is not None and self._hosts.takes_server(index):
+            return self._hosts.start(node_spec, spec)
+        return self._start_server(node_spec, spec)
 
     def _welcome(self) -> None:
         """When all nodes have joined, send each of them the addresses of the others."""
@@ -303,7 +354,7 @@ class Supervisor:
                     for link in self._links.values():
                         self._begin(link, went)
             case "communicator":
-                self._communicators.hear(self._links[address], self._links, note, self._control, self._directory)
+                self._communicators.hear(self._links[address], self._links, note, self.frames, self._directory)
             case "alive":
                 pass  # this message has verified the node's link
             case "events":
@@ -464,8 +515,8 @@ class Supervisor:
 
     def _collect(self, seconds: float) -> None:
         """Store what nodes send while the run ends, for about `seconds`."""
-        if (self.children or self._links) and self._control.wait((link.wire for link in self._links.values()), seconds):
-            list(self._control.heard())  # no process can join any more
+        if (self.children or self._links) and self._wait(seconds):
+            list(self._heard())  # no process can join any more
             for link in self._links.values():
                 with contextlib.suppress(ProtocolError, RunError):
                     while (message := link.receive()) is not None:

@@ -11,20 +11,21 @@ from pathlib import Path
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.member import Hello, NodeSpec
+from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.snapshot_tracker import SnapshotTick
 from flockstep.errors import Diverged, FlockstepError, Interrupted
-from flockstep.expression import from_data
 from flockstep.launchers.children import Child, fork, refuse_program
-from flockstep.launchers.entry import server_main, worker_main
+from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
+from flockstep.launchers.host_messages import Accepted
+from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
-from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, ResultEvent
@@ -33,16 +34,17 @@ from flockstep.records.summary import Status, Summary, reaches, summarize
 from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
 
-HEARTBEAT = 5.0
-"""Default heartbeat: seconds without an answer after which a node counts as lost."""
-
 Show = Callable[[dict[Address, NodeProgress], int], None]
 
 
 def train(
-    config: RunConfig, folder: Path, show: Show = lambda standings, steps: None, overwrite: bool = False
+    config: RunConfig,
+    folder: Path,
+    show: Show = lambda standings, steps: None,
+    overwrite: bool = False,
+    gathering: Gathering | None = None,
 ) -> Summary:
-    """Train a declared job on `config.workers` processes of this machine, and write the record.
+    """Train a declared job on `config.workers` processes, and write the record.
 
     A script must guard the call, because the processes that it starts import the script again:
 
@@ -54,6 +56,7 @@ def train(
         folder: folder of the record; created if it is missing.
         show: called from time to time with the state of every node, by address, and with the steps of each worker.
         overwrite: replace the run that the folder holds.
+        gathering: the hosts of the run, of which this one coordinates; None: all processes are on this machine.
 
     Returns:
         The summary of the record.
@@ -63,15 +66,37 @@ def train(
         RunError: the run failed; the record is complete up to the failure, and its summary names the reason.
     """
     refuse_program()
+    if gathering is not None:
+        config = gathering.over(config)
+    settings = settings_of(config)
     engine, plan, config = prepare(config)
     require_open_files(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan  # each holds a model; the evaluating process builds its own
     release()
-    with record.created(config, overwrite):
-        _train(config, record, every, policy, lambda standings: show(standings, steps))
+    with contextlib.ExitStack() as stack:
+        hosts = None if gathering is None else gathering.hosts(config, settings, stack)
+        stack.enter_context(record.created(config, overwrite))
+        _train(config, record, every, policy, lambda standings: show(standings, steps), hosts)
     return record.read_summary()
+
+
+def train_for(gathering: Gathering, config: RunConfig) -> None:
+    """Start and watch this host's workers of a run that another host coordinates.
+
+    Raises:
+        ConfigurationError: the coordinator refused, or cannot be reached.
+        RunError: the run failed.
+    """
+    refuse_program()
+
+    def start_worker(node_spec: NodeSpec, accepted: Accepted) -> Child:
+        theirs = RunConfig.from_toml(accepted.config, "the coordinator's configuration")
+        ours = dataclasses.replace(theirs, job=config.job, imports=config.imports)  # files, as they are called here
+        return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml()), kernels=True)
+
+    gathering.serve(config, start_worker)
 
 
 def _train(
@@ -80,17 +105,13 @@ def _train(
     every: int,
     policy: ResultPolicy,
     show: Callable[[dict[Address, NodeProgress]], None],
+    hosts: RemoteHosts | None,
 ) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1)
     transport = Transport.parse(config.transport or "shared_memory")
 
     def start_worker(node_spec: NodeSpec) -> Child:
         return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=transport.zero_copy)
-
-    def start_server(node_spec: NodeSpec, index: int, hello: Hello) -> Child:
-        optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
-        node_spec = dataclasses.replace(node_spec, seed=config.seed)
-        return fork(server_main, (node_spec, index, hello.strategy, optimizer, hello.schema, every, config.imports))
 
     supervisor = Supervisor(
         config.workers,
@@ -102,6 +123,10 @@ def _train(
         show,
         step_timeout=config.step_timeout,
         evaluation=evaluation,
+        seed=config.seed,
+        imports=config.imports,
+        every=every,
+        hosts=hosts,
     )
     with finished(record, config) as notes:
         outcome = supervisor.run()

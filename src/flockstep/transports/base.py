@@ -31,8 +31,12 @@ class Transport(Component):
         """Create a shared-memory segment for sums over all workers; None if the workers may be on several hosts."""
         return None
 
+    def prepare(self, directory: Path) -> None:
+        """Create what the nodes' `listen` needs; called once, by the supervisor before it starts them."""
+        return
+
     def clean_up(self, directory: Path) -> None:
-        """Remove what `listen` has created outside `directory`; called once, at the end of the run."""
+        """Remove what `prepare` and `listen` have created outside `directory`; called once, at the end of the run."""
         return
 
     def bus(self, me: SenderIdentity, directory: Path, name: str, heartbeat: float = 5.0) -> Bus:

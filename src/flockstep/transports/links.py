@@ -4,18 +4,16 @@ The connections are ZeroMQ sockets. A ZeroMQ thread answers heartbeats, so a pro
 code that holds the interpreter lock, is not mistaken for a stopped one, and a stopped process is noticed. Message sizes
 are limited.
 
-TCP connections are encrypted and authenticated by the CURVE mechanism of ZeroMQ, with keys derived from the secret of
-the run: ZeroMQ itself closes the connection of an end that does not know the secret, before the socket sees a message
-or an identity.
+They are Unix sockets in a folder that only the run's user can enter: ZeroMQ reads whatever a stranger sends. A node of
+another host is connected to the agent of its host, which forwards the frames.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import zmq
-import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from flockstep.arrays.schema import FlatArray
@@ -35,8 +33,6 @@ ZERO_COPY = 1 << 18
 array.
 """
 _READABLE = int(zmq.POLLIN)
-SHAKING = 20_000
-"""Milliseconds within which the other end of a TCP connection must prove that it knows the secret of the run."""
 QUEUED = 10_000
 """Largest number of queued messages; a sender waits when its queue is full."""
 CONTROL_LINGER_MS = 20_000
@@ -45,23 +41,40 @@ be lost and sent again late.
 """
 
 
+Buffer = bytes | bytearray | memoryview
+
+
+class Frames(Protocol):
+    """A connection to one node that carries messages as frames: a header, and an array's bytes if there are any."""
+
+    def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
+        """Queue a message without waiting; False if the queue is full. Without `copy` the last frame must not change
+        afterwards.
+        """
+
+    def receive(self) -> Sequence[Buffer] | None:
+        """The next message that has arrived; None if there is none."""
+
+    def disconnected(self) -> bool:
+        """Whether the connection broke since the last call."""
+
+    def close(self) -> None:
+        """Close the connection; queued messages are dropped."""
+
+
 class Control:
-    """The supervisor's socket that every process of the run can send to; opens the links to the processes."""
+    """The socket that every process of a run on this host can send to; opens the connections to the processes."""
 
-    def __init__(self, address: str, heartbeat: float, secret: bytes = b""):
-        """Listen at `address`.
-
-        `heartbeat`: seconds without a heartbeat after which a node counts as lost; `secret`: the secret of the run.
+    def __init__(self, address: str, heartbeat: float):
+        """Listen at `address`. `heartbeat`: seconds without a heartbeat after which a node counts as lost.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address.
         """
         self._heartbeat = heartbeat
-        self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         harden(self._socket, CONTROL_BYTES, heartbeat)
-        seal(self._socket, address, secret, listens=True)
         self.address = bind(self._socket, address)
 
     def heard(self) -> Iterator[bytes]:
@@ -69,75 +82,56 @@ class Control:
         while self._socket.poll(0):
             yield self._socket.recv_multipart()[-1]
 
-    def link(self, address: Address, endpoint: str, me: SenderIdentity) -> SupervisorLink:
-        """Open a link to the node that listens at `endpoint`; `me` identifies the supervisor."""
-        return SupervisorLink(self._context, address, endpoint, me, self._heartbeat, self._secret)
+    def frames(self, endpoint: str, max_bytes: int) -> LocalFrames:
+        """Connect to the node that listens at `endpoint`; its largest array has `max_bytes` bytes."""
+        return LocalFrames(self._context, endpoint, max_bytes, self._heartbeat)
 
-    def wait(self, wires: Iterable[SupervisorLink], seconds: float) -> bool:
-        """Wait up to `seconds` for a message on the control socket or on a link; return whether one has arrived."""
+    def wait(self, connections: Iterable[Frames], seconds: float, also: Mapping[int, bool] | None = None) -> bool:
+        """Wait up to `seconds` for a message on the control socket or on a connection; return whether one has arrived.
+
+        `also`: file descriptors to wait for too, each with whether it has to accept output.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        for one in wires:
-            poller.register(one.socket, zmq.POLLIN)
+        for one in connections:
+            if isinstance(one, LocalFrames):
+                poller.register(one.socket, zmq.POLLIN)
+        for descriptor, writes in (also or {}).items():
+            poller.register(descriptor, zmq.POLLIN | (zmq.POLLOUT if writes else 0))
         return bool(poller.poll(int(seconds * 1000)))
 
     def close(self) -> None:
-        """Close the control socket; all links must be closed before."""
+        """Close the control socket; all connections must be closed before."""
         self._socket.close(linger=0)
         self._context.term()
 
 
-class SupervisorLink:
-    """The supervisor's end of a link to one node; detects that the node no longer answers heartbeats."""
+class LocalFrames(Frames):
+    """A connection to a node of this host; detects that the node no longer answers heartbeats."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: Address,
-        endpoint: str,
-        me: SenderIdentity,
-        heartbeat: float,
-        secret: bytes,
-    ):
-        self._address = address
-        self._me = me
-        self._told = 0
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, heartbeat: float):
         self.socket = context.socket(zmq.DEALER)
-        harden(self.socket, me.model_bytes, heartbeat)
-        seal(self.socket, endpoint, secret, listens=False)
+        harden(self.socket, max_bytes, heartbeat)
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id(LAUNCHER))
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
 
-    def send(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message without waiting.
-
-        The array must not change afterwards, because all links send it without a copy.
+    def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
+        """Queue a message without waiting; False if the node is gone or takes nothing: its process is watched
+        separately.
         """
-        message = Message(LAUNCHER, tag, array, note or {}, number=self._told + 1)
-        frames: list[bytes | memoryview] = [encode(message, self._me)]
-        if array is not None:
-            frames.append(array.data.cast("B"))
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=array is None or array.nbytes < ZERO_COPY)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         except zmq.Again:
-            return  # The node is gone or takes nothing; its process is watched separately.
-        self._told += 1
+            return False
+        return True
 
-    def receive(self) -> Message | None:
-        """The next message of the node that has arrived; None if there is none.
-
-        Raises:
-            ProtocolError: the message breaks the protocol.
-        """
+    def receive(self) -> Sequence[Buffer] | None:
+        """The next message that has arrived; None if there is none."""
         try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            return [frame.buffer for frame in self.socket.recv_multipart(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return None
-        if len(frames) > 2:
-            raise ProtocolError(f"{node_name(self._address)} sent more than one payload with a header")
-        payload = frames[1].buffer if len(frames) > 1 else None
-        return decode(frames[0].bytes, payload, self._address, self._me)
 
     def disconnected(self) -> bool:
         """Whether the connection broke since the last call."""
@@ -148,11 +142,54 @@ class SupervisorLink:
         return broke
 
     def close(self) -> None:
-        """Close the link; queued messages are dropped. Closing it again has no effect."""
+        """Close the connection; queued messages are dropped. Closing it again has no effect."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self._monitor.close()
             self.socket.close(0)
+
+
+class SupervisorLink:
+    """The supervisor's end of a link to one node."""
+
+    def __init__(self, frames: Frames, address: Address, me: SenderIdentity):
+        """`me` identifies the supervisor."""
+        self.frames = frames
+        self._address = address
+        self._me = me
+        self._told = 0
+
+    def send(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
+        """Queue a message without waiting.
+
+        The array must not change afterwards, because all links send it without a copy.
+        """
+        message = Message(LAUNCHER, tag, array, note or {}, number=self._told + 1)
+        frames: list[Buffer] = [encode(message, self._me)]
+        if array is not None:
+            frames.append(array.data.cast("B"))
+        self._told += self.frames.send(frames, copy=array is None or array.nbytes < ZERO_COPY)
+
+    def receive(self) -> Message | None:
+        """The next message of the node that has arrived; None if there is none.
+
+        Raises:
+            ProtocolError: the message breaks the protocol.
+        """
+        frames = self.frames.receive()
+        if frames is None:
+            return None
+        if len(frames) > 2:
+            raise ProtocolError(f"{node_name(self._address)} sent more than one payload with a header")
+        return decode(bytes(frames[0]), memoryview(frames[1]) if len(frames) > 1 else None, self._address, self._me)
+
+    def disconnected(self) -> bool:
+        """Whether the connection broke since the last call."""
+        return self.frames.disconnected()
+
+    def close(self) -> None:
+        """Close the link; queued messages are dropped. Closing it again has no effect."""
+        self.frames.close()
 
 
 class Line:
@@ -172,7 +209,6 @@ class Line:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         harden(self._socket, me.model_bytes, heartbeat)
-        seal(self._socket, address, me.secret, listens=True)
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id(me.address))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._told = 0
@@ -232,12 +268,11 @@ class Line:
         self._context.term()
 
 
-def send_to_control(control: str, data: bytes, heartbeat: float, secret: bytes = b"") -> None:
+def send_to_control(control: str, data: bytes, heartbeat: float) -> None:
     """Send one message to the control socket at `control`, which never answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     harden(socket, CONTROL_BYTES, heartbeat)
-    seal(socket, control, secret, listens=False)
     socket.setsockopt(zmq.LINGER, CONTROL_LINGER_MS)
     socket.connect(control)
     socket.send(data)
@@ -257,26 +292,6 @@ def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUED)
     socket.setsockopt(zmq.RCVHWM, QUEUED)
     socket.setsockopt(zmq.LINGER, 2000)
-
-
-def seal(socket: zmq.Socket[bytes], address: str, secret: bytes, listens: bool) -> None:
-    """Authenticate and encrypt the TCP connections of a socket that will bind (`listens`) or connect to `address`.
-
-    The socket that listens has a key pair derived from the secret, whose public half is never sent; only an end that
-    derives it too can connect.
-    """
-    if not (secret and address.startswith("tcp:")):
-        return
-    private = zmq.utils.z85.encode(hmac.digest(secret, b"flockstep supervision", "sha256"))
-    public = zmq.curve_public(private)
-    if listens:
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-    else:
-        socket.setsockopt(zmq.CURVE_SERVERKEY, public)
-        public, private = zmq.curve_keypair()
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, private)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, SHAKING)
 
 
 def bind(socket: zmq.Socket[bytes], address: str) -> str:

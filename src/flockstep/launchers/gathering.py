@@ -1,0 +1,131 @@
+"""A run over several hosts that a user starts by hand, the same command on each: one coordinates, the others join."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from flockstep import __version__
+from flockstep.drivers.member import NodeSpec
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.children import Child
+from flockstep.launchers.entry import start_server
+from flockstep.launchers.host_agent import HostAgent, host_name, on_host
+from flockstep.launchers.host_messages import Accepted, Join
+from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.meeting import Meeting
+from flockstep.records.config import RunConfig
+from flockstep.transports.base import Transport
+from flockstep.transports.wire import PROTOCOL
+
+BETWEEN_HOSTS = "tcp(memory=true)"
+"""Transport of a run over several hosts: shared memory within a host, TCP between hosts."""
+HEARTBEAT = 5.0
+"""Default heartbeat: seconds without an answer after which a node counts as lost."""
+OWN = ("versions", "facts", "imports", "job", "transport")
+"""Fields of a configuration that hosts do not compare as text: of files, the content is compared."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The part of one host in a run over several."""
+
+    meeting: Meeting
+    nodes: int
+    node: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise ConfigurationError(f"--nodes must be >= 2, got {self.nodes}; leave it out for one host")
+        if not 0 <= self.node < self.nodes:
+            raise ConfigurationError(
+                f"--node-rank must be >= 0 and < {self.nodes}, the number of --nodes, got {self.node}; the "
+                "coordinator's host has rank 0"
+            )
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this host is the coordinator's."""
+        return self.node == 0
+
+    def placement(self, workers: int) -> dict[int, range]:
+        """Node → its ranks: neighbors on one host, as evenly as possible.
+
+        Raises:
+            ConfigurationError: there are fewer workers than hosts.
+        """
+        if workers < self.nodes:
+            raise ConfigurationError(
+                f"a run over {self.nodes} hosts needs at least as many workers, got {workers}; raise -n, which counts "
+                "the workers of all hosts"
+            )
+        ends = [workers * node // self.nodes for node in range(self.nodes + 1)]
+        return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
+
+    def ranks(self, workers: int) -> range:
+        """Ranks of this host's workers."""
+        return self.placement(workers)[self.node]
+
+    def over(self, config: RunConfig) -> RunConfig:
+        """The configuration with the transport of this host's nodes.
+
+        Raises:
+            ConfigurationError: the configuration names a transport that reaches no other host.
+        """
+        _, (address, _) = self.meeting.resolved()
+        transport = on_host(Transport.parse(config.transport or BETWEEN_HOSTS), self.meeting.own or address)
+        return dataclasses.replace(config, transport=str(transport))
+
+    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> RemoteHosts:
+        """Listen for the other hosts, as the coordinator, until `stack` ends; `settings`: as the user gave them.
+
+        Raises:
+            ConfigurationError: it is not possible to listen there.
+        """
+        placement = self.placement(config.workers)
+        del placement[0]
+        others, heartbeat = range(1, self.nodes), config.heartbeat or HEARTBEAT
+        hosts = RemoteHosts(self.meeting, others, placement, config.workers, settings, config.to_toml(), heartbeat)
+        stack.callback(hosts.close, "the run could not begin", 1)
+        return hosts
+
+    def serve(self, config: RunConfig, start_worker: Callable[[NodeSpec, Accepted], Child]) -> None:
+        """Take part in the run of another host's coordinator until it ends.
+
+        Raises:
+            ConfigurationError: the coordinator refused, or cannot be reached.
+            RunError: the run failed.
+        """
+        join = Join(
+            PROTOCOL,
+            __version__,
+            self.node,
+            self.nodes,
+            config.workers,
+            tuple(self.ranks(config.workers)),
+            host_name(),
+            settings_of(config),
+        )
+        HostAgent(self.meeting, join, start_worker, start_server, config.heartbeat or HEARTBEAT, config.imports).run()
+
+
+def settings_of(config: RunConfig) -> dict[str, str]:
+    """What all hosts must have set alike, and the content of the files that they run."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings = {name: str(value) for name, value in fields.items() if name not in OWN and value is not None}
+    settings["job"] = _content(config.job)
+    for number, file in enumerate(config.imports):
+        settings[f"import {number}"] = _content(file)
+    return settings
+
+
+def _content(file: str) -> str:
+    """Name and hash of a file; a name of a built-in job stays."""
+    path = Path(file)
+    if not path.is_file():
+        return file
+    return f"{path.name} (SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:12]})"

@@ -1,0 +1,293 @@
+"""The agent of a host: starts the processes of a run on its host, and connects them to the coordinator.
+
+The agent opens one connection to the coordinator. Its processes speak to it over Unix sockets, as they would to a
+supervisor of their own host; it forwards their messages unread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from flockstep.drivers.member import NodeSpec
+from flockstep.errors import ConfigurationError, Interrupted, PeerLost, ProtocolError, RunError
+from flockstep.launchers.children import Child, kill_all, reap
+from flockstep.launchers.host_messages import (
+    Accepted,
+    AnyHostMessage,
+    Broken,
+    Close,
+    Exited,
+    FramesOf,
+    Heard,
+    HostMessage,
+    Join,
+    Kill,
+    Open,
+    Over,
+    Refused,
+    ServerSpec,
+    Start,
+    Stopped,
+    decoded,
+    encoded,
+)
+from flockstep.launchers.meeting import Meeting
+from flockstep.launchers.scratch import scratch
+from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.transports.base import Transport
+from flockstep.transports.host_channel import HostChannel
+from flockstep.transports.kinds import Tcp
+from flockstep.transports.links import Control, LocalFrames
+
+RETRY = 0.25
+"""Seconds between two attempts to reach the coordinator."""
+REMIND = 10.0
+"""Seconds between two lines about what is waited for."""
+POLL = 0.05
+"""Seconds between two looks at the processes."""
+GRACE = 3.0
+"""Seconds processes get to end by themselves."""
+BACKLOG = 1 << 24
+"""Bytes that may wait for the coordinator before the agent reads no more from its processes."""
+MESSAGES = 32
+"""Messages of one process that are forwarded before the next one's turn."""
+
+
+class HostAgent:
+    """Takes part in a run for one host."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        join: Join,
+        start_worker: Callable[[NodeSpec, Accepted], Child | None],
+        start_server: Callable[[NodeSpec, ServerSpec], Child],
+        heartbeat: float,
+        imports: tuple[str, ...] = (),
+        say: Callable[[str], None] = on_stderr,
+    ):
+        """`start_worker` returns the started process, or None if something else has started it; `imports`: files with
+        custom components, as they are called on this host.
+        """
+        self._meeting = meeting
+        self._join = join
+        self._start_worker = start_worker
+        self._start_server = start_server
+        self._heartbeat = heartbeat
+        self._imports = imports
+        self._say = say
+        self._frames: dict[int, LocalFrames] = {}
+        self._children: dict[int, Child] = {}
+        self._reported: set[int] = set()
+        self._over: Over | None = None
+        self._channel: HostChannel
+        self._control: Control
+        self._accepted: Accepted
+        self._directory = Path()
+
+    def run(self) -> None:
+        """Join the run, and serve it until it ends.
+
+        Raises:
+            ConfigurationError: the coordinator refused, or cannot be reached in time.
+            RunError: the run failed, or the coordinator is gone.
+        """
+        self._channel = self._reach()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._channel.close)
+            self._accepted = self._admitted()
+            self._directory = stack.enter_context(scratch())
+            self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
+            stack.callback(self._control.close)
+            stack.callback(self._end)
+            try:
+                while self._over is None:
+                    self._turn(POLL)
+            except KeyboardInterrupt as stop:
+                self._leave(str(stop) or "interrupted")
+            if self._over is None or self._over.reason:
+                over = self._over or Over("the run was stopped", 1)
+                kind = ConfigurationError if over.code == ConfigurationError.exit_code else RunError
+                raise kind(f"the run has ended: {over.reason}")
+            reap(list(self._children.values()), None)
+
+    def _leave(self, reason: str) -> None:
+        """Tell the coordinator that this host's user stops the run, and wait for its end."""
+        self._send(Stopped(f"{reason} on node {self._join.node} ({self._join.name})"))
+        until = time.monotonic() + 2 * GRACE
+        while self._over is None and time.monotonic() < until:
+            self._turn(POLL)
+        raise Interrupted(f"{reason}; the record is at the coordinator")
+
+    def _reach(self) -> HostChannel:
+        """Connect to the coordinator, as soon as it listens, and prove the secret."""
+        until, reminded, why = time.monotonic() + self._meeting.timeout, time.monotonic(), ""
+        while True:
+            try:
+                sock = self._meeting.connect(RETRY)
+                channel = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
+                return self._proved(channel)
+            except OSError as error:
+                why = error.strerror or str(error)
+            if time.monotonic() > until:
+                raise ConfigurationError(
+                    f"no coordinator answers at {self._meeting.where} within {self._meeting.timeout:g} s ({why}); "
+                    "start node 0, check the address, the firewall and the route, or raise --timeout"
+                )
+            if time.monotonic() - reminded > REMIND:
+                reminded = time.monotonic()
+                self._say(f"waiting for the coordinator at {self._meeting.where} ({why})")
+            time.sleep(RETRY)
+
+    def _proved(self, channel: HostChannel) -> HostChannel:
+        """Wait for the end of the handshake."""
+        until = time.monotonic() + self._meeting.timeout
+        try:
+            while not channel.established:
+                channel.flush()
+                self._meeting.wait(channel, RETRY)
+                channel.receive()
+                if time.monotonic() > until:
+                    raise PeerLost(f"it did not answer for {self._meeting.timeout:g} s")
+        except PeerLost as error:
+            channel.close()
+            raise ConfigurationError(
+                f"the coordinator at {self._meeting.where} does not let this host in: {error}; give every host the "
+                "same secret, and check that it is flockstep that listens there"
+            ) from None
+        return channel
+
+    def _admitted(self) -> Accepted:
+        """Introduce this host, and wait for the coordinator's answer."""
+        self._send(self._join)
+        while True:
+            self._meeting.wait(self._channel, RETRY)
+            for message, _ in self._received():
+                if isinstance(message, Refused | Over):
+                    raise ConfigurationError(f"the coordinator at {self._meeting.where} refused: {message.reason}")
+                if isinstance(message, Accepted):
+                    self._channel.keep_alive()
+                    return message
+
+    def _send(self, message: HostMessage, *payloads: bytes | bytearray | memoryview) -> None:
+        self._channel.send(encoded(message), payloads)
+        with contextlib.suppress(PeerLost):  # seen when the next message is received
+            self._channel.flush()
+
+    def _received(self) -> list[tuple[AnyHostMessage, list[memoryview]]]:
+        """Messages of the coordinator.
+
+        Raises:
+            RunError: the coordinator is gone.
+        """
+        try:
+            found = [(decoded(header), payloads) for header, payloads in self._channel.receive()]
+            self._channel.flush()
+        except (PeerLost, ProtocolError, ValueError) as error:
+            raise RunError(f"the coordinator at {self._meeting.where} is gone: {error}") from None
+        if self._channel.silent:
+            raise RunError(
+                f"the coordinator at {self._meeting.where} has not answered for {self._heartbeat:g} s; its host is "
+                "stopped, or the network is down"
+            )
+        return found
+
+    def _turn(self, seconds: float) -> None:
+        """Forward what has arrived, within that time."""
+        full = self._channel.backlog > BACKLOG
+        self._control.wait(
+            () if full else self._frames.values(), seconds, {self._channel.fileno(): self._channel.blocked}
+        )
+        for message, payloads in self._received():
+            self._handle(message, payloads)
+        for data in self._control.heard():
+            self._send(Heard(), data)
+        for link, frames in list(self._frames.items()):
+            for _ in range(0 if full else MESSAGES):
+                if (parts := frames.receive()) is None:
+                    break
+                self._send(FramesOf(link), *parts[:2])
+            if frames.disconnected():
+                self._send(Broken(link))
+        for address, child in self._children.items():
+            if address not in self._reported and (code := child.exit_code()) is not None:
+                self._reported.add(address)
+                self._send(Exited(address, code))
+
+    def _handle(self, message: AnyHostMessage, payloads: list[memoryview]) -> None:
+        match message:
+            case Start():
+                self._start(message)
+            case Open():
+                self._frames[message.link] = self._control.frames(message.endpoint, message.max_bytes)
+            case FramesOf():
+                if (frames := self._frames.get(message.link)) is not None:
+                    frames.send(payloads, copy=False)
+            case Close():
+                if (frames := self._frames.pop(message.link, None)) is not None:
+                    frames.close()
+            case Kill():
+                if (child := self._children.get(message.address)) is not None:
+                    child.kill()
+            case Over():
+                self._over = message
+
+    def _start(self, message: Start) -> None:
+        """Start a process whose sockets are those of this host."""
+        spec = dataclasses.replace(
+            message.spec,
+            control=self._control.address,
+            directory=str(self._directory),
+            transport=str(on_host(Transport.parse(message.spec.transport), self._meeting.own or self._channel.own)),
+            supervisor=os.getpid(),
+            imports=self._imports,
+        )
+        if message.server is not None:
+            server = msgspec.structs.replace(message.server, imports=self._imports)
+            self._children[spec.address] = self._start_server(spec, server)
+        elif (child := self._start_worker(spec, self._accepted)) is not None:
+            self._children[spec.address] = child
+
+    def _end(self) -> None:
+        """End what is left of the processes."""
+        for frames in self._frames.values():
+            frames.close()
+        if self._over is None or self._over.reason:
+            with contextlib.suppress(KeyboardInterrupt):
+                until = time.monotonic() + GRACE
+                while time.monotonic() < until and any(one.exit_code() is None for one in self._children.values()):
+                    time.sleep(POLL)
+            kill_all(list(self._children.values()))
+        reap(list(self._children.values()), GRACE)
+
+
+def on_host(transport: Transport, host: str) -> Transport:
+    """The transport of a node on the host with that address; with an interface, each host takes that one's address.
+
+    Raises:
+        ConfigurationError: the transport does not reach other hosts.
+    """
+    if not isinstance(transport, Tcp):
+        raise ConfigurationError(f"a run over several hosts needs the transport tcp, got {transport}; leave it out")
+    return transport if transport.interface else dataclasses.replace(transport, host=host)
+
+
+def host_name() -> str:
+    """Name of this host."""
+    return socket.gethostname()
+
+
+def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """Which setting of a host differs from the coordinator's; None if all agree."""
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} at the coordinator"
+    return None

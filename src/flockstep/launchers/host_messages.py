@@ -1,0 +1,147 @@
+"""Messages between the coordinator of a run and the agents of its hosts.
+
+agent → coordinator   Join: which host this is, what it would run, and how many workers
+coordinator → agent   Accepted, or Refused with the reason
+coordinator → agent   Start for each process; Open for each connection to one
+both                  Frames of such a connection
+agent → coordinator   Heard on the control socket of the host; Broken connections; Exited processes; Stopped by its user
+coordinator → agent   Close a connection; Kill a process; Over at the end of the run
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.member import NodeSpec
+
+
+class HostMessage(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
+    """A message between the coordinator and a host agent."""
+
+
+class Join(HostMessage, frozen=True):
+    """The first message of a host agent."""
+
+    protocol: int
+    version: str
+    """Version of flockstep on the host."""
+    node: int
+    nodes: int
+    workers: int
+    """Workers of the whole run."""
+    ranks: tuple[int, ...]
+    """Ranks whose processes the host has already, or will start."""
+    name: str
+    """Name of the host."""
+    settings: dict[str, str]
+    """What all hosts must agree on, such as the hash of the script."""
+
+
+class Refused(HostMessage, frozen=True):
+    """The agent may not join."""
+
+    reason: str
+
+
+class Accepted(HostMessage, frozen=True):
+    """The agent takes part; `config` is the run's configuration as TOML."""
+
+    config: str
+
+
+class ServerSpec(msgspec.Struct, frozen=True):
+    """What a server's process needs besides its node specification."""
+
+    index: int
+    strategy: str
+    optimizer: str
+    schema: Schema
+    every: int
+    """Steps between two snapshots; 0: none."""
+    imports: tuple[str, ...]
+
+
+class Start(HostMessage, frozen=True):
+    """Start a process; `server` is None for a worker."""
+
+    spec: NodeSpec
+    server: ServerSpec | None = None
+
+
+class Open(HostMessage, frozen=True):
+    """Connect to the process that listens at `endpoint` and sends arrays of at most `max_bytes`."""
+
+    link: int
+    endpoint: str
+    max_bytes: int
+
+
+class FramesOf(HostMessage, frozen=True):
+    """A message of a connection; its frames are the payloads."""
+
+    link: int
+
+
+class Close(HostMessage, frozen=True):
+    """Close a connection."""
+
+    link: int
+
+
+class Broken(HostMessage, frozen=True):
+    """A connection broke."""
+
+    link: int
+
+
+class Heard(HostMessage, frozen=True):
+    """A message on the control socket of the host; it is the payload."""
+
+
+class Exited(HostMessage, frozen=True):
+    """A process has ended with that exit code."""
+
+    address: int
+    code: int
+
+
+class Kill(HostMessage, frozen=True):
+    """Kill a process."""
+
+    address: int
+
+
+class Stopped(HostMessage, frozen=True):
+    """The user of the host, or its system, asked the run to stop."""
+
+    reason: str
+
+
+class Over(HostMessage, frozen=True):
+    """The run has ended; `reason` is empty if it succeeded, `code` the exit code."""
+
+    reason: str
+    code: int
+
+
+AnyHostMessage = (
+    Join | Refused | Accepted | Start | Open | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped | Over
+)
+_decoder = msgspec.msgpack.Decoder(AnyHostMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encoded(message: HostMessage) -> bytes:
+    """The header of a message."""
+    return _encoder.encode(message)
+
+
+def decoded(header: bytes) -> AnyHostMessage:
+    """The message of a header.
+
+    Raises:
+        ValueError: it is none.
+    """
+    message: AnyHostMessage = _decoder.decode(header)
+    return message

@@ -1,0 +1,391 @@
+"""The coordinator's side of a run over several hosts: lets their agents in, and reaches the processes through them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flockstep import __version__
+from flockstep.drivers.member import NodeSpec
+from flockstep.errors import ConfigurationError, Interrupted, PeerLost, ProtocolError
+from flockstep.launchers.children import HOST_LOST, Child
+from flockstep.launchers.host_agent import REMIND, differing
+from flockstep.launchers.host_messages import (
+    Accepted,
+    AnyHostMessage,
+    Broken,
+    Close,
+    Exited,
+    FramesOf,
+    Heard,
+    HostMessage,
+    Join,
+    Kill,
+    Open,
+    Over,
+    Refused,
+    ServerSpec,
+    Start,
+    Stopped,
+    decoded,
+    encoded,
+)
+from flockstep.launchers.meeting import Meeting
+from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.messages import Address
+from flockstep.transports.host_channel import HostChannel
+from flockstep.transports.links import Buffer, Frames
+from flockstep.transports.wire import PROTOCOL
+
+PROVING = 10.0
+"""Seconds within which a new connection must prove that it knows the secret, and say which host it is."""
+STRANGERS = 32
+"""Largest number of connections that have not done so; one more ends the oldest."""
+POLL = 0.05
+"""Seconds between two looks at the connections while hosts are waited for."""
+LINGER = 2.0
+"""Seconds within which the hosts must take the message that the run is over."""
+
+
+class RemoteChild:
+    """A process that a host agent has started."""
+
+    pid = 0
+
+    def __init__(self, host: Host, address: Address):
+        self._host = host
+        self._address = address
+        self.code: int | None = None
+
+    def exit_code(self) -> int | None:
+        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+        return self.code
+
+    def kill(self) -> None:
+        """Let the agent kill the process."""
+        self._host.send(Kill(self._address))
+
+
+class RemoteFrames(Frames):
+    """A connection to a process of another host, through its agent."""
+
+    def __init__(self, host: Host, link: int):
+        self._host = host
+        self._link = link
+        self.arrived: deque[Sequence[Buffer]] = deque()
+        self.broke = False
+
+    def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
+        """Queue a message; the last frame must not change afterwards."""
+        self._host.send(FramesOf(self._link), *(bytes(one) if copy else one for one in frames))
+        return True
+
+    def receive(self) -> Sequence[Buffer] | None:
+        """The next message that has arrived; None if there is none."""
+        return self.arrived.popleft() if self.arrived else None
+
+    def disconnected(self) -> bool:
+        """Whether the connection broke since the last call."""
+        broke, self.broke = self.broke, False
+        return broke
+
+    def close(self) -> None:
+        """Close the connection; queued messages are dropped. Closing it again has no effect."""
+        if self._host.frames.pop(self._link, None) is not None:
+            self._host.send(Close(self._link))
+
+
+@dataclass
+class Host:
+    """A host whose agent takes part."""
+
+    join: Join
+    channel: HostChannel
+    frames: dict[int, RemoteFrames] = field(default_factory=dict)
+    children: dict[Address, RemoteChild] = field(default_factory=dict)
+    lost: str = ""
+    """Why the agent is gone; empty while it is there."""
+
+    def send(self, message: HostMessage, *payloads: Buffer) -> None:
+        """Queue a message for the agent, if it is there."""
+        if not self.lost:
+            self.channel.send(encoded(message), payloads)
+
+    @property
+    def title(self) -> str:
+        """The host in an error."""
+        return f"node {self.join.node} ({self.join.name})"
+
+
+class RemoteHosts:
+    """The other hosts of a run."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        nodes: range,
+        placement: Mapping[int, range] | None,
+        workers: int,
+        settings: Mapping[str, str],
+        config: str,
+        heartbeat: float,
+        say: Callable[[str], None] = on_stderr,
+    ):
+        """Listen for the agents of the other hosts.
+
+        Args:
+            nodes: the hosts that have to come.
+            placement: node → its ranks; None if the agents say which ranks they have.
+            workers: workers of the whole run.
+            settings: what every host must have set alike.
+            config: the run's configuration as TOML.
+
+        Raises:
+            ConfigurationError: it is not possible to listen at the meeting's address.
+        """
+        self._meeting = meeting
+        self._nodes = nodes
+        self._placement = placement
+        self._workers = workers
+        self._settings = settings
+        self._config = config
+        self._heartbeat = heartbeat
+        self._say = say
+        self._listener = meeting.listen()
+        self._strangers: deque[tuple[float, HostChannel]] = deque()
+        self._hosts: dict[int, Host] = {}
+        self._where: dict[Address, Host] = {}
+        self._heard: list[bytes] = []
+        self._links = itertools.count()
+        self._named: set[str] = set()
+        """Addresses about which a line was printed."""
+        self.rejected = 0
+        """Number of connections that were turned away."""
+
+    def meet(self) -> None:
+        """Wait until the agents of all other hosts have joined.
+
+        Raises:
+            ConfigurationError: some did not come in time.
+        """
+        until, reminded = time.monotonic() + self._meeting.timeout, time.monotonic()
+        while missing := [node for node in self._nodes if node not in self._hosts]:
+            time.sleep(POLL)
+            self.pump()
+            self._require_hosts("before the run began")
+            names = ", ".join(map(str, missing))
+            if time.monotonic() > until:
+                raise ConfigurationError(
+                    f"node{'s' * (len(missing) > 1)} {names} of {self._nodes.stop} did not come within "
+                    f"{self._meeting.timeout:g} s; start flockstep there with --coordinator {self._meeting.where}, or "
+                    "raise --timeout"
+                )
+            if time.monotonic() - reminded > REMIND:
+                reminded = time.monotonic()
+                self._say(f"waiting for node{'s' * (len(missing) > 1)} {names} at {self._meeting.where}")
+        ranks = sorted(self._where)
+        if self._placement is None and ranks != list(range(self._workers)):
+            raise ConfigurationError(
+                f"the hosts have the ranks {ranks}, and a run of {self._workers} workers needs each of them once"
+            )
+
+    def _require_hosts(self, when: str) -> None:
+        for host in self._hosts.values():
+            if host.lost:
+                raise PeerLost(f"{host.title} was lost {when}: {host.lost}")
+
+    def takes_server(self, index: int) -> bool:
+        """Whether that server runs on another host: servers are placed on all hosts with workers in turn."""
+        here = self._placement is not None
+        return bool((index % (len(self._hosts) + here)) or not here)
+
+    def has(self, address: Address) -> bool:
+        """Whether a process is on another host."""
+        return address in self._where
+
+    def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
+        """Let the agent of its host start a worker, or any agent a server; None if the worker's process exists
+        already.
+        """
+        if server is not None:
+            here = self._placement is not None
+            turn = server.index % (len(self._hosts) + here) - here
+            self._where[spec.address] = self._hosts[sorted(self._hosts)[turn]]
+        host = self._where[spec.address]
+        host.send(Start(spec, server))
+        if server is None and self._placement is None:
+            return None
+        child = host.children[spec.address] = RemoteChild(host, spec.address)
+        return child
+
+    def frames(self, address: Address, endpoint: str, max_bytes: int) -> RemoteFrames:
+        """Connect to the process, which listens at `endpoint` on its host."""
+        host, link = self._where[address], next(self._links)
+        host.send(Open(link, endpoint, max_bytes))
+        frames = host.frames[link] = RemoteFrames(host, link)
+        return frames
+
+    def descriptors(self) -> dict[int, bool]:
+        """File descriptors to wait for, each with whether it has to accept output."""
+        channels = [host.channel for host in self._hosts.values() if not host.lost]
+        channels += [channel for _, channel in self._strangers]
+        return {self._listener.fileno(): False, **{one.fileno(): one.blocked for one in channels}}
+
+    def heard(self) -> Iterator[bytes]:
+        """Messages on the control sockets of the other hosts since the last call."""
+        found, self._heard = self._heard, []
+        yield from found
+
+    def pump(self) -> None:
+        """Handle what has arrived, and send what waits.
+
+        Raises:
+            Interrupted: the user of another host stops the run.
+        """
+        self._accept()
+        for begun, channel in list(self._strangers):
+            self._admit(begun, channel)
+        for host in self._hosts.values():
+            if not host.lost:
+                self._serve(host)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # nobody waits, or the other end has gone
+            while True:
+                sock, _ = self._listener.accept()
+                with contextlib.suppress(OSError):
+                    channel = HostChannel(sock, self._meeting.secret, False, self._heartbeat)
+                    self._strangers.append((time.monotonic(), channel))
+                if len(self._strangers) > STRANGERS:
+                    self._turn_away(*self._strangers[0])
+
+    def _turn_away(self, begun: float, channel: HostChannel, reason: str = "") -> None:
+        """Close a connection, with a sentence for an agent that knows the secret."""
+        self.rejected += 1
+        if reason:
+            self._say(f"turned away {channel.peer}: {reason}")
+            with contextlib.suppress(PeerLost):
+                channel.send(encoded(Refused(reason)))
+                channel.flush()
+        self._strangers.remove((begun, channel))
+        channel.close()
+
+    def _admit(self, begun: float, channel: HostChannel) -> None:
+        """Let a host in that has said which one it is."""
+        try:
+            arrived = channel.receive()
+            channel.flush()
+            message = decoded(arrived[0][0]) if arrived else None
+        except (PeerLost, ProtocolError, ValueError) as error:
+            self._turn_away(begun, channel)
+            if channel.begun and channel.peer not in self._named:  # others are no hosts of ours: they are only counted
+                self._named.add(channel.peer)
+                why = str(error) if channel.established else "it does not know the secret of this run"
+                self._say(f"turned away {channel.peer}: {why}")
+            return
+        if message is None and time.monotonic() - begun > PROVING:
+            self._turn_away(begun, channel)
+        if message is None:
+            return
+        reason = self._objection(message) if isinstance(message, Join) else "it did not say which host it is"
+        if reason is not None or not isinstance(message, Join):
+            self._turn_away(begun, channel, reason or "")
+            return
+        self._strangers.remove((begun, channel))
+        host = self._hosts[message.node] = Host(message, channel)
+        self._where.update(dict.fromkeys(self._ranks_of(message), host))
+        host.send(Accepted(self._config))
+        channel.keep_alive()
+
+    def _ranks_of(self, join: Join) -> Sequence[int]:
+        return join.ranks if self._placement is None else self._placement[join.node]
+
+    def _objection(self, join: Join) -> str | None:
+        """Why a host may not join; None if it may."""
+        said = f"node {join.node} ({join.name})"
+        if join.protocol != PROTOCOL or join.version != __version__:
+            return (
+                f"{said} has flockstep {join.version} (protocol {join.protocol}), the coordinator has "
+                f"{__version__} (protocol {PROTOCOL}); install the same version on every host"
+            )
+        if join.nodes != self._nodes.stop or join.workers != self._workers:
+            return (
+                f"{said} was started for {join.nodes} hosts and {join.workers} workers, the coordinator for "
+                f"{self._nodes.stop} and {self._workers}; give every host the same --nodes and -n"
+            )
+        if join.node in self._hosts:
+            return f"{said} has joined already; give every host its own --node-rank"
+        if join.node not in self._nodes:
+            return f"{said} is not one of the other hosts, which are {self._nodes.start} to {self._nodes.stop - 1}"
+        if taken := [rank for rank in self._ranks_of(join) if rank in self._where]:
+            return f"{said} has the ranks {taken}, which another host has too"
+        wrong = differing(self._settings, join.settings)
+        return None if wrong is None else f"{said} differs: {wrong}; start every host alike"
+
+    def _serve(self, host: Host) -> None:
+        """Handle the messages of a host."""
+        try:
+            for header, payloads in host.channel.receive():
+                self._handle(host, decoded(header), payloads)
+            host.channel.flush()
+        except (PeerLost, ProtocolError, ValueError) as error:
+            self._lose(host, str(error))
+        else:
+            if host.channel.silent:
+                self._lose(host, f"it has not answered for {self._heartbeat:g} s")
+
+    def _lose(self, host: Host, reason: str) -> None:
+        """A host is gone, and with it all its processes."""
+        host.lost = reason
+        host.channel.close()
+        for frames in host.frames.values():
+            frames.broke = True
+        for child in host.children.values():
+            child.code = HOST_LOST if child.code is None else child.code
+        self._say(f"{host.title} is lost: {reason}")
+
+    def _handle(self, host: Host, message: AnyHostMessage, payloads: list[memoryview]) -> None:
+        match message:
+            case Heard():
+                self._heard += map(bytes, payloads)
+            case FramesOf():
+                if (frames := host.frames.get(message.link)) is not None:
+                    frames.arrived.append(payloads)
+            case Broken():
+                if (frames := host.frames.get(message.link)) is not None:
+                    frames.broke = True
+            case Exited():
+                if (child := host.children.get(message.address)) is not None:
+                    child.code = message.code
+            case Stopped():
+                raise Interrupted(message.reason)
+            case _:
+                raise ProtocolError(f"an agent sent {type(message).__name__}")
+
+    def close(self, reason: str, code: int) -> None:
+        """Tell the hosts that the run is over, and why it failed. Closing again has no effect."""
+        if self._listener.fileno() < 0:
+            return
+        until = time.monotonic() + LINGER
+        for host in self._hosts.values():
+            host.send(Over(reason, code))
+        for _, channel in list(self._strangers):
+            channel.close()
+        while time.monotonic() < until and any(not one.lost and one.channel.backlog for one in self._hosts.values()):
+            for host in self._hosts.values():
+                if not host.lost:
+                    try:
+                        host.channel.flush()
+                    except PeerLost as error:
+                        host.lost = str(error)
+            time.sleep(0.005)
+        for host in self._hosts.values():
+            host.channel.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()

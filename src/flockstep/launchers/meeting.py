@@ -1,0 +1,143 @@
+"""Where the hosts of a run meet: the coordinator's address, and the secret that lets a host in."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flockstep.errors import ConfigurationError
+from flockstep.transports.host_channel import HostChannel
+
+SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
+"""Environment variable that holds the secret of a run over several hosts."""
+SHORTEST = 16
+"""Fewest characters of a secret: a stranger could guess a shorter one from a recorded proof."""
+TIMEOUT = 600.0
+"""Default time in seconds within which all hosts must have come."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How a host finds the others of its run."""
+
+    host: str
+    """Name or address of the coordinator's host."""
+    port: int
+    secret: bytes = field(repr=False)
+    timeout: float = TIMEOUT
+    """Seconds to wait for the coordinator, or for the other hosts."""
+    own: str = ""
+    """Address of this host that the others connect to; empty: that of the connection to the coordinator."""
+
+    @property
+    def where(self) -> str:
+        """The coordinator's address as a user writes it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
+        """Family and address of the coordinator.
+
+        Raises:
+            ConfigurationError: the name does not resolve.
+        """
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the coordinator's host {self.host!r} does not resolve: {error.strerror}; use a name that this "
+                "machine knows, or an address"
+            ) from None
+        family, _, _, _, (address, port, *_) = found[0]
+        return family, (str(address), int(port))
+
+    def connect(self, seconds: float) -> socket.socket:
+        """Connect to the coordinator.
+
+        Raises:
+            OSError: nothing listens there, or there is no route.
+        """
+        family, address = self.resolved()
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(seconds, 5.0))
+            if self.own:
+                sock.bind((self.own, 0))
+            sock.connect(address)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def listen(self) -> socket.socket:
+        """Listen for the agents of the other hosts.
+
+        Raises:
+            ConfigurationError: the address is in use, or belongs to another machine.
+        """
+        family, address = self.resolved()
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(128)
+        except OSError as error:
+            sock.close()
+            raise ConfigurationError(
+                f"the coordinator cannot listen at {self.where}: {error.strerror}; --coordinator must be an address of "
+                "the host with node rank 0, with a free port"
+            ) from None
+        sock.setblocking(False)
+        return sock
+
+    @staticmethod
+    def wait(channel: HostChannel, seconds: float) -> None:
+        """Wait up to `seconds` until a channel can go on."""
+        select.select([channel], [channel] if channel.blocked else [], [], seconds)
+
+
+def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: str = "") -> Meeting:
+    """The meeting at "host:port", "address:port" or "[IPv6]:port".
+
+    Raises:
+        ConfigurationError: the text is none of them.
+    """
+    host, _, port = coordinator.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16 or (":" in host and "[" not in coordinator):
+        raise ConfigurationError(
+            f"--coordinator must be a host and a port, got {coordinator!r}; write it like 10.0.0.1:29400, "
+            "node0.example:29400 or [fd00::1]:29400"
+        )
+    if not timeout > 0:
+        raise ConfigurationError(f"--timeout must be > 0 s, got {timeout:g}; {TIMEOUT:g} is the default")
+    return Meeting(host, int(port), secret, timeout, own)
+
+
+def read_secret(file: Path | None) -> bytes:
+    """The secret of a run, from a file or from the environment variable FLOCKSTEP_SECRET.
+
+    Raises:
+        ConfigurationError: there is none, or it is too short, or others may read the file.
+    """
+    how = "make one with: openssl rand -hex 32"
+    if file is not None:
+        try:
+            if file.stat().st_mode & 0o077:
+                raise ConfigurationError(f"others may read the secret in {file}; allow only yourself: chmod 600 {file}")
+            text = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"cannot read the secret in {file}: {error}; {how}") from None
+    else:
+        text = os.environ.get(SECRET, "").strip()
+        if not text:
+            raise ConfigurationError(
+                f"a run over several hosts needs a secret, got none; set {SECRET} or give --secret-file on every "
+                f"host, the same on all; {how}"
+            )
+    if len(text) < SHORTEST:
+        raise ConfigurationError(f"the secret must have at least {SHORTEST} characters, got {len(text)}; {how}")
+    return hashlib.sha256(text.encode()).digest()

@@ -1,0 +1,179 @@
+"""A channel between the coordinator of a run and the agent of a host: messages over one authenticated connection.
+
+A message is a header of at most `MAX_HEADER` bytes and up to two payloads, each preceded by its length. Both ends send
+an empty message, a beat, after a time without another, so that each notices when the other stops. A thread sends the
+beats, because the process may be busy starting others or writing files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from flockstep.errors import PeerLost, ProtocolError
+from flockstep.transports.sealed import SealedSocket
+
+MAX_HEADER = 1 << 20
+"""Largest header in bytes."""
+MAX_PAYLOAD = 1 << 36
+"""Largest payload in bytes; only ends that know the secret send any."""
+READ = 1 << 22
+"""Bytes after which `receive` returns even if more have arrived, so that one host cannot monopolize the coordinator."""
+_PREFIX = struct.Struct("<IQQ")
+_ABSENT = (1 << 64) - 1
+
+
+class HostChannel:
+    """One end of a channel; nothing waits. Call `receive` whenever the socket is readable, or writable if `blocked`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        connects: bool,
+        heartbeat: float,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        """`connects`: this end has opened the connection; `heartbeat`: seconds of silence after which the other end
+        counts as lost.
+        """
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer: str = sock.getpeername()[0]
+        """Address of the other end."""
+        self.own: str = sock.getsockname()[0]
+        """Address of this end."""
+        self._socket = SealedSocket(sock, secret, connects, encrypts=True)
+        self._heartbeat = heartbeat
+        self._now = now
+        self._out: deque[memoryview] = deque()
+        self._sent = self._heard = now()
+        self._prefix = bytearray(_PREFIX.size)
+        self._rooms: list[memoryview] = [memoryview(self._prefix)]
+        """What the next bytes are received into, one after the other."""
+        self._parts: list[memoryview] = []
+        self._at = 0
+        self._lock = threading.RLock()
+        """Held while something is sent."""
+        self._closed = threading.Event()
+
+    def fileno(self) -> int:
+        """Descriptor of the socket."""
+        return self._socket.fileno()
+
+    @property
+    def established(self) -> bool:
+        """Whether both ends have proved that they know the secret."""
+        return self._socket.established
+
+    @property
+    def begun(self) -> bool:
+        """Whether the other end has sent a hello of this protocol."""
+        return self._socket.begun
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be sent."""
+        return sum(part.nbytes for part in self._out)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether bytes wait until the socket accepts more."""
+        return self._socket.blocked or bool(self._out and self.established)
+
+    @property
+    def silent(self) -> bool:
+        """Whether the other end has sent nothing for as long as the heartbeat."""
+        return self._now() - self._heard > self._heartbeat
+
+    def send(self, header: bytes, payloads: Sequence[bytes | bytearray | memoryview] = ()) -> None:
+        """Queue a message; the payloads, at most two, must not change afterwards."""
+        lengths = [memoryview(one).nbytes for one in payloads] + [_ABSENT] * (2 - len(payloads))
+        with self._lock:
+            self._out.append(memoryview(_PREFIX.pack(len(header), *lengths) + header))
+            self._out.extend(memoryview(one).cast("B") for one in payloads if memoryview(one).nbytes)
+            self._sent = self._now()
+
+    def keep_alive(self) -> None:
+        """From now on, send a beat whenever nothing was sent for a quarter of the heartbeat."""
+        threading.Thread(target=self._beat, name="flockstep-beats", daemon=True).start()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(PeerLost):  # seen by who receives
+            while not self._closed.wait(self._heartbeat / 8):
+                with self._lock:
+                    if not self._closed.is_set() and not self._out and self._now() - self._sent > self._heartbeat / 4:
+                        self.send(b"")
+                        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket accepts it.
+
+        Raises:
+            PeerLost: the connection is closed.
+        """
+        with self._lock:
+            try:
+                self._socket.flush()
+                with contextlib.suppress(BlockingIOError):
+                    while self._out:
+                        taken = self._socket.sendmsg([self._out[0]])
+                        self._out[0] = self._out[0][taken:]
+                        if not self._out[0].nbytes:
+                            self._out.popleft()
+            except OSError as error:
+                raise PeerLost(str(error)) from None
+
+    def receive(self) -> list[tuple[bytes, list[memoryview]]]:
+        """The messages that have arrived, each a header and its payloads; no beats.
+
+        Raises:
+            PeerLost: the connection is closed, or the other end does not know the secret.
+            ProtocolError: the other end breaks the protocol.
+        """
+        found: list[tuple[bytes, list[memoryview]]] = []
+        read = 0
+        try:
+            while read < READ:
+                count = self._socket.recv_into(self._rooms[0][self._at :])
+                if not count and not found:
+                    raise PeerLost("the connection was closed")
+                if not count:
+                    break
+                self._heard = self._now()
+                read += count
+                self._at += count
+                if self._at == self._rooms[0].nbytes:
+                    self._advance(found)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if not found:
+                raise PeerLost(str(error)) from None
+        return found
+
+    def _advance(self, found: list[tuple[bytes, list[memoryview]]]) -> None:
+        """The first room is full: go on to the next, or complete the message."""
+        room, self._at = self._rooms.pop(0), 0
+        if room.obj is self._prefix:
+            header, *lengths = _PREFIX.unpack(self._prefix)
+            payloads = [length for length in lengths if length != _ABSENT]
+            if header > MAX_HEADER or any(length > MAX_PAYLOAD for length in payloads):
+                raise ProtocolError(f"a message of {header} and {payloads} bytes was announced")
+            self._parts = [memoryview(bytearray(length)) for length in (header, *payloads)]
+            self._rooms = [part for part in self._parts if part.nbytes]
+        if not self._rooms:
+            if self._parts[0].nbytes:
+                found.append((bytes(self._parts[0]), self._parts[1:]))
+            self._rooms = [memoryview(self._prefix)]
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            self._closed.set()
+            self._socket.close()

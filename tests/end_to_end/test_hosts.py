@@ -1,0 +1,220 @@
+"""Runs over several hosts, each a network namespace, started by hand: memory within a host, TCP between hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.hosts import PORT, SECRET, Ended, Host, network, on_all
+from support.processes import PATIENCE, RealRun, wait_until
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+JOB = "softmax(features=20000, train=64, test=16)"
+STEPS = 20
+
+
+@pytest.fixture
+def two() -> Iterator[list[Host]]:
+    with network(2) as hosts:
+        yield hosts
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def require(ended: list[Ended], *codes: int) -> None:
+    assert [one.code for one in ended] == list(codes), "\n".join(one.err for one in ended)
+
+
+def test_memory_within_a_host_and_tcp_between_hosts(two: list[Host], tmp_path: Path) -> None:
+    arguments = ["train", JOB, "-s", "all_reduce(ring)", "-n", "4", "--steps", str(STEPS), "--seed", "1"]
+    arguments += ["--evaluate-every", str(STEPS)]
+    ended = on_all(two, *arguments, first=["--out", tmp_path / "run"])
+    require(ended, 0, 0)
+    assert ended[1].err == ended[1].out == ""
+    run = summary(tmp_path / "run")
+    payload = [worker["sent_bytes"] for worker in run["per_worker"]]
+    between, within = [host.sent("eth0") for host in two], [host.sent("lo") for host in two]
+    assert between[0] >= payload[1], "worker 1 sends to worker 2, on the other host"
+    assert between[1] >= payload[3], "worker 3 sends to worker 0, on the other host"
+    assert within[0] < payload[0] / 10, "what worker 0 sends to worker 1 lies in memory"
+    assert within[1] < payload[2] / 10, "what worker 2 sends to worker 3 lies in memory"
+    alone = RealRun([*arguments, "--transport", "shared_memory"], tmp_path / "alone").end()
+    assert alone.summary is not None
+    assert alone.summary["hashes"] == run["hashes"]
+    assert not any(host.processes() for host in two)
+
+
+def test_the_default_all_reduce_sends_the_model_once_between_two_hosts(two: list[Host], tmp_path: Path) -> None:
+    """2(h-1)/h of the model leaves each host in every step: once for h = 2, where a ring of 4 sends it 1.5 times."""
+    arguments = ["train", JOB, "-s", "all_reduce", "-n", "4", "--steps", str(STEPS), "--seed", "1"]
+    require(on_all(two, *arguments, "--evaluate-every", str(STEPS), first=["--out", tmp_path / "run"]), 0, 0)
+    model = 4 * (20000 * 10 + 10)
+    for host in two:  # and headers, rank 0's first model, and the snapshots of two workers
+        assert STEPS * model <= host.sent("eth0") < 1.05 * STEPS * model + 4 * model
+    assert len(set(summary(tmp_path / "run")["hashes"].values())) == 1
+
+
+def test_an_own_script_with_servers_on_both_hosts(two: list[Host], tmp_path: Path) -> None:
+    """Each script prints its ranks; two shards are held by servers, one on each host."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        (EXAMPLES / "own_loop.py").read_text().replace("ps(consistency=ssp(3))", "ps(consistency=ssp(3), shards=2)")
+        + """
+import os
+print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+"""
+    )
+    ended = on_all(two, "launch", "-n", "4", script, first=["--out", tmp_path / "run"])
+    require(ended, 0, 0)
+    for rank, one in enumerate(ended):
+        found = [float(text) for text in re.findall(r"test accuracy ([0-9.]+)", one.out)]
+        assert len(found) == 2
+        assert min(found) > 0.85
+        places = sorted(re.findall(r"^\d \d \d \d$", one.out, re.MULTILINE))
+        assert places == [f"{2 * rank + i} {i} 4 2" for i in (0, 1)]
+    run = summary(tmp_path / "run")
+    assert run["status"] == "finished"
+    assert len(run["per_worker"]) == 4
+    assert not any(host.processes() for host in two)
+
+
+def start_two(two: list[Host], tmp_path: Path, *arguments: str) -> list[Any]:
+    """A long run on two hosts, of which the first step is done."""
+    where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "--heartbeat", "1"]
+    command = ["train", "softmax", "-n", "4", "--steps", "1000000", *where, *arguments]
+    processes = [two[1].start(*command, "--node-rank", "1")]
+    processes.insert(0, two[0].start(*command, "--node-rank", "0", "--out", tmp_path / "run"))
+    events = tmp_path / "run" / "events"
+    wait_until(
+        lambda: len(list(events.glob("*"))) >= 4 and all(file.stat().st_size for file in events.glob("*worker*")),
+        PATIENCE,
+        "all workers take steps",
+    )
+    return processes
+
+
+def test_a_host_that_vanishes_ends_the_run_with_a_sentence(two: list[Host], tmp_path: Path) -> None:
+    """Its cable is cut: nothing says so but the silence."""
+    processes = start_two(two, tmp_path, "-s", "all_reduce")
+    two[1].cut()
+    ended = [Ended.of(process) for process in processes]
+    require(ended, 1, 1)
+    assert re.search(r"node 1 \(.*\) is lost: it has not answered for 1 s", ended[0].err)
+    assert re.search(r"flockstep: worker [23] was lost with its host at about step \d+", ended[0].err)
+    assert "has not answered for 1 s; its host is stopped, or the network is down" in ended[1].err
+    assert summary(tmp_path / "run")["status"] == "failed"
+    assert not any(host.processes() for host in two)
+
+
+def test_ctrl_c_on_any_host_ends_all(two: list[Host], tmp_path: Path) -> None:
+    processes = start_two(two, tmp_path, "-s", "gossip")
+    processes[1].send_signal(signal.SIGINT)
+    ended = [Ended.of(process) for process in processes]
+    assert all(one.code for one in ended)
+    assert "on node 1" in ended[0].err
+    assert summary(tmp_path / "run")["status"] == "interrupted"
+    assert not any(host.processes() for host in two)
+
+
+def test_a_killed_agent_takes_its_workers_along(two: list[Host], tmp_path: Path) -> None:
+    processes = start_two(two, tmp_path, "-s", "all_reduce")
+    os.kill(processes[1].pid, signal.SIGKILL)
+    ended = [Ended.of(process) for process in processes]
+    require(ended, 1, -signal.SIGKILL)
+    assert "was lost with its host" in ended[0].err
+    wait_until(lambda: not any(host.processes() for host in two), PATIENCE, "the workers of the host end")
+
+
+def refused(two: list[Host], tmp_path: Path, second: list[str], **environment: str) -> tuple[str, str]:
+    """What both ends print where the second host may not join; the coordinator is stopped then."""
+    script = tmp_path / "script.py"
+    if not script.exists():
+        script.write_text("import flockstep\n")
+    where = ["--coordinator", f"{two[0].address}:{PORT}"]
+    first = two[0].start(
+        "launch", "--nodes", "2", "--node-rank", "0", *where, "-n", "4", "--out", tmp_path / "run", script
+    )
+    other = Ended.of(two[1].start("launch", *where, *second, **environment))
+    assert other.code == 2
+    first.send_signal(signal.SIGINT)
+    return Ended.of(first).err, other.err
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (
+            ["--nodes", "3", "--node-rank", "1", "-n", "4"],
+            "started for 3 hosts and 4 workers, the coordinator for 2",
+        ),
+        (
+            ["--nodes", "2", "--node-rank", "1", "-n", "6"],
+            "started for 2 hosts and 6 workers, the coordinator for 2",
+        ),
+        (["--nodes", "2", "--node-rank", "1", "-n", "4", "--seed", "7"], "seed is 7 there and 0 at the coordinator"),
+    ],
+)
+def test_a_host_that_was_started_differently_is_refused_at_both_ends(
+    two: list[Host], tmp_path: Path, second: list[str], said: str
+) -> None:
+    for err in refused(two, tmp_path, [*second, str(tmp_path / "script.py")]):
+        assert said in err
+
+
+def test_another_script_is_refused_at_both_ends(two: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "script.py"
+    other.write_text("import flockstep  # in another version\n")
+    for err in refused(two, tmp_path, ["--nodes", "2", "--node-rank", "1", "-n", "4", str(other)]):
+        assert re.search(r"job is script.py \(SHA-256 \w+\) there and script.py \(SHA-256 \w+\) at", err)
+
+
+def test_a_wrong_secret_is_refused_at_both_ends(two: list[Host], tmp_path: Path) -> None:
+    second = ["--nodes", "2", "--node-rank", "1", "-n", "4", str(tmp_path / "script.py")]
+    here, there = refused(two, tmp_path, second, FLOCKSTEP_SECRET=SECRET.upper())
+    assert "does not know the secret" in here
+    assert "give every host the same secret" in there
+
+
+def test_who_has_come_already_or_is_missing_is_told(two: list[Host], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import flockstep\n")
+    where = ["--nodes", "3", "--coordinator", f"{two[0].address}:{PORT}", "-n", "3", script]
+    first = two[0].start("launch", "--node-rank", "0", "--timeout", "30", "--out", tmp_path / "run", *where)
+    second = two[1].start("launch", "--node-rank", "1", *where)
+    wait_until(lambda: second.poll() is not None or joined(two[1]), PATIENCE, "node 1 has joined")
+    twice = Ended.of(two[1].start("launch", "--node-rank", "1", *where))
+    assert twice.code == 2
+    assert "has joined already; give every host its own --node-rank" in twice.err
+    first.send_signal(signal.SIGINT)
+    assert Ended.of(first).code
+    assert Ended.of(second).code
+
+
+def joined(host: Host) -> bool:
+    """Whether a connection of the host to the coordinator is established."""
+    table = subprocess.run([*host.within(), "cat", "/proc/net/tcp"], check=True, capture_output=True, text=True).stdout
+    return any(line.split()[3] == "01" for line in table.splitlines()[1:])
+
+
+def test_a_coordinator_that_never_comes_and_hosts_that_never_come(two: list[Host], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import flockstep\n")
+    where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "-n", "2", "--timeout", "1", script]
+    alone = Ended.of(two[1].start("launch", "--node-rank", "1", *where))
+    assert alone.code == 2
+    assert f"no coordinator answers at {two[0].address}:{PORT} within 1 s" in alone.err
+    first = Ended.of(two[0].start("launch", "--node-rank", "0", "--out", tmp_path / "run", *where))
+    assert first.code == 2
+    assert "node 1 of 2 did not come within 1 s" in first.err
