@@ -57,7 +57,7 @@ class SelfTest:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Result of one self-test."""
+    """Result of one self-test of `flockstep doctor`."""
 
     name: str
     group: str

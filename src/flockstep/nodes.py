@@ -224,7 +224,7 @@ class Node:
             self._post(address, tag, copy, note, copied=True)
 
     def reply(self, message: Message, array: Array | None = None, note: AnyNote | None = None) -> None:
-        """Reply to a request."""
+        """Send an array, a note or both as the reply to a request."""
         self._post(message.source, message.tag, array, note, reply_to=message.number)
 
     def reply_all(self, requests: Iterable[Message], array: Array | None, note: AnyNote | None = None) -> None:

@@ -170,7 +170,7 @@ class Rendezvous:
     """Name → shared resource, closed at the end of the run."""
 
     def close(self, failed: bool = False) -> None:
-        """Close all shared resources."""
+        """Release all resources that the workers share."""
         while self.held:
             self.held.popitem()[1].close(failed)
 

@@ -36,12 +36,12 @@ class CodecFigure:
 
     codec: str
     bits: float | None = None
-    """Encoded bits per element."""
+    """Mean number of bits into which one element is encoded."""
     encode: float | None = None
     encode_residual: float | None = None
     add_decoded: float | None = None
     seconds: float | None = None
-    """Seconds of one encoding."""
+    """Seconds that the encoding of one array takes."""
     missing: str = ""
 
 

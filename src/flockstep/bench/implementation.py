@@ -65,7 +65,7 @@ class BenchWorker(ABC):
         """Perform `calls` calls with `size` float32 elements; return the seconds of one call."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Release sockets and memory."""
+        """Release the sockets and the shared memory of this process."""
 
 
 class Summing(BenchWorker):

@@ -112,7 +112,7 @@ class ProcessSet:
         return [answer["answer"] for answer in answers]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the measuring processes."""
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()

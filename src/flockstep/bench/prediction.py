@@ -79,7 +79,7 @@ FRAMES = (1448 + 66 + 66 / 2) / 1448
 WITHIN = 0.2
 """Largest accepted error of a prediction, as a share of the measured time."""
 RANKED = 0.9
-"""Smallest accepted rank correlation."""
+"""Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
 GRADIENTS, ROUNDS, TURNS = 30, 3, 3
 """Size of the calibration: gradients of each worker, alone and with all others; rounds of large messages between two
 workers; rounds in which the share of the bandwidth and the latency are fitted in turn.

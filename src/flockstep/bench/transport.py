@@ -183,7 +183,7 @@ class _Copying(BenchWorker):
 
 
 class Copying(Implementation):
-    """numpy.copyto within one process."""
+    """A copy by `numpy.copyto` within one process, with which transports are compared."""
 
     name = COPY
 

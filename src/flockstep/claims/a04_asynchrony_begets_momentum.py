@@ -34,7 +34,7 @@ class PerturbedQuadratics(Unjudged):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """One parameter per copy."""
+        """The shapes of the model: one scalar parameter for each copy of the quadratic problem."""
         return {"w": (COPIES,)}
 
     def initial(self, random: np.random.Generator) -> Views:

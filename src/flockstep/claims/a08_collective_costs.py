@@ -28,7 +28,7 @@ FORMULAS: dict[str, Callable[[int, float, LinkModel], float]] = {
     "rabenseifner": costs.halving_doubling,
 }
 SIZES = (512, 4096, 65536, 1 << 20)
-"""Array sizes in bytes."""
+"""Sizes of the reduced arrays, in bytes."""
 CROSSOVERS = {4: 250, 8: 150, 16: 118, 64: 93}
 """Number of workers → crossover in kilobytes."""
 STEP = 1.04

@@ -23,7 +23,6 @@ class AtTheReceiver(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits of `Broadcast`."""
         return Broadcast().traits
 
     def worker_state(self, me: Worker) -> FlatArray:

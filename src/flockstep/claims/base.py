@@ -36,11 +36,11 @@ class Verdict:
     reason: str = ""
     """If a row fails, the measured reason; otherwise a remark for the reader."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Further figures by name."""
+    """Measured figures that the rows do not contain, by name."""
 
     @property
     def holds(self) -> bool:
-        """Whether every row holds."""
+        """Whether the claim holds, that is, every row of the verdict holds."""
         return all(row.holds for row in self.rows)
 
 

@@ -150,10 +150,10 @@ def sent(strategy: str) -> float:
 
 
 def timed(strategy: str, bandwidth: float) -> float:
-    """Virtual seconds per step."""
+    """Mean duration of a step of the run, in virtual seconds."""
     return _run(strategy, TIMED, f"link(bandwidth={bandwidth}, latency=0)").seconds / TIMED
 
 
 def accuracy(strategy: str, steps: int, seed: int) -> float:
-    """Final accuracy in percent."""
+    """Test accuracy of the run's final model, in percent."""
     return 100 * _run(strategy, steps, "ideal", seed).evaluation.metric

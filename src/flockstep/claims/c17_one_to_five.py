@@ -13,7 +13,7 @@ ONE_TO_FIVE = 5 / 6
 GRADIENT = 0.01
 """T_c, seconds of a gradient."""
 SIZE = 4000
-"""Number of float64 parameters."""
+"""Size of the model: number of float64 parameters."""
 CLUSTERS = ((4, "link(bandwidth=2e6, latency=0.001)"), (8, "link(bandwidth=1e6, latency=0.001)"), (16, "100mbit"))
 COLLECTIVES = ("ring", "recursive_doubling")
 SWEEP = (1, 3, 10, 30)

@@ -29,7 +29,7 @@ class Finals:
     """Final results of several runs, one element per seed."""
 
     error: Values
-    """Test error in percent."""
+    """Test error at the end of each run, in percent."""
     loss: Values
     """Mean loss of the batches of the last 30 steps; infinite if the run diverged."""
     bits: Values

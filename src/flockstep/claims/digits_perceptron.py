@@ -52,7 +52,7 @@ class Perceptron(Model):
         return losses
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """The logits, (N, 10)."""
+        """Return the logits of N samples, of shape (N, 10)."""
         last = len(self.sizes) - 1
         for i in range(1, last):
             x = np.maximum(x @ params[f"W{i}"] + params[f"b{i}"], 0)

@@ -55,7 +55,7 @@ class NextCharacter(Model):
         return losses
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """The logits, (N, 96)."""
+        """Return the logits of N samples, of shape (N, 96)."""
         inputs = params["E"][np.asarray(x, np.int64)].reshape(len(x), -1)
         logits: FlatArray = np.maximum(inputs @ params["W"] + params["b"], 0) @ params["V"] + params["c"]
         return logits

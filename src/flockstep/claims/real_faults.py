@@ -39,7 +39,7 @@ _TIME = re.compile(rb'"type":"step","seconds":([0-9.e+-]+)')
 
 @dataclass(frozen=True)
 class TrainProcess:
-    """A running `flockstep train`."""
+    """A `flockstep train` command that runs as a child process, into which faults are injected."""
 
     process: subprocess.Popen[str]
     folder: Path

@@ -53,7 +53,7 @@ def error_of(strategy: str, how: Training, seed: int) -> float:
 
 
 def median(values: Iterable[float]) -> float:
-    """Median of the values."""
+    """Return the median of a sequence of numbers."""
     return float(np.median(list(values)))
 
 

@@ -51,7 +51,7 @@ class SparseLogistic(Model):
         return losses
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """The logits, (N,)."""
+        """Return the logits of N samples, of shape (N,)."""
         logits: FlatArray = params["w"][np.asarray(x, np.int64)].sum(axis=1)
         return logits
 

@@ -459,5 +459,5 @@ def show_help(
 
 @app.command("version", rich_help_panel=HELP)
 def show_version() -> None:
-    """Print the version."""
+    """Print the version of flockstep."""
     print(f"{NAME} {__version__}")

@@ -26,7 +26,7 @@ RANKS = (0, 2, 0, 0, 4, 3, 1)
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of `--simulate`."""
+    """Options of `flockstep plan --simulate`, which tries strategies in virtual time."""
 
     trials: int
     budget: float | None
@@ -48,7 +48,7 @@ class Tried:
     interrupted: str | None
     """Sentence to print at the end if the user interrupted the trials; None otherwise."""
     candidates: tuple[str, ...] = ()
-    """Strategies selected for trials."""
+    """The strategies that were selected for trials."""
 
 
 def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:

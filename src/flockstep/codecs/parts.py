@@ -23,7 +23,7 @@ class Composed(Codec):
 
     @abstractmethod
     def members(self) -> tuple[Codec, ...]:
-        """Return the member codecs."""
+        """Return the codecs of which the composed codec consists."""
 
     @property
     def lossless(self) -> bool:

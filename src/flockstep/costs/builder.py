@@ -48,7 +48,7 @@ class Net:
         groups: int = 1,
         bias: bool = True,
     ) -> At:
-        """Append a square convolution."""
+        """Append a convolution with a square kernel."""
         size = _outputs(x.size, kernel, stride, pad)
         shapes = ((kernel, kernel), (x.size, x.size), (size, size))
         return self.add(
@@ -62,7 +62,7 @@ class Net:
         return self.add(layer, x.after, x.channels, size)
 
     def relu(self, x: At, name: str) -> At:
-        """Append an activation."""
+        """Append a ReLU activation."""
         return self.add(formulas.activation(name, x.elements), x.after, x.channels, x.size)
 
     def batch_norm(self, x: At, name: str) -> At:

@@ -77,7 +77,7 @@ class ClusterShape:
 
     @property
     def nodes(self) -> int:
-        """Number of machines."""
+        """Number of machines in the cluster."""
         return sum(group.count for group in self.groups)
 
     @property

@@ -249,7 +249,7 @@ class ModelShape:
         return self.work(batch) / depth if depth else 0.0
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradient."""
+        """Bytes of a gradient of all the model's parameters."""
         return self.gradients * self.itemsize
 
     def activation_bytes(self, batch: int) -> Number:

@@ -15,7 +15,7 @@ from flockstep.simulation.network import Link, Network
 
 Reach = Literal["node", "inside", "between"]
 DAY = 86400.0
-"""Seconds of a day."""
+"""Number of seconds in a day."""
 MOST = 1_000_000
 """Largest number of machines, or of workers, in a cluster."""
 SLOWEST, FASTEST = 1e-9, 1e9
@@ -36,7 +36,7 @@ class MachineGroup:
 
     name: str
     count: int = 1
-    """Number of machines."""
+    """Number of machines in the group."""
     workers: int = 1
     """Worker processes on each machine."""
     speed: float = 1.0

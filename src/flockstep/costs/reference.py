@@ -34,7 +34,7 @@ MODELS = {
     ),
     "gpt-2-small": Reference(gpt_2_small, 124e6, 145.8e9, "Radford et al. 2019: 124 million parameters as released"),
 }
-"""Reference models by name."""
+"""The reference models of the literature, by name."""
 
 
 def reference(name: str) -> ModelShape:

@@ -40,13 +40,13 @@ class EventSender:
         self._sent = now()
 
     def write(self, event: Event) -> None:
-        """Add an event."""
+        """Add an event to the buffer, and send the buffer when it is due."""
         self._held.append(event)
         if not isinstance(event, HELD_BACK) or len(self._held) >= MOST or self._now() - self._sent >= PERIOD:
             self.flush()
 
     def flush(self) -> None:
-        """Send the buffered events."""
+        """Send the buffered events to the supervisor now."""
         self._sent = self._now()
         if self._held:
             held, self._held = self._held, []

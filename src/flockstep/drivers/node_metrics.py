@@ -95,7 +95,7 @@ class NodeMetrics:
             self.emit(ScalarEvent(t, self.address, name, value))
 
     def close(self, t: float, params: FlatArray) -> None:
-        """Write the node's totals."""
+        """Write the node's totals to the record at the end of the run."""
         if self.emit is None:
             return
         totals = self._totals()

@@ -26,7 +26,7 @@ NEWEST_SHARE = 50
 
 
 class SnapshotSender:
-    """Sends a node's snapshots."""
+    """Sends snapshots of a node's parameters to the supervisor, which evaluates them."""
 
     def __init__(self, member: Member):
         self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)

@@ -65,7 +65,7 @@ class Tick:
         self.squares += float(distance @ distance)
 
     def mean(self) -> FlatArray:
-        """The mean replica."""
+        """The mean of the workers' replicas, an array of shape (K,)."""
         assert self.reference is not None
         assert self.offset is not None
         mean: FlatArray = (self.reference + self.offset / self.workers).astype(self.reference.dtype)

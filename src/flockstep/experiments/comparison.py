@@ -54,7 +54,7 @@ class Grid:
 
     @property
     def count(self) -> int:
-        """Number of runs."""
+        """Number of runs in the grid."""
         return len(self.strategies) * max(1, len(self.rates)) * self.seeds
 
     @property

@@ -1,4 +1,4 @@
-"""Default folders of records."""
+"""Names of the folders in which runs and comparisons are recorded by default."""
 
 from __future__ import annotations
 

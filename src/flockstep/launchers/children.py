@@ -215,6 +215,6 @@ def reap(children: Sequence[Child], seconds: float | None) -> None:
 
 
 def kill_all(children: Sequence[Child]) -> None:
-    """Kill all the children."""
+    """Kill all the given child processes."""
     for child in children:
         child.kill()

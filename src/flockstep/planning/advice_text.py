@@ -32,7 +32,7 @@ class Case:
     worths: Mapping[str, float]
     """Name of a strategy → its predicted speed relative to one worker, under the requirements."""
     meanings: Sequence[str]
-    """Meanings of the requirements."""
+    """Meanings of the user's requirements, one phrase each."""
     alone: str | None = None
     """Reason why one worker does not meet the requirements; None if it does."""
     tried: bool = False

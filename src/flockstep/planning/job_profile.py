@@ -76,12 +76,12 @@ class JobProfile:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Number of bytes of one parameter."""
         return {"float64": 8, "float32": 4}.get(self.dtype, 2)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model."""
+        """Number of bytes of all parameters of the model."""
         return self.elements * self.itemsize
 
     @property

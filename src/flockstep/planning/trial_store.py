@@ -106,7 +106,7 @@ class TrialStore:
         return None if short else trial
 
     def add(self, trial: Trial, lr: float, within: float | None) -> None:
-        """Store a finished trial."""
+        """Store the result of a finished trial on disk."""
         self._known[trial.strategy, lr] = trial, _seconds(within)
         if self.folder is not None:
             line = {"trial": trial.document(), "within": within, "lr": lr}

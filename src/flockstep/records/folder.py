@@ -68,7 +68,7 @@ class EventWriter:
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def write(self, event: Event) -> None:
-        """Append one event."""
+        """Append one event to the file of events."""
         self._encoder.encode_into(event, self._buffer, -1)
         self._buffer += b"\n"
         self._held += 1

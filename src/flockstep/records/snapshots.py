@@ -67,7 +67,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         return np.fromfile(self.path, np.uint8, self.buffers, offset=self.nbytes)
 
     def remove(self) -> None:
-        """Delete the snapshot's file."""
+        """Delete the file that holds the snapshot's parameters."""
         Path(self.path).unlink(missing_ok=True)
 
 

@@ -150,7 +150,7 @@ class Ranges:
     """Ranges of an axis; of a logarithmic one as powers of ten."""
 
     whole: list[float]
-    """Range of all values."""
+    """The range of an axis that shows all values."""
     ends: list[float]
     """Range within which the runs end."""
 

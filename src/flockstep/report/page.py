@@ -59,7 +59,7 @@ class Page:
     footer: str
     sentences: Sequence[str] = ()
     lists: Sequence[tuple[str, Sequence[str]]] = ()
-    """Pairs (heading, list entries)."""
+    """Lists of the page, as pairs of a heading and the list's entries."""
     drawings: Sequence[Drawing] = field(default=())
     listings: Sequence[Listing] = ()
 

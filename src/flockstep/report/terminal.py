@@ -18,7 +18,7 @@ ROOMY, NARROW = 24, 14
 into shorter lines.
 """
 GAP = 2
-"""Characters between two columns."""
+"""Number of blank characters between two columns of a table."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TextTable:
     total: bool = False
     """Whether the last row is a sum, which a line separates from the other rows."""
     notes: Sequence[str] = ()
-    """Sentences below the table."""
+    """Sentences that are printed below the table."""
 
     def shown(self, width: int) -> list[int]:
         """Numbers of the columns that fit in `width` characters."""

@@ -248,7 +248,7 @@ class Empirical(ComputeModel):
 
     @property
     def mean(self) -> float:
-        """Mean duration in seconds."""
+        """Mean of the measured durations, in seconds."""
         inner = sum(self.quantiles) - (self.quantiles[0] + self.quantiles[-1]) / 2
         return inner / (len(self.quantiles) - 1)
 

@@ -158,7 +158,6 @@ class Ideal(Network):
     """Every message arrives at the time at which it is sent."""
 
     def start(self, cluster: Cluster) -> Fabric:
-        """A network without hops."""
         return Fabric(lambda source, to: _HERE)
 
 

@@ -73,7 +73,7 @@ class Report(Note, frozen=True):
     budget: int | None = None
     """Number of portions that the worker may compute; None in all but the first request."""
     size: int = 0
-    """Number of training samples."""
+    """Number of training samples in the portion."""
 
 
 class PortionAssignment(Note, frozen=True):
@@ -95,7 +95,7 @@ class Coordinator:
     granted: dict[int, int] = field(default_factory=dict)
     """Number of portions that each live worker may compute."""
     size: int = 0
-    """Number of training samples."""
+    """Number of training samples of the job."""
     spent: int = 0
     loss: float | None = None
     """Mean loss at the current parameters; None before the first evaluation."""

@@ -142,7 +142,6 @@ class Downpour(Strategy):
 
     @property
     def servers(self) -> int:
-        """One server per shard."""
         return self.shards
 
     def worker_state(self, me: Worker) -> DownpourState:

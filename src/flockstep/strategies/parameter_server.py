@@ -120,7 +120,6 @@ class ParameterServer(Strategy):
 
     @property
     def servers(self) -> int:
-        """One server per shard."""
         return self.shards
 
     def check(self, workers: int) -> None:

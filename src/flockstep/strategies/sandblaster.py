@@ -78,7 +78,6 @@ class Sandblaster(Strategy):
 
     @property
     def servers(self) -> int:
-        """One server per shard."""
         return self.shards
 
     def worker_state(self, me: Worker) -> Fetched:

@@ -253,7 +253,7 @@ class Watched(Simulation):
         self.log: list[Sent | Event] = []
 
     def note(self, event: Event) -> None:
-        """Log an event."""
+        """Store an event of the node in the log of the run."""
         self.log.append(event)
 
     def send(self, to: Address, message: Message) -> None:
@@ -276,7 +276,7 @@ class SimulatedRun:
 
     @property
     def events(self) -> list[Event]:
-        """All events in order."""
+        """All events of the run, sorted by virtual time."""
         return [entry for entry in self.simulation.log if not isinstance(entry, Sent)]
 
     @property

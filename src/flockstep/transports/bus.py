@@ -29,14 +29,14 @@ class Traffic:
     rejected: int = 0
 
     def sent(self, message: Message, header_bytes: int) -> None:
-        """Count one sent message."""
+        """Count one sent message and its bytes."""
         self.messages_sent += 1
         if message.array is not None:
             self.sent_bytes += message.array.nbytes
         self.header_bytes += header_bytes
 
     def received(self, message: Message) -> None:
-        """Count one received message."""
+        """Count one received message and its bytes."""
         self.messages_received += 1
         if message.array is not None:
             self.received_bytes += message.array.nbytes
