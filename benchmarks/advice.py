@@ -103,12 +103,12 @@ class Case:
 
     @property
     def outlook(self) -> Outlook:
-        """The plan."""
+        """The plan of the case."""
         return plan(self.task, read_cluster(self.cluster, name=self.name), further=False)
 
     @property
     def task(self) -> JobProfile:
-        """The job, by its sizes."""
+        """The sizes of the case's job."""
         return task_of(self.job, imported=JOBS[self.job]() if self.job in JOBS else None)
 
     @property
@@ -118,7 +118,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All that are declared."""
+    """All cases that this file declares."""
     with CASES.open("rb") as file:
         found = tomllib.load(file)
     return [
@@ -140,7 +140,7 @@ SPLITS: tuple[tuple[str, tuple[str, ...]], ...] = (("iid", ()), ("iid", ()), ("b
 
 
 def drawn(count: int, seed: int) -> list[Case]:
-    """So many cases, drawn by a seed."""
+    """Draw the given number of cases with a seed."""
     random, found = np.random.default_rng(seed), []
     for number in range(count):
         job, law = (one[random.integers(len(one))] for one in (sorted(JOBS), LAWS))

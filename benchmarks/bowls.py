@@ -60,7 +60,7 @@ class _Traced(Watched):
     """A simulation that keeps the server's parameter after every update, as a figure."""
 
     def note(self, event: Event) -> None:
-        """Keep an event, and the parameter."""
+        """Store an event together with the parameter."""
         super().note(event)
         if isinstance(event, UpdateEvent):
             super().note(

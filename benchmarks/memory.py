@@ -117,7 +117,7 @@ def peaks(folder: Path, parameters: float, workers: int, strategy: str) -> dict[
 
 
 def pids(mark: bytes) -> list[int]:
-    """The processes with that in their environment."""
+    """Ids of the processes whose environment contains the marker."""
     found = []
     for path in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

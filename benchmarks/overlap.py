@@ -98,7 +98,7 @@ def worker(out: Path, rounds: int, steps: int, batch: int, strategy: str) -> Non
 
 
 def build(name: str, strategy: str, batch: int) -> Callable[[], None]:
-    """One training step, the given way."""
+    """Return a function that takes one training step in the given way."""
     torch.manual_seed(0)
     widths = (256, 512, 512, 512, 512, 256, 10)  # 1.05 million parameters
     layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]

@@ -143,7 +143,7 @@ def raw_server(address: str, elements: int, steps: int) -> None:
 
 
 def raw_worker(address: str, rank: int, elements: int, steps: int, barrier: Barrier, queue: Any) -> None:
-    """Push, pull."""
+    """Push and pull over a raw socket, without flockstep."""
     gradient = np.zeros(elements, np.float32)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.ROUTING_ID, b"n%d" % rank)

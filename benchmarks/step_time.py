@@ -64,7 +64,7 @@ def measure(processes: int, rounds: int, steps: int) -> dict[str, float]:
 
 
 def worker(out: Path, rounds: int, steps: int) -> None:
-    """One process: all three ways, in turn."""
+    """Measure all three ways in turn, in one process."""
     torch.set_num_threads(1)
     node_spec = spec_from_environment()
     assert node_spec is not None

@@ -23,7 +23,7 @@ LARGEST = 2048
 
 
 def one(data: bytes) -> None:
-    """Decode one input."""
+    """Decode one fuzzed input with a codec."""
     choose = atheris.FuzzedDataProvider(data)
     codec = CODECS[choose.ConsumeIntInRange(0, len(CODECS) - 1)]
     dtype = FLOATS[choose.ConsumeIntInRange(0, len(FLOATS) - 1)]

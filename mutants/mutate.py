@@ -51,7 +51,7 @@ TIMEOUT = 900
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module."""
+    """One changed operator in one module."""
 
     module: str
     operator: str
@@ -180,7 +180,7 @@ class Overlay:
         return Outcome(mutant, "killed", (failed,)) if failed else Outcome(mutant, "survived", tests)
 
     def close(self) -> None:
-        """Remove the copy."""
+        """Remove the copy of the source."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -210,7 +210,7 @@ def try_all(mutants: Sequence[Mutant], processes: int) -> Iterator[Outcome]:
 
 
 def main() -> int:
-    """Draw, try, tell."""
+    """Draw mutants, run the tests on each, and print which of them survive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", default=FOLDERS, help="folders of src/flockstep")
     parser.add_argument("--sample", type=int, default=6, help="mutants per folder")

@@ -153,7 +153,7 @@ def _class(name: str, base: type[Component]) -> type[Component]:
     legal = isinstance(kind, type) and issubclass(kind, base) and dataclasses.is_dataclass(kind)
     if not legal:
         raise ConfigurationError(
-            f"{name!r} is registered as a {base.noun} but is none; make it a dataclass and a {base.__name__}"
+            f"{name!r} is registered as a {base.noun} but is not one; make it a dataclass and a {base.__name__}"
         )
     return typing.cast(type[Component], kind)
 

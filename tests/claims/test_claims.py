@@ -42,7 +42,7 @@ def test_a_quick_claim_holds(name: str) -> None:
 
 
 def test_the_tail_of_chi_squared() -> None:
-    """Against tabulated quantiles."""
+    """The tail probabilities equal tabulated quantiles."""
     for x, freedom, probability in ((5.991, 2, 0.05), (18.307, 10, 0.05), (63.691, 40, 0.01), (29.051, 40, 0.90)):
         assert chi_squared_above(x, freedom) == pytest.approx(probability, rel=2e-3)
 

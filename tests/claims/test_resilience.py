@@ -1,4 +1,4 @@
-"""What claim C19 observes: cells of the table of failures, shares of a delay, and that wrong ones are noticed."""
+"""What claim C19 observes: rows of the failure table and shares of a delay; wrong ones are noticed."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class NotUnbiased(Half):
 
 @dataclass(frozen=True)
 class Bound(Half):
-    """Rounds only what is bound to tensors."""
+    """Wrong codec: rounds only if it is bound to tensors."""
 
     def exact_parts(self, size):
         return [slice(0, 2)]
@@ -278,7 +278,7 @@ class Coin(Identity):
 
 @dataclass(frozen=True)
 class LoadedCoin(Coin):
-    """Shrinks what it sends by a fiftieth."""
+    """Wrong codec: shrinks every value by a fiftieth."""
 
     def encode(self, array, random):
         return super().encode(array * array.dtype.type(0.98), random)

@@ -91,7 +91,7 @@ def test_optimizer(name: str) -> None:
 
 @dataclass(frozen=True)
 class InNumpy(AllReduce):
-    """Works on numpy arrays alone."""
+    """Wrong strategy: works on numpy arrays only."""
 
     async def worker(self, me: Worker) -> None:
         while me.training:

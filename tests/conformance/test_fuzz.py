@@ -77,7 +77,7 @@ def test_a_few_bytes_that_announce_much_take_little(name: str) -> None:
 
 @dataclass(frozen=True)
 class Trusts(Half):
-    """Makes as much room as the bytes say."""
+    """Wrong codec: allocates as much memory as the bytes announce."""
 
     def decode(self, data, size, dtype):
         if len(data) >= 4:
@@ -87,7 +87,7 @@ class Trusts(Half):
 
 @dataclass(frozen=True)
 class Reaches(Half):
-    """An index that nobody checked."""
+    """Wrong codec: uses an index without checking it."""
 
     def decode(self, data, size, dtype):
         out = np.zeros(size, numpy_dtype(dtype))

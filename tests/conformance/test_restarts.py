@@ -129,7 +129,7 @@ class Collects(Strategy):
 
 @dataclass(frozen=True)
 class Holds(AllReduce):
-    """Keeps what is no data in its state."""
+    """Wrong strategy: its state contains an object that is not data."""
 
     def worker_state(self, me: Worker) -> object:
         return iter(range(10**6))

@@ -208,7 +208,7 @@ class SumsFromItself(Sound):
 
 @dataclass(frozen=True)
 class ForgetsAtRestart(Sound):
-    """Remembers the last gradient in a local."""
+    """Wrong strategy: keeps the last gradient in a local variable, which a restart loses."""
 
     async def worker(self, me):
         last = np.zeros_like(me.params)
@@ -374,7 +374,7 @@ def test_a_number_of_workers_that_is_refused_is_left_out():
 
 
 def test_a_run_of_another_seed_differs():
-    """Otherwise equal bits would say nothing."""
+    """Negative control: if the seed had no effect, equal bits of two runs would prove nothing."""
     first, second = (run_strategy("all_reduce", seed=seed) for seed in (0, 1))
     assert not checks.equal_bits(first.result, second.result)
     assert first.seconds != second.seconds

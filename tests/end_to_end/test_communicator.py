@@ -246,7 +246,7 @@ GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 256, b"\xff" + bytes(8
 
 
 def ports(run: RealRun) -> set[int]:
-    """Where the processes of a run listen."""
+    """Ports on which the processes of a run listen."""
     inodes = {file for pid in run.processes() for file in open_files(pid) if file.startswith("socket:")}
     rows = [line.split() for line in content("/proc/net/tcp").decode().splitlines()[1:]]
     return {int(row[1].split(":")[1], 16) for row in rows if row[3] == LISTEN and f"socket:[{row[9]}]" in inodes}

@@ -157,7 +157,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_other_policies_for_buffers_on_other_ranks_are_refused(tmp_path: Path) -> None:
-    """The ranks waited for each other for ever."""
+    """Without the check the ranks would wait for each other forever."""
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers=["mean", "local"][rank]'), tmp_path)
     assert ended.code == 2
     assert "must pass the same buffers to distribute, got 'local' on rank 1 and 'mean' on rank 0; pass" in ended.err

@@ -81,7 +81,7 @@ for step in range(1_000_000):
 
 @pytest.mark.parametrize("fault", few(["interrupt", "fail"], "fail"))
 def test_the_newest_model_of_a_launched_script_is_the_result(fault: str, tmp_path: Path) -> None:
-    """The only weight counts the steps."""
+    """The model's only weight counts the steps, so that its value shows which model was kept."""
     (tmp_path / "script.py").write_text(SCRIPT)
     run = RealRun(["launch", "-n", "2", str(tmp_path / "script.py"), fault], tmp_path / "run", torch=True)
     if fault == "interrupt":

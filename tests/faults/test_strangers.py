@@ -34,7 +34,7 @@ REFUSED = (
 
 
 def listening(run: RealRun) -> set[tuple[str, int]]:
-    """Where the processes of a run listen."""
+    """Addresses on which the processes of a run listen."""
     inodes = {file for pid in run.processes() for file in open_files(pid) if file.startswith("socket:")}
     found = set()
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):

@@ -18,7 +18,7 @@ from support.processes import MEMORY, PATIENCE, RealRun, wait_until
 
 
 class Monitored:
-    """Waits with a clock of its own."""
+    """A wait monitor whose clock the test sets."""
 
     def __init__(self, workers: int = 3, limit: float | None = None):
         self.time, self.lines = 0.0, list[str]()

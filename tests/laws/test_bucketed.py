@@ -119,7 +119,7 @@ def test_overlap_hides_communication_behind_backward():
 
 @dataclass(frozen=True)
 class ForgetsTheLast(Ring):
-    """Leaves the bucket of one element as it is."""
+    """Negative control: does not average the bucket that has one element."""
 
     async def all_reduce(self, me: Worker, array: np.ndarray) -> None:
         if len(array) > 1:

@@ -47,7 +47,7 @@ def idct(x):
 
 
 def oracle(array, k, chunk, keep=np.argsort):
-    """Chunk by chunk, in loops."""
+    """Compute the transform chunk by chunk, in plain loops."""
     decoded, start = array.astype(np.float64), 0
     for shape in SHAPES:
         size = math.prod(shape)

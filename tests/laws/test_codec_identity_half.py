@@ -138,7 +138,7 @@ def test_no_feedback_keeps_nothing():
 
 @dataclass(frozen=True)
 class Truncates(Half):
-    """Toward zero instead of to the nearest."""
+    """Wrong codec: rounds toward zero instead of to the nearest value."""
 
     def encode(self, array, random):
         nearest = np.frombuffer(super().encode(array, random), np.float16)
@@ -148,7 +148,7 @@ class Truncates(Half):
 
 @dataclass(frozen=True)
 class LosesSign(Identity):
-    """Negative zero becomes zero."""
+    """Wrong codec: negative zero becomes positive zero."""
 
     def encode(self, array, random):
         return super().encode(array + array.dtype.type(0), random)
@@ -164,7 +164,7 @@ def test_a_broken_rounding_and_a_lost_sign_are_caught():
 
 @dataclass(frozen=True)
 class Forgets(Residual):
-    """Drops a tenth of the error in every step."""
+    """Wrong feedback: drops a tenth of the error in every step."""
 
     def encode(self, codec, array, memory, random):
         data, error = super().encode(codec, array, memory, random)
@@ -173,7 +173,7 @@ class Forgets(Residual):
 
 @dataclass(frozen=True)
 class Keeps(NoFeedback):
-    """Keeps what it must not."""
+    """Wrong feedback: keeps an error that the codec has already sent."""
 
     def encode(self, codec, array, memory, random):
         return codec.encode(array if memory is None else array + memory, random), array
@@ -192,7 +192,7 @@ def test_a_feedback_that_forgets_or_keeps_is_caught():
 
 @dataclass(frozen=True)
 class Coarse(Half):
-    """Keeps the sign and exponent only."""
+    """Wrong codec: keeps sign and exponent only."""
 
     def encode(self, array, random):
         return super().encode(np.sign(array) * np.exp2(np.floor(np.log2(np.abs(array) + 1e-30))), random)

@@ -19,7 +19,7 @@ pytest.importorskip("numba")
 
 
 def adacomp_by_hand(residue, change, width):
-    """Algorithm 2, in loops."""
+    """AdaComp's algorithm 2 in plain loops."""
     g, h = (residue + change).astype(np.float64), (residue + change).astype(np.float32) + change
     sent, maxima = [], []
     for start in range(0, len(g), width):
@@ -49,7 +49,7 @@ def test_adacomp_is_algorithm_2():
 
 @dataclass(frozen=True)
 class WithoutH(AdaComp):
-    """Compares G, not H, with the largest."""
+    """Wrong codec: compares G instead of H with the largest magnitude."""
 
     def _sent(self, total, change):
         return super()._sent(total, np.zeros_like(change))

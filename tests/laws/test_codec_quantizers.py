@@ -275,7 +275,7 @@ def test_impossible_settings_are_refused(made, complaint):
 
 @dataclass(frozen=True)
 class RoundsDown(Int8):
-    """Lowers what it rounds."""
+    """Wrong codec: rounds every value down."""
 
     def encode(self, array, random):
         return super().encode(array - np.abs(array).max(initial=0) / 200, random)
@@ -283,7 +283,7 @@ class RoundsDown(Int8):
 
 @dataclass(frozen=True)
 class TooBold(Qsgd):
-    """Decodes a quarter more than was sent."""
+    """Wrong codec: decodes values a quarter larger than those sent."""
 
     def _read(self, data, size, dtype):
         step, codes = super()._read(data, size, dtype)
@@ -292,7 +292,7 @@ class TooBold(Qsgd):
 
 @dataclass(frozen=True)
 class OneMean(OneBit):
-    """The mean of all magnitudes for either side."""
+    """Wrong codec: uses the mean of all magnitudes for both signs."""
 
     def _means(self, floats, sums):
         means = super()._means(floats, sums)
@@ -301,7 +301,7 @@ class OneMean(OneBit):
 
 @dataclass(frozen=True)
 class LargestScale(Sign):
-    """The largest magnitude in place of the mean."""
+    """Wrong codec: scales by the largest magnitude instead of the mean."""
 
     def uncoded(self, data, size, dtype):
         return 1.5 * super().uncoded(data, size, dtype)
@@ -309,7 +309,7 @@ class LargestScale(Sign):
 
 @dataclass(frozen=True)
 class ClaimsUnbiased(TernGrad):
-    """Clips and says that it does not."""
+    """Wrong codec: clips values and declares itself unbiased."""
 
     @property
     def unbiased(self):
@@ -318,7 +318,7 @@ class ClaimsUnbiased(TernGrad):
 
 @dataclass(frozen=True)
 class AlwaysUp(Natural):
-    """The power above, whatever the fraction."""
+    """Wrong codec: always rounds to the larger power of two."""
 
     def coded(self, floats, random):
         return super().coded(np.ldexp(np.float32(1), np.frexp(floats)[1]).astype(floats.dtype), random)
@@ -326,7 +326,7 @@ class AlwaysUp(Natural):
 
 @dataclass(frozen=True)
 class Truncates(Bfloat16):
-    """Cuts the lower half of the bits off."""
+    """Wrong codec: drops the lower half of the bits."""
 
     def encode(self, array, random):
         if array.dtype != np.float32:

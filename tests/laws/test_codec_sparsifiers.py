@@ -36,7 +36,7 @@ def test_topk_sends_the_largest():
 
 @dataclass(frozen=True)
 class FirstK(TopK):
-    """Takes the first elements for the largest."""
+    """Wrong codec: sends the first elements instead of the largest."""
 
     def choose(self, array, random):
         return super().choose(np.arange(len(array), 0, -1, dtype=np.float32), random)
@@ -100,7 +100,7 @@ def test_random_k_sends_every_element_as_often():
 
 @dataclass(frozen=True)
 class Sticky(RandomK):
-    """Always the same subset."""
+    """Wrong codec: chooses the same subset in every step."""
 
     def choose(self, array, random):
         return super().choose(array, rng(1))
@@ -137,7 +137,7 @@ def test_threshold_sends_what_is_beyond_it():
 
 @dataclass(frozen=True)
 class Inclusive(Threshold):
-    """|x| ≥ t."""
+    """Wrong codec: sends elements with |x| = t too."""
 
     def __post_init__(self):
         object.__setattr__(self, "t", float(np.nextafter(np.float32(self.t), np.float32(0))))

@@ -28,7 +28,7 @@ PLAIN = [Sparse("ssar_doubling"), Sparse("ssar_split"), Sparse("dsar"), Sparse()
 
 @dataclass(frozen=True)
 class NonZero(Codec):
-    """The non-zero elements, as pairs."""
+    """A codec that sends the non-zero elements as pairs of index and value."""
 
     exact: bool = False
 
@@ -67,7 +67,7 @@ class NonZero(Codec):
 
 @dataclass(frozen=True)
 class SumEncoded(Strategy):
-    """Adds up encodings of `given[rank]`."""
+    """A strategy that sums the encodings of `given[rank]`."""
 
     collective: Collective = field(default_factory=Sparse)
     given: Any = None
@@ -208,7 +208,7 @@ def test_the_switch_is_exactly_at_delta(dtype, delta):
 
 
 def listed(*indices):
-    """A stream of ones at these places, as bytes."""
+    """The bytes of a stream of ones at the given indices."""
     return np.concatenate([np.array(indices, "<u4").view(np.uint8), np.ones(len(indices), np.float32).view(np.uint8)])
 
 

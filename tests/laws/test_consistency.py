@@ -86,7 +86,7 @@ def test_nobody_computes_more_than_s_clocks_ahead(s, network):
 
 
 def test_without_a_bound_the_fast_run_ahead():
-    """Negative control of the test above."""
+    """Negative control of the previous test: without a bound, fast workers run ahead."""
     assert max(gaps(run_strategy("asgd", 4, STEPS, compute=STRAGGLER))) > 5
 
 

@@ -95,7 +95,7 @@ def everything(state):
 
 
 def oldest(s):
-    """Those of the oldest timestamp that everybody may see."""
+    """The pushes of the oldest timestamp that all workers may see."""
 
     def group(state):
         seen = [p for p in state.pending if p[1] <= min(state.clocks) + s - 1]
@@ -266,7 +266,7 @@ def table(reads, n=4, s=2, steps=STEPS, compute=COMPUTE, weight="mean", own_writ
 
 
 def tables(reads, s, compute, weight="mean"):
-    """The servers' parameters of a run and the oracle's."""
+    """The servers' final parameters in a run, and those of the oracle."""
     job = small_job(dtype="float64")
     text = f"ps({reads}({s}{', weight=sum' if weight == 'sum' else ''}))"
     run = run_strategy(text, 4, STEPS, job=job, compute=compute, network="ideal")
@@ -274,7 +274,7 @@ def tables(reads, s, compute, weight="mean"):
 
 
 def apart(one, other):
-    """The largest difference, where rounding leaves less than 1e-12."""
+    """The largest difference of two arrays; differences by rounding are below 1e-12."""
     return float(np.max(np.abs(one - other)))
 
 

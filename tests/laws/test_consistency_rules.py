@@ -115,7 +115,7 @@ def test_a_dropped_workers_next_gradient_is_of_the_newest_version():
 
 @pytest.mark.parametrize(("n", "workers"), few([(1, 6), (2, 6), (3, 6), (6, 6)], (2, 6), (6, 6)))
 def test_mean_staleness_of_softsync_is_the_others_over_c(n, workers):
-    """(workers - 1) / c, whatever the law of the service times (Zhang et al. 2016 give n, its upper neighbor)."""
+    """(workers - 1) / c, whatever the service times (Zhang et al. 2016 give n, its upper neighbor)."""
     for compute in ("exponential(0.05)", "normal(0.05, cv=0.1)"):
         run = run_strategy(f"ps(softsync({n}))", workers, 400, compute=compute, network="ideal")
         end = min(event.seconds for event in run.of(StepEvent) if event.step == 400)

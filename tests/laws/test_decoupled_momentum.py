@@ -51,7 +51,7 @@ def largest(delta, k):
 
 
 def oracle(n, *, beta=0.9, k=3, take_off=True, mean_of_signs=False, rates=(0.02,) * STEPS):
-    """Algorithm 1, in float64."""
+    """Algorithm 1 of the paper in float64."""
     source = GradientSource(n, wide_job())
     w = source.start()
     deltas = np.zeros((n, w.size))

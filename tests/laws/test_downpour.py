@@ -129,7 +129,7 @@ def test_a_fetch_travels_while_a_gradient_is_computed(overlap, step, n_push):
 
 
 def test_a_slow_fetch_is_waited_for_before_the_next():
-    """1.8 s of way for every second of computing."""
+    """A fetch takes 1.8 s, a gradient 1 s."""
     run = run_strategy("downpour", 2, 20, compute="constant(1)", network="link(1e12, 0.9)")
     ends = sorted(event.seconds for event in run.of(StepEvent) if event.rank == 0)
     assert np.diff(ends)[2:].mean() == pytest.approx(1.8)
@@ -162,7 +162,7 @@ def test_alone_it_is_sequential(optimizer, shards):
 @pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.02)"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pushing_and_fetching_at_every_step_is_asgd(network, shards):
-    """Also in the times, the bytes and the stalenesses."""
+    """Times, bytes and stalenesses are equal too."""
     one = run_strategy(f"downpour(1, 1, shards={shards}, overlap=False)", 4, STEPS, network=network)
     other = run_strategy(f"ps(asynchronous, shards={shards})", 4, STEPS, network=network)
     assert equal_bits(ends(one), ends(other))
@@ -347,7 +347,7 @@ def test_rarer_exchange_costs_accuracy_not_convergence():
 
 @dataclass(frozen=True)
 class Nothing(Filter):
-    """Withholds everything."""
+    """A filter that withholds every entry."""
 
     def lets_through(self, update, params, random):
         return np.zeros(len(update), bool)

@@ -56,7 +56,7 @@ def test_any_order_gives_the_same_bits_and_the_exact_sum(dtype, data):
 
 
 def test_plain_floats_depend_on_the_order():
-    """Negative control: why there is a ledger at all."""
+    """Negative control: sums of plain floats depend on the order, which is why exact sums exist."""
     rows = np.random.default_rng(0).normal(size=(200, 50)).astype(np.float32)
     forward, backward = np.zeros(50, np.float32), np.zeros(50, np.float32)
     for one, other in zip(rows, rows[::-1], strict=True):

@@ -26,7 +26,7 @@ ROWS = {row.strategy: row for row in rows()}
 
 
 def rowless(noun, composed):
-    """The registered names of which no composition is made."""
+    """Registered names from which no composition of the matrix is made."""
     return set(registry.names(noun)) - {registry.name_of(type(one)) for one in composed}
 
 

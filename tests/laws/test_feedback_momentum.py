@@ -74,7 +74,7 @@ def test_it_is_the_published_recursion(nesterov, masking):
 
 @dataclass(frozen=True)
 class KeepsMomentum(Momentum):
-    """Forgets to mask u."""
+    """Wrong feedback: does not mask u."""
 
     def encode(self, codec, array, memory, random):
         before = None if memory is None else memory.u.copy()

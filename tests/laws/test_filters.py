@@ -24,12 +24,12 @@ def parsed(*texts):
 
 
 def updates(count=30, seed=0):
-    """Whole numbers, so that sums are exact."""
+    """Random updates of whole numbers, whose sums are exact."""
     return np.random.default_rng(seed).integers(-6, 7, (count, SIZE)).astype("float32")
 
 
 class Line:
-    """A sender and a receiver, with what both remember."""
+    """A sender and a receiver of filtered updates, with the state of both."""
 
     def __init__(self, *texts, codec=None):
         self.filters, self.codec = parsed(*texts), codec or Identity()

@@ -22,7 +22,7 @@ STEPS = 8
 
 
 class Bowls(Model):
-    """½ Σ (w - x)² in several tensors."""
+    """A model with the loss ½ Σ (w - x)² over several tensors."""
 
     dtype = "float32"
 
@@ -92,7 +92,7 @@ def test_a_buffer_takes_what_is_ready_and_fits():
 
 @dataclass(frozen=True)
 class AnyOrder(Fused):
-    """Backward completes tensors in another order on every worker."""
+    """A simulation in which the backward pass completes tensors in another order on every worker."""
 
     async def announce(self, me: Worker, mean: FlatArray) -> None:
         mean[:] = await me.gradient()
@@ -110,7 +110,7 @@ def test_the_order_is_agreed_on_whatever_is_ready_first():
 
 @dataclass(frozen=True)
 class Unagreed(Fused):
-    """Everyone averages in an order of its own."""
+    """Wrong strategy: every worker averages tensors in its own order."""
 
     async def worker(self, me: Worker) -> None:
         while me.training:

@@ -314,7 +314,7 @@ def test_an_acknowledgement_that_the_news_of_a_death_overtakes_makes_no_mass(at,
 
 
 def test_to_end_takes_a_few_messages_per_worker():
-    """To tell every other worker would take n² messages."""
+    """If every worker notified all others, the end would take n² messages."""
     run = run_strategy("gossip(0.1)", 40, 10)
     models, messages = len(run.sent("model")), sum(run.totals[rank].messages_sent for rank in range(40))
     assert messages <= 2 * models + 2 * 39

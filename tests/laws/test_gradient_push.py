@@ -83,7 +83,7 @@ def test_the_oracle_notices_gradients_at_the_numerator():
 
 
 class Massed(Watched):
-    """Notes every worker's omega while it computes its gradients."""
+    """A strategy that records every worker's omega while the worker computes its gradients."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -36,7 +36,7 @@ def begin(optimizer: Optimizer, params: np.ndarray, layers: tuple[slice, ...] = 
 
 
 def walk(optimizer: Optimizer, rates: list[float], layers: tuple[slice, ...] = LAYERS) -> np.ndarray:
-    """Parameters after gradients that do not depend on them."""
+    """Return the parameters after steps with gradients that do not depend on the parameters."""
     random = np.random.default_rng(3)
     params = random.normal(size=40)
     state = begin(optimizer, params, layers)
@@ -61,7 +61,7 @@ def lars_in_numpy(it: LARS, rates: list[float]) -> np.ndarray:
 
 
 def lamb_in_numpy(it: LAMB, rates: list[float]) -> np.ndarray:
-    """Algorithm 2 of You et al."""
+    """Algorithm 2 of You et al. in plain numpy."""
     random = np.random.default_rng(3)
     w, m, v = random.normal(size=40), np.zeros(40), np.zeros(40)
     for t, rate in enumerate(rates, start=1):
@@ -131,7 +131,7 @@ def test_the_lars_step_does_not_depend_on_the_size_of_a_layers_gradient():
 
 
 def test_lamb_does_not_depend_on_the_size_of_the_gradient_at_all():
-    """Up to eps, as Adam."""
+    """Up to eps, a step does not depend on the gradient's size, as with Adam."""
     optimizer, random = LAMB(lr=0.1, eps=1e-30, weight_decay=0.1), np.random.default_rng(1)
     start, gradient = random.normal(size=(2, 40))
     ends = []

@@ -126,7 +126,7 @@ PARTS = np.split(np.arange(240), np.cumsum(SIZES)[:-1])
 
 
 class Unequal(Watched):
-    """A simulation whose workers hold `PARTS`."""
+    """A simulation whose workers hold parts of unequal size, `PARTS`."""
 
     def __init__(self, engine, plan, *rest):
         super().__init__(engine, replace(plan, parts=PARTS), *rest)

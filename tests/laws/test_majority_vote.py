@@ -19,7 +19,7 @@ SIZE = 18
 
 
 def oracle(n, *, momentum=0.0, steps=STEPS, job=None, draw=1, sign_of_sum=False):
-    """sign(Σ sign(m_i)), what is >= 0 counting as +1."""
+    """Return sign(Σ sign(m_i)), where a value >= 0 counts as +1."""
     job = job or small_job("sgd(lr=0.01)")
     source = GradientSource(n, job)
     w = source.start()

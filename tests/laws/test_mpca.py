@@ -129,7 +129,7 @@ def test_computing_never_waits(network):
 
 
 @dataclass(frozen=True)
-class WaitMonitor(PenalizedAveraging):
+class WaitsForRounds(PenalizedAveraging):
     """Negative control: waits for the end of each round."""
 
     async def look_after(self, me):
@@ -140,7 +140,7 @@ class WaitMonitor(PenalizedAveraging):
 
 @pytest.mark.negative_control("strategy:mpca")
 def test_who_waits_for_rounds_is_noticed():
-    assert waits(WaitMonitor(), "100mbit") > 1e-3
+    assert waits(WaitsForRounds(), "100mbit") > 1e-3
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_time_changes_no_bit(compute, network):
 
 @pytest.mark.parametrize("topology", ["ring", "complete", "torus"])
 def test_the_mean_moves_by_the_mean_gradient(topology):
-    """From anywhere: mean(w) ← mean(w) - eta mean(g_i(w_i))."""
+    """From any start, mean(w) ← mean(w) - eta mean(g_i(w_i))."""
     start, source = np.random.default_rng(0).normal(size=(4, 8)), GradientSource(4, bowl_job())
     run = run_strategy(f"dpsgd({topology})", 4, 1, job=bowl_job(), replicas=start)
     gradients = [source.gradient(rank, start[rank]) for rank in range(4)]

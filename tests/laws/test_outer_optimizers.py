@@ -235,7 +235,7 @@ def test_conforms(outer):
 
 @dataclass(frozen=True)
 class ForgetsItsMomentum(Nesterov):
-    """Begins anew at every meeting."""
+    """Wrong optimizer: resets its momentum at every average."""
 
     def move(self, model, mean, state):
         state.slots["momentum"][:] = 0

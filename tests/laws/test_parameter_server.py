@@ -183,7 +183,7 @@ def test_without_slack_all_replicas_end_equal_to_the_server(consistency, shards,
 
 @pytest.mark.parametrize("consistency", ["ssp(1)", "asynchronous"])
 def test_with_slack_those_who_end_first_lack_the_last_updates(consistency):
-    """Negative control of the test above."""
+    """Negative control of the previous test: with slack, workers that end first lack the last updates."""
     run = run_strategy(f"ps({consistency})", 4, STEPS)
     assert 1 < len({row.tobytes() for row in ends(run)}) <= 4
     assert any(equal_bits(run.server, replica) for replica in run.replicas)

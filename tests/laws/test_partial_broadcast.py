@@ -115,7 +115,7 @@ def test_deferring_sends_what_dropping_sends_and_the_flush():
 
 @dataclass(frozen=True)
 class NoFlush(PartialBroadcast):
-    """Negative control: leaves its debts unpaid."""
+    """Negative control: does not send the deferred updates at the end."""
 
     async def finish(self, me):
         me.state.deferred[:] = 0

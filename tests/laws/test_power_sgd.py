@@ -24,7 +24,7 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class OtherFeedback(Residual):
-    """Of a user's own."""
+    """A user's own feedback."""
 
 
 def wide_job(dtype="float64", optimizer="sgd(lr=0.1)", rank=None):

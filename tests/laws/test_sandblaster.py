@@ -121,7 +121,7 @@ def test_what_only_the_dead_were_at_is_handed_out_again():
 
 @pytest.mark.negative_control("strategy:sandblaster")
 def test_a_portion_that_counts_twice_is_noticed(monkeypatch):
-    """Shards that add whatever comes add backups' results again."""
+    """Negative control: shards that add every result add those of backups twice."""
 
     def add(state: ShardState, message: Message) -> None:
         if message.note.evaluation > state.evaluation:

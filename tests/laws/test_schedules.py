@@ -137,7 +137,7 @@ def test_a_run_without_the_schedule_is_noticed(schedule):
 
 @dataclass(frozen=True)
 class Late(Cosine):
-    """One epoch behind."""
+    """Wrong schedule: the warm-up ends one epoch late."""
 
     def factor(self, epoch, run):
         return super().factor(max(0.0, epoch - 1), run)
@@ -145,7 +145,7 @@ class Late(Cosine):
 
 @dataclass(frozen=True)
 class Abrupt(LinearWarmup):
-    """In one jump."""
+    """Wrong schedule: the warm-up is one jump."""
 
     def factor(self, epoch, run):
         return self.start if epoch < self.warmup else 1.0

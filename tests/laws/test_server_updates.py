@@ -187,7 +187,7 @@ def test_the_true_curvature_recovers_the_gradient_exactly():
 
 @dataclass(frozen=True)
 class TrueCurvature(DelayCompensated):
-    """Compensates by the bowl's own Hessian."""
+    """A server update that compensates with the exact Hessian of the bowl."""
 
     def apply(self, me, state, group, share=1.0):
         for push in group:

@@ -22,7 +22,7 @@ SIZE = 18
 
 
 def pick(name, turn, p, size=SIZE):
-    """What is averaged after that turn, written out."""
+    """The parameters that are averaged after the given turn, written out."""
     parts = math.ceil(1 / p)
     key = {"random": (0, turn), "shuffled": 0, "partitioned": (0, turn // parts)}[name]
     random = np.random.default_rng(key)
@@ -154,7 +154,7 @@ def test_restarts_anywhere():
 
 @dataclass(frozen=True)
 class Stuck(Selector):
-    """Always the same parameters."""
+    """Wrong selector: always selects the same parameters."""
 
     def pick(self, size, share, seed, turn):
         return np.arange(max(1, int(share * size)))
@@ -162,7 +162,7 @@ class Stuck(Selector):
 
 @dataclass(frozen=True)
 class Overlapping(Selector):
-    """Every parameter has its turn, but some have two."""
+    """Wrong selector: selects some parameters twice in a pass."""
 
     def pick(self, size, share, seed, turn):
         return np.arange(size)[turn % math.ceil(1 / share) :]

@@ -128,7 +128,7 @@ def test_restarts_where_nothing_is_under_way():
 
 @dataclass(frozen=True)
 class SharesOneMomentum(StreamingDiloco):
-    """All fragments step with the state of the first."""
+    """Wrong strategy: all fragments use the optimizer state of the first."""
 
     def worker_state(self, me):
         fragments = super().worker_state(me)
@@ -139,7 +139,7 @@ class SharesOneMomentum(StreamingDiloco):
 
 @dataclass(frozen=True)
 class TakesWhatItHasNow(StreamingDiloco):
-    """Begins the mean when it is due to arrive."""
+    """Wrong strategy: starts computing the mean only when the mean is due."""
 
     def offset(self, index):
         return (super().offset(index) + 1) % self.period

@@ -32,7 +32,7 @@ def meetings(period, n=N, steps=STEPS, **settings):
 
 
 def oracle(steps):
-    """The replicas when they meet after just these steps."""
+    """The replicas after averages at exactly the given steps."""
 
     def meet(step, w):
         if step in steps:
@@ -222,7 +222,7 @@ def test_restarts_anywhere(period):
 
 @dataclass(frozen=True)
 class OneLate(Fixed):
-    """Meets a step late."""
+    """Wrong schedule: averages one step late."""
 
     def due(self, me, state, since):
         return since > self.period
@@ -252,7 +252,7 @@ def test_a_second_phase_at_multiples_shows():
 
 @dataclass(frozen=True)
 class StaysAtTheFirst(Scheduled):
-    """Never changes its period."""
+    """Wrong schedule: never changes its period."""
 
     def due(self, me, state, since):
         return since >= self.periods[0]
@@ -281,7 +281,7 @@ def test_workers_that_do_not_agree_on_the_period_show():
 
 @dataclass(frozen=True)
 class StaysAtFirst(Adaptive):
-    """Does not look at the loss."""
+    """Wrong schedule: ignores the loss."""
 
     def chosen(self, ratio, length, same_rate=True):
         return length

@@ -26,7 +26,7 @@ def weights(text, n=N):
 
 
 def circulant(row):
-    """W[i, i + k mod n] = row[k]."""
+    """The circulant matrix with W[i, i + k mod n] = row[k]."""
     return np.stack([np.roll(row, i) for i in range(len(row))])
 
 

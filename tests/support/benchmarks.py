@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ as modules."""
+"""Imports the scripts of benchmarks/ as modules."""
 
 import importlib.util
 import sys

@@ -16,7 +16,7 @@ def normal(size, seed=0, dtype=np.float32):
 
 
 def trip(codec, array, seed=0):
-    """There and back."""
+    """Encode and decode an array."""
     return codec.decode(codec.encode(array, rng(seed)), array.size, array.dtype.name)
 
 
@@ -27,7 +27,7 @@ def uniforms(size, seed):
 
 
 def top(array, count):
-    """The definition: sort by magnitude, then by index."""
+    """The largest elements by definition: sorted by magnitude, then by index."""
     kept = np.lexsort((np.arange(len(array)), -np.abs(array.astype(np.float64))))[:count]
     out = np.zeros_like(array)
     out[kept] = array[kept]

@@ -25,7 +25,7 @@ PATIENCE = 30.0
 
 
 class Sockets:
-    """What a communicator needs of its membership."""
+    """The part of a membership that a communicator needs."""
 
     def __init__(self, rank: int, most: int):
         me = SenderIdentity("run", rank, "schema", most, notes=NOTES, secret=b"secret")
@@ -66,18 +66,18 @@ class Group:
         return [self._pool.submit(program, self.ranks[rank]) for rank in chosen]
 
     def run(self, program: Callable[[Communicator], T], *ranks: int) -> list[T]:
-        """What it returns, rank by rank."""
+        """Call a function with every communicator; return the results in order of rank."""
         return [future.result(PATIENCE) for future in self.start(program, *ranks)]
 
     def say(self, to: int, tag: str, note: AnyNote) -> None:
-        """What a supervisor would say to a communicator."""
+        """Send a communicator the message that a supervisor would send."""
         if to not in self.links:
             me = SenderIdentity("run", LAUNCHER, "schema", 1 << 20)
             self.links[to] = SupervisorLink(self.control.frames(self.sockets[to].line.address, 1 << 20), to, me)
         self.links[to].send(tag, note)
 
     def lose(self, rank: int, reason: str) -> None:
-        """All others hear that a rank is dead."""
+        """Notify all other ranks that a rank is dead."""
         for other in range(len(self.ranks)):
             if other != rank:
                 self.say(
@@ -87,7 +87,7 @@ class Group:
                 )
 
     def close(self) -> None:
-        """Close what is left."""
+        """Close the communicators that are still open."""
         for future in self.start(lambda rank: rank.close(0.1)):
             future.exception(PATIENCE)
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""A small disk that is soon full."""
+"""File systems small enough to be full after a few writes."""
 
 from __future__ import annotations
 

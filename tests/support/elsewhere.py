@@ -28,7 +28,7 @@ class Elsewhere(torch.Tensor):
 
 
 def elsewhere(array: FlatArray) -> Elsewhere:
-    """A copy of a numpy array, elsewhere."""
+    """Copy a numpy array to the other device."""
     moved: Elsewhere = torch.tensor(array).as_subclass(Elsewhere)
     return moved
 

@@ -38,5 +38,5 @@ def paced(folder: Path) -> str:
 
 
 def go_on(folder: Path) -> None:
-    """Let gradients take as long as they take."""
+    """Let gradients take their usual time again."""
     (folder / "go").touch()

@@ -23,6 +23,6 @@ class Mixed(nn.Module):
 
 
 def backward(model: nn.Module, number: int) -> None:
-    """Gradients of a batch that `number` names."""
+    """Compute the gradients of the batch with the given number."""
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
     (model(x) - x[:, :2]).square().mean().backward()

@@ -81,12 +81,12 @@ def state(pid: int) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process still is: a zombie is not."""
+    """Whether the process still runs; a zombie does not."""
     return state(pid) not in "ZX"
 
 
 def open_files(pid: int) -> set[str]:
-    """What a process holds open."""
+    """Names of the files that a process holds open."""
     found: set[str] = set()
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -179,11 +179,11 @@ class RealRun:
         return {name: pid for pid, name in sorted(named.items(), reverse=True) if NODE.fullmatch(name)}
 
     def events(self, node: str) -> bytes:
-        """What a node has written by now."""
+        """The events that a node has written so far."""
         return content(self.record / "events" / f"{node}.jsonl")
 
     def steps(self, rank: int) -> int:
-        """How many steps a worker has made by now."""
+        """Number of steps that a worker has written so far."""
         return self.events(f"worker-{rank}").count(b'"type":"step"')
 
     def wait_for_work(self, steps: int = 50) -> None:
@@ -228,7 +228,7 @@ class RealRun:
         return Ended(self.main.returncode, (self.scratch / "out").read_text(), self.err, took, limit, summary)
 
     def close(self) -> None:
-        """End what is left, whatever a test did."""
+        """End every process that is left, whatever the test did."""
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         self.main.wait(PATIENCE)

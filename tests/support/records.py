@@ -19,7 +19,7 @@ STEPS = 250
 
 @dataclass(frozen=True)
 class Made:
-    """How one invented strategy behaves."""
+    """Behavior of one invented strategy."""
 
     strategy: str
     comm: float

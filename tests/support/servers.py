@@ -35,7 +35,7 @@ def served(rule, n=4, job=None, **options):
 
 
 class FakeServer:
-    """As much of a server as a rule sees."""
+    """The part of a server that a server update sees."""
 
     def __init__(self, params, version, optimizer=None):
         self.params, self.version, self.optimizer = params, version, optimizer

@@ -19,7 +19,7 @@ TASK = JobProfile("surrogate", 1_000_000, ((1000, 1000),))
 
 
 def cluster(bandwidth: str, count: int = 8, more: str = "") -> ClusterShape:
-    """Machines that are alike."""
+    """A cluster of equal machines."""
     text = f'compute = "constant(0.02)"\n[nodes.machines]\ncount = {count}\n{more}\n[[links]]\ninside = "machines"\n'
     return read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test")
 
@@ -84,7 +84,7 @@ FAILING = ("gradient_coding", "ps(consistency=backup(b=1))", "ps(consistency=asy
 
 
 def failing(rate: str, hours: float | None) -> Outlook:
-    """Sixteen machines that fail at some rate."""
+    """A cluster of sixteen machines with the given failure rate."""
     shape = cluster("1gbit", count=16, more=f'failures = "{rate}"\ncomes_and_goes = true')
     length = None if hours is None else 3600 * hours
     return plan(TASK, shape, strategies=FAILING, further=False, length=length)

@@ -16,8 +16,8 @@ from flockstep.records.config import RunConfig
 from flockstep.transports.bus import Traffic
 
 
-class EvaluationOutcome(Exception):
-    """The clock would start."""
+class ClockStarts(Exception):
+    """Raised where the clock would start."""
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         def begin(self) -> None:
             done.append("begin")
-            raise EvaluationOutcome
+            raise ClockStarts
 
         def fail(self, failure: Any) -> None:
-            assert failure.reason.startswith(("worker 0 raised EvaluationOutcome", "server 0 raised EvaluationOutcome"))
+            assert failure.reason.startswith(("worker 0 raised ClockStarts", "server 0 raised EvaluationOutcome"))
 
         def close(self, linger: float) -> None:
             pass

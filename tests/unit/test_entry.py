@@ -77,7 +77,7 @@ def test_a_pool_of_the_users_own_is_told_that_the_call_is_unguarded(monkeypatch:
 
 @pytest.mark.parametrize("optimizer", ["torch(RMSprop)", "clipped(torch(RMSprop))"])
 def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Workers would wait for that at their first step."""
+    """Otherwise workers would wait for the import at their first step."""
     done: list[str] = []
 
     class Joining:

@@ -36,7 +36,7 @@ def test_a_writer_drops_events_with_one_warning_that_names_the_file(
 
 
 class Broken:
-    """A file on a disk that is broken."""
+    """A file on a broken disk."""
 
     def write(self, data: bytearray) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -145,7 +145,7 @@ def test_a_healthy_standard_output_gets_no_line_of_ours(unbuffered: str) -> None
 
 
 def test_only_a_full_disk_is_to_be_freed() -> None:
-    """A reader that is gone has no disk."""
+    """A closed pipe has no disk that could be freed."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as gone:

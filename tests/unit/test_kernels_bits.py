@@ -19,14 +19,14 @@ def torch_kernels():
 
 @pytest.fixture(params=["numpy", "torch"])
 def kind(request):
-    """The kernels, and what makes their arrays of numpy's."""
+    """The kernels, and the function that converts a numpy array to their kind."""
     if request.param == "numpy":
         return on_numpy, lambda array: array
     return torch_kernels(), lambda array: pytest.importorskip("torch").from_numpy(array.copy())
 
 
 def plain_mixed(index, seed):
-    """The hash in Python's integers."""
+    """The hash, computed with Python's integers."""
     word = 0xFFFFFFFF
     h = (index * 0x9E3779B1 + seed) & word
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & word
@@ -35,7 +35,7 @@ def plain_mixed(index, seed):
 
 
 def plain_packed(codes, bits):
-    """Bit by bit."""
+    """The packed bytes, computed bit by bit."""
     ones = [(int(code) >> bit) & 1 for code in codes for bit in range(bits)]
     return np.packbits(np.array(ones, np.uint8), bitorder="little")
 

@@ -12,7 +12,7 @@ FLOATS = ("float32", "float64")
 
 @pytest.fixture(params=["numpy", "torch"])
 def kind(request):
-    """The kernels, and what makes their arrays of numpy's."""
+    """The kernels, and the function that converts a numpy array to their kind."""
     if request.param == "numpy":
         return on_numpy, lambda array: array
     torch = pytest.importorskip("torch")
@@ -52,7 +52,7 @@ def test_scales_of_extremes(kind, dtype):
 
 
 def plain_codes(k, made, x, scales, block, levels, seed):
-    """Element by element, in the array's own arithmetic."""
+    """The codes, computed element by element in the array's own arithmetic."""
     kind = x.dtype.type
     uniforms = np.asarray(k.uniforms(made(np.zeros(0, np.uint8)), len(x), max(seed, 0)))
     codes = []

@@ -69,7 +69,7 @@ def made_of(array):
 
 @pytest.fixture(params=["numpy", "torch"])
 def kind(request):
-    """The kernels, and what makes their arrays of numpy's."""
+    """The kernels, and the function that converts a numpy array to their kind."""
     if request.param == "numpy":
         return on_numpy, lambda array: array
     torch()
@@ -161,12 +161,12 @@ def test_codecs_warn_of_nothing(codec, wide):
 
 
 def without_ties(x):
-    """Halves up, whatever the last bit is."""
+    """Wrong rounding: halves are rounded up, whatever the last bit is."""
     return ((np.abs(x).view(np.uint32) + np.uint32(0xC8001000)) >> np.uint32(13)).astype(np.uint16)
 
 
 def without_subnormals(x):
-    """The integer rounding alone, which knows normal numbers only."""
+    """Wrong rounding: the integer rounding alone, which is right for normal numbers only."""
     m = np.abs(x).view(np.uint32)
     odd = (m >> np.uint32(13)) & np.uint32(1)
     return np.where(m < 0x38800000, 0, (m + np.uint32(0xC8000FFF) + odd) >> np.uint32(13)).astype(np.uint16)

@@ -60,7 +60,7 @@ def overtaken(sends: list[Send], delivered: list[tuple[float, int]]) -> bool:
 
 
 def all_at_once(fabric: Fabric, sends: list[Send]) -> list[float]:
-    """A wrong driver: reserves the whole path at departure."""
+    """Wrong driver: reserves the whole path at departure."""
     deliveries = []
     for t, source, to, nbytes in sends:
         transit = fabric.depart(source, to, nbytes, t)
@@ -189,7 +189,7 @@ def test_a_message_queued_at_its_sender_does_not_reserve_what_is_behind() -> Non
 
 
 class Forgetful(Fabric):
-    """Forgets when the last message came through each hop."""
+    """Wrong hop: forgets when the last message passed."""
 
     def advance(self, transit: Transit) -> bool:
         transit.hops[transit.hop].passed = 0.0

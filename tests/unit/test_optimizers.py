@@ -331,7 +331,7 @@ def test_the_parts_of_many_steps_together_are_as_long_as_the_steps(optimizer: Op
 
 @pytest.mark.parametrize("optimizer", [Adam(lr=0.01), AdamW(lr=0.01, weight_decay=0.3)], ids=str)
 def test_adam_does_not_undo_a_share(optimizer: Optimizer) -> None:
-    """A scaled gradient would give the full step."""
+    """If the gradient were scaled instead, Adam would take the full step."""
     steps = []
     for share in (1.0, 0.25):
         params = np.linspace(-1, 1, 5)

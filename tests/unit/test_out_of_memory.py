@@ -13,7 +13,7 @@ from flockstep.launchers.out_of_memory import OutOfMemoryDetector, oom_kills
 
 
 class Ended:
-    """A process that is gone."""
+    """A process that has ended."""
 
     pid = 1
 
@@ -24,7 +24,7 @@ class Ended:
         return self.code
 
     def kill(self) -> None:
-        """Too late."""
+        """Do nothing: the process has ended."""
 
 
 def how(code: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -75,7 +75,7 @@ def test_steps_of_known_shapes_are_what_their_links_say() -> None:
 
 @pytest.mark.parametrize("text", ["all_reduce", "ps", "dpsgd", "all_reduce(collective=binomial_tree)"])
 def test_many_workers_are_what_all_of_them_would_take(text: str) -> None:
-    """32 workers extrapolated, beside a rehearsal of all 32."""
+    """The extrapolation to 32 workers is close to a rehearsal of all 32."""
     site, strategy = Site(TASK, cluster("100mbit", count=32)), Strategy.parse(text)
     found = predict_step(strategy, site, 32)
     assert found.source == "extrapolation"

@@ -70,7 +70,7 @@ def test_residual_networks_as_published(build, paper):
 
 
 def test_an_inception_by_hand():
-    """The first: 192 channels on 28 × 28 places."""
+    """The first block has 192 channels of 28 × 28."""
     part = [one for one in reference("googlenet").layers if one.name.startswith("3a.") and one.multiply_adds]
     weights = 192 * 64 + (192 * 96 + 96 * 128 * 9) + (192 * 16 + 16 * 32 * 25) + 192 * 32
     assert sum(one.parameters for one in part) == weights + 64 + 96 + 128 + 16 + 32 + 32

@@ -57,7 +57,7 @@ SHORT = [(noun, alias) for noun in registry.nouns() for alias in registry.aliase
 
 @pytest.fixture
 def table(monkeypatch):
-    """The registry, put back afterwards."""
+    """The registry, restored after the test."""
     for noun in registry.nouns():
         monkeypatch.setitem(registry._TABLE, noun, dict(registry._TABLE[noun]))
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
@@ -141,7 +141,7 @@ def test_unknown_names_come_with_the_nearest():
 
 @dataclass(frozen=True)
 class Mine(RingGraph):
-    """A ring of my own."""
+    """A custom ring."""
 
     width: int = 1
 

@@ -78,7 +78,7 @@ def test_a_rehearsal_is_like_a_long_run(text: str, tmp_path: Path) -> None:
 
 
 def test_few_steps_and_flat_tensors_are_not(tmp_path: Path) -> None:
-    """What rehearsals once were: 16 steps, and one-dimensional tensors."""
+    """Negative control: 16 steps and one-dimensional tensors are not enough."""
     _, sent = recorded("local_sgd(period=32)", tmp_path / "periods")
     assert rehearsed("local_sgd(period=32)", steps=16).sent_bytes_per_step == 0 < sent
     for text in ("powersgd", "decoupled_momentum"):

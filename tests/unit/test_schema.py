@@ -1,4 +1,4 @@
-"""What lies where in a model's flat array."""
+"""Positions of tensors in a model's flat array."""
 
 from __future__ import annotations
 

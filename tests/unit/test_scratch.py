@@ -35,7 +35,7 @@ def test_a_folder_goes_with_its_process(place: Path) -> None:
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_run(place: Path) -> None:
-    """Nobody holds the owner's file locked any more."""
+    """The lock of a killed owner is free."""
     left_behind(place / "flockstep-dead", "1234\n")
     with scratch() as folder:
         assert list(place.iterdir()) == [folder]

@@ -1,4 +1,4 @@
-"""What programs remember, as bytes and back."""
+"""The state of programs, encoded as bytes and decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor sends its nodes at the end."""
+"""The messages that a supervisor sends its nodes at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.transports.kinds import Ipc
 
 
 class Link:
-    """Notes with what a node is dismissed."""
+    """A link that stores the messages by which a node is dismissed."""
 
     def dismiss(self, result: object, buffers: object) -> None:
         self.result, self.buffers = result, buffers

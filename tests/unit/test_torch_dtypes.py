@@ -46,7 +46,7 @@ KINDS = {
 
 
 def rounded(flat: FlatModule) -> list[torch.Tensor]:
-    """What the parameters have to hold."""
+    """The values that the parameters have to hold."""
     views = flat.views(torch.as_tensor(flat.params))
     return [view.to(p.dtype) for view, p in zip(views, flat.parameters, strict=True)]
 
@@ -313,7 +313,7 @@ def scaled_step(model: nn.Module, strategy: str) -> None:
 
 
 def test_a_gradient_scaler_is_refused_where_float16_would_round_unscaled_gradients():
-    """Servers unscale and step in the master copy's dtype."""
+    """Servers unscale gradients and step in the dtype of the master copy."""
     for model, strategy in (
         (KINDS["float16-float32"](), "all_reduce"),
         (Mixed(torch.float16, torch.float16), "ps(bsp)"),

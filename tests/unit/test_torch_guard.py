@@ -173,7 +173,7 @@ def test_values_that_are_not_finite_are_told_once():
 
 
 def test_large_values_are_finite():
-    """Their squares are not."""
+    """The squares of these values are infinite."""
     model, optimizer = start(lr=0.0)
     with torch.no_grad():
         model[0].weight.fill_(1e30)

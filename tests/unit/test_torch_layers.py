@@ -113,7 +113,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_products_are_those_that_torch_counts(name):
-    """Forward and backward, each to the last product."""
+    """The number of products, forward and backward, equals torch's."""
     module, inputs = COUNTED[name]()
     batch = inputs[0].shape[1 if name == "attention over others" else 0]
     found = shape_of(module, *inputs, batch=batch)

@@ -21,7 +21,7 @@ from support.torch_loops import equal, load, net, start, step, values
 
 
 def plain(kind, steps, model=None, optimizer=None, first=0):
-    """The same steps with torch's own optimizer."""
+    """Take the same steps with torch's own optimizer alone."""
     model = net() if model is None else model
     optimizer = kind(model.parameters()) if optimizer is None else optimizer
     for number in range(first, first + steps):

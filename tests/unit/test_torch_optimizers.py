@@ -49,7 +49,7 @@ def test_a_scheduled_learning_rate_is_the_one_of_now() -> None:
 
 
 class Own(torch.optim.SGD):
-    """A user's own rule."""
+    """A user's own optimizer."""
 
 
 @pytest.mark.parametrize(

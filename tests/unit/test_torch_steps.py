@@ -89,7 +89,7 @@ def per_group(optimizer: Any) -> Any:
 
 
 def one_cycle(optimizer: Any) -> Any:
-    """It changes betas or momentum too."""
+    """A scheduler that changes betas or momentum too."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
 
 

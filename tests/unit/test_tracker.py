@@ -1,4 +1,4 @@
-"""The sums over replicas that evaluations are made of."""
+"""Sums over replicas from which evaluations are made."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from flockstep.planning import search as searching
 from flockstep.planning.advice import advise
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.search import Found, Search, SearchProgress, keenest
+from flockstep.planning.search import Found, Search, SearchProgress, most_promising
 from flockstep.planning.search_space import changed, knobs
 from flockstep.planning.step_prediction import ALONE
 from flockstep.planning.trial_store import FILE, TrialStore, settings_of
@@ -219,7 +219,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 def search(outlook: Outlook, keep: Path | None = None, trials: int = 6, seed: int = 0, **more: float) -> Search:
     kept = TrialStore(settings_of(TrialContext(outlook.site), outlook.workers, TARGET, seed, "iid"), keep)
-    return Search(outlook, keenest(outlook, 3), kept, trials, more.get("budget"), TARGET, seed)
+    return Search(outlook, most_promising(outlook, 3), kept, trials, more.get("budget"), TARGET, seed)
 
 
 def test_a_search_begins_with_what_is_written(outlook: Outlook, made_up: Counting) -> None:
@@ -322,7 +322,7 @@ def test_searches_that_make_no_sense_are_refused(outlook: Outlook, monkeypatch: 
     with pytest.raises(ConfigurationError, match="trials must be >= 1 and a budget > 0 s, got 0 and None"):
         search(outlook, trials=0)
     with pytest.raises(ConfigurationError, match="top must be >= 1 strategy, got 0"):
-        keenest(outlook, 0)
+        most_promising(outlook, 0)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigurationError, match=r"needs optuna, .* pip install 'flockstep\[search\]'"):
         search(outlook)

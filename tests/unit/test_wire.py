@@ -94,7 +94,7 @@ def test_a_message_without_an_array_is_another_one_than_with_an_empty_one() -> N
 
 
 def test_the_good_message_of_these_tests_is_good() -> None:
-    """The control of every refusal below."""
+    """Control of all refusals below: the unchanged message is accepted."""
     got = decode(header(), GOOD, 1, identity(2))
     assert got.array is not None
     assert got.array.tolist() == list(range(WEIGHTS))

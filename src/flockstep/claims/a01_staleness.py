@@ -64,7 +64,8 @@ class Staleness(Claim):
     real_steps: int = 1500
     statement = (
         "n-softsync collects c = floor(workers / n) gradients, so that the mean staleness is (workers - 1) / c, about "
-        "n, whatever the law of the service times; where the server steps after each, it is the number of executors"
+        "n, whatever the distribution of the service times; where the server steps after each, it is the number of "
+        "executors"
     )
     source = "Gupta, Zhang & Wang 2016 (average staleness of n-softsync); Zhang et al. 2016, figure 1"
     setting = (
@@ -84,7 +85,7 @@ class Staleness(Claim):
             for law in LAWS:
                 mean, total, in_flight = self._virtual(n, law)
                 rows.append(near(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
-                what = f"n={n}, {law}: sum of staleness; of gradients in flight"
+                what = f"n={n}, {law}: sum of all staleness (published: gradients in flight)"
                 rows.append(ClaimRow(what, total, in_flight, total == in_flight))
             say(f"n={n} of {WORKERS} workers: {rows[-2].ours:.4f}")
         for n in (1, 2, REAL_WORKERS):

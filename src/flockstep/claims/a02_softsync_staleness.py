@@ -44,10 +44,18 @@ class SoftsyncStaleness(Claim):
         rows = (
             ClaimRow("staleness of 1-softsync, cv 0.1", "{0, 1, 2}", str(found), found == {0, 1, 2}),
             ClaimRow(
-                f"gradients of {gradients} above 2 n, cv 0.1", "< 1e-4", late / gradients, late < 1e-4 * gradients
+                f"share of {gradients} gradients with staleness > 2 n, cv 0.1",
+                "< 1e-4",
+                late / gradients,
+                late < 1e-4 * gradients,
             ),
             *(
-                ClaimRow(f"share above 2 n, exponential, n={n}", "0.08 to 0.13", value, 0.08 <= value <= 0.13)
+                ClaimRow(
+                    f"share of gradients with staleness > 2 n, exponential, n={n}",
+                    "0.08 to 0.13",
+                    value,
+                    0.08 <= value <= 0.13,
+                )
                 for n, value in share.items()
             ),
         )

@@ -61,7 +61,10 @@ class CollectiveCosts(Claim):
             say(f"crossover of {n} workers")
             rows.append(self._crossover(n, kilobytes))
         rows += self._inequalities()
-        note = "in virtual time only: the real loopback of one host has neither a constant latency nor a link a rank"
+        note = (
+            "in virtual time only: the real loopback of one host has neither a constant latency nor one link for each "
+            "rank"
+        )
         return Verdict(tuple(rows), note)
 
     def _timed(self, name: str, n: int) -> ClaimRow:
@@ -81,7 +84,10 @@ class CollectiveCosts(Claim):
         ladder = (round(kilobytes * 500 * STEP**i / (8 * n)) * 8 * n for i in itertools.count())
         found = next(m for m in ladder if seconds("recursive_doubling", n, m) > seconds("rabenseifner", n, m)) / 1e3
         return ClaimRow(
-            f"kB where the butterfly loses, P={n}", kilobytes, found, kilobytes / STEP <= found <= kilobytes * STEP
+            f"array size in kB at which the butterfly becomes slower, P={n}",
+            kilobytes,
+            found,
+            kilobytes / STEP <= found <= kilobytes * STEP,
         )
 
     def _inequalities(self) -> list[ClaimRow]:
@@ -92,11 +98,19 @@ class CollectiveCosts(Claim):
         pipeline = all(costs.halving_doubling(n, m, link) <= costs.pipeline(n, m, link) * slack for n, m in cases)
         two = all(costs.butterfly(2, m, link) <= costs.halving_doubling(2, m, link) * slack for _, m in cases)
         return [
-            ClaimRow("tree = 2 butterfly, P = 2 to 1024", "always", "always" if butterfly else "not always", butterfly),
             ClaimRow(
-                "reduce-scatter and gather ≤ pipeline", "always", "always" if pipeline else "not always", pipeline
+                "the tree takes twice as long as the butterfly, P = 2 to 1024",
+                "always",
+                "always" if butterfly else "not always",
+                butterfly,
             ),
-            ClaimRow("the butterfly never loses at P = 2", "always", "always" if two else "not always", two),
+            ClaimRow(
+                "time of reduce-scatter and gather ≤ time of the pipeline",
+                "always",
+                "always" if pipeline else "not always",
+                pipeline,
+            ),
+            ClaimRow("the butterfly is never slower at P = 2", "always", "always" if two else "not always", two),
         ]
 
 

@@ -87,12 +87,17 @@ class StreamingDilocoBytes(Claim):
         )
         say(f"{every:,} bytes in 16 bits every step; {bare:g} and, with scales, {scaled:.2f} times less")
         rows = (
-            ClaimRow("bytes ÷ bytes, no headers", 400, bare, bare == 400),
-            ClaimRow("bytes ÷ bytes, a scale a fragment", ">= 390", round(scaled, 2), scaled >= 390),
+            ClaimRow("bytes of data parallelism ÷ bytes of DiLoCo, without scales", 400, bare, bare == 400),
+            ClaimRow(
+                "bytes of data parallelism ÷ bytes of DiLoCo, one scale per fragment",
+                ">= 390",
+                round(scaled, 2),
+                scaled >= 390,
+            ),
             ClaimRow("the published ratio ÷ ours", 1, round(PUBLISHED / bare, 4), abs(PUBLISHED / bare - 1) <= 0.01),
         )
         note = (
-            "codes of 4 bits are gathered, not added up on their way: among n workers n/2 times what a ring would take"
+            "codes of 4 bits are gathered and not added up on the way: n workers send n/2 times as much as a ring would"
         )
         return Verdict(rows, note)
 

@@ -59,7 +59,10 @@ class SparseFillIn(Claim):
                     f"{name}: share of communication", published, share, round(share, 3) == published and share <= 1
                 )
             )
-        return Verdict(tuple(rows), "a share of at most 1 shows only that brackets can be the communication's speed-up")
+        return Verdict(
+            tuple(rows),
+            "a share of at most 1 shows only that the bracketed figure can be the speed-up of the communication",
+        )
 
     def _density(self, n: int, kept: int, bucket: int) -> float:
         """Share of nonzero elements in the sum of random sparse vectors."""

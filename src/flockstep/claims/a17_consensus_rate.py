@@ -50,11 +50,18 @@ class ConsensusRate(Claim):
             early, late = (spreads(n, steps, starts) for steps in (begin, end))
             rates = (late / early) ** (1 / (end - begin))
             rate = float(np.median(rates))
-            rows.append(ClaimRow(f"rate a step, {n} workers", expected, rate, as_steep(rate, expected)))
+            rows.append(
+                ClaimRow(f"factor on the disagreement per step, {n} workers", expected, rate, as_steep(rate, expected))
+            )
             first = np.array([spread(start) for start in starts])
             excess = max(float(np.max(s / (rho**t * first))) for s, t in ((early, begin), (late, end)))
             rows.append(
-                ClaimRow(f"disagreement over rho^t times the first, {n} workers", "<= 1", excess, excess <= 1 + 1e-9)
+                ClaimRow(
+                    f"disagreement / (rho^t × initial disagreement), largest, {n} workers",
+                    "<= 1",
+                    excess,
+                    excess <= 1 + 1e-9,
+                )
             )
             figures |= {f"least rate, {n}": float(rates.min()), f"largest rate, {n}": float(rates.max())}
         return Verdict(tuple(rows), figures=figures)

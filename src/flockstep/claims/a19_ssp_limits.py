@@ -29,7 +29,7 @@ class SspLimits(Claim):
         "asynchronous; and no worker is ever more than s clocks ahead of the slowest"
     )
     source = "Ho et al. 2013, section 3; Langer, He, Rahayu & Xue 2020, section 3.3.4"
-    setting = "softmax regression, 6 workers with momentum, 4 laws of gradient times, 5 seeds, 1 Gbit/s"
+    setting = "softmax regression, 6 workers with momentum, 4 distributions of gradient times, 5 seeds, 1 Gbit/s"
     tolerance = "parameters and times equal bit for bit; the gap never exceeds s, and reaches it"
 
     def check(self, say: Say) -> Verdict:
@@ -40,8 +40,8 @@ class SspLimits(Claim):
         endless = sum(_same(self._run(unbounded, *case), self._run("asynchronous", *case)) for case in cases)
         say(f"{none} and {endless} of {len(cases)} runs are the same")
         rows = [
-            ClaimRow("runs with s = 0 that are those of bsp", len(cases), none, none == len(cases)),
-            ClaimRow("runs without a bound that are asynchronous ones", len(cases), endless, endless == len(cases)),
+            ClaimRow("runs with s = 0 that equal those of bsp", len(cases), none, none == len(cases)),
+            ClaimRow("runs without a bound that equal asynchronous runs", len(cases), endless, endless == len(cases)),
         ]
         for s in BOUNDS:
             gap = max(_gap(self._run(f"ssp({s})", *case)) for case in cases)

@@ -25,7 +25,7 @@ SIZE = 256
 """Number of elements of the encoded arrays."""
 SIGMAS = 4.0
 STEPS = 300
-"""Steps of the error feedback runs."""
+"""Number of steps in the runs with error feedback."""
 
 Channel = Callable[[FlatArray, np.random.Generator], FlatArray]
 """(array, random generator) → array that a receiver decodes."""
@@ -83,10 +83,10 @@ class CodecErrors(Claim):
                     contracting.append((self._contraction(codec, moments), codec))
             if contracting:
                 ratio, worst = max(contracting, key=lambda each: each[0])
-                rows.append(ClaimRow(f"{worst}: ||x - C(x)||² over its bound", "<= 1", ratio, ratio <= 1))
+                rows.append(ClaimRow(f"{worst}: ||x - C(x)||² / its bound", "<= 1", ratio, ratio <= 1))
             for codec in [codec for codec in lossy if codec.contraction or codec.unbiased][:1]:
                 rows += feedback_rows(codec)
-            say(f"{name}: {len(lossy)} settings, of which contractions {len(contracting)}")
+            say(f"{name}: {len(lossy)} settings, {len(contracting)} of them contractions")
         return Verdict((*rows, *self._controls()))
 
     def _contraction(self, codec: Codec, moments: Moments | None) -> float:
@@ -126,8 +126,13 @@ class CodecErrors(Claim):
         short = self._moments(lambda array, random: channel(codec)(array, random) * np.float32(0.99))
         bare = self._moments(channel(Qsgd(levels=1)))
         return [
-            ClaimRow(f"{codec}, one percent short: |mean - x|", f"> {SIGMAS:.0f}", short.off, short.off > SIGMAS),
-            ClaimRow("qsgd(levels=1), undamped: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1),
+            ClaimRow(
+                f"{codec}, decoded one percent too small: |mean - x| in standard errors",
+                f"> {SIGMAS:.0f}",
+                short.off,
+                short.off > SIGMAS,
+            ),
+            ClaimRow("qsgd(levels=1), without damping: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1),
         ]
 
 
@@ -149,7 +154,7 @@ def unbiased_rows(codec: Codec, moments: Moments) -> list[ClaimRow]:
     assert omega is not None
     low = moments.error - SIGMAS * moments.uncertainty
     return [
-        ClaimRow(f"{codec}: |mean - x|, standard errors", f"<= {SIGMAS:.0f}", moments.off, moments.off <= SIGMAS),
+        ClaimRow(f"{codec}: |mean - x| in standard errors", f"<= {SIGMAS:.0f}", moments.off, moments.off <= SIGMAS),
         ClaimRow(f"{codec}: variance", f"<= {omega if paper is None else paper:.4g}", moments.error, low <= omega),
         *([] if paper is None else [ClaimRow(f"{codec}: declared variance", paper, omega, math.isclose(paper, omega))]),
     ]
@@ -217,8 +222,8 @@ def feedback_rows(codec: Codec) -> list[ClaimRow]:
         delta = min(delta, 1 - max(_squared(memory), bound(used, wanted)) / _squared(wanted))
     ratio = kept * delta**2 / (4 * (1 - delta) * largest) if 0 < delta < 1 else float(kept > 0 and delta > 0)
     return [
-        ClaimRow(f"{name}, feedback: |given - sent - kept|", "<= 1e-9", worst, worst <= 1e-9),
-        ClaimRow(f"{name}, feedback: ||kept||² over its bound", "<= 1", ratio, ratio <= 1),
+        ClaimRow(f"{name}, error feedback: |gradients - sent - stored error|", "<= 1e-9", worst, worst <= 1e-9),
+        ClaimRow(f"{name}, error feedback: ||stored error||² / its bound", "<= 1", ratio, ratio <= 1),
     ]
 
 

@@ -41,14 +41,24 @@ class Straggler(Claim):
             say(f"{workers} workers, one {slow} times as slow")
             free, together = (self._pace(strategy, workers, slow) for strategy in ("adpsgd", "all_reduce"))
             ratio = free / together
-            rows.append(near(f"gradients a second over synchronous, P = {workers}, s = {slow}", published, ratio, 0.03))
-            figures[f"D-PSGD over synchronous, P = {workers}, s = {slow}"] = (
+            rows.append(
+                near(
+                    f"gradients per second / those of synchronous training, P = {workers}, s = {slow}",
+                    published,
+                    ratio,
+                    0.03,
+                )
+            )
+            figures[f"gradients per second of D-PSGD / those of synchronous training, P = {workers}, s = {slow}"] = (
                 self._pace("dpsgd", workers, slow) / together
             )
         even = self._pace("adpsgd", 8, 1) / self._pace("all_reduce", 8, 1)
         rows.append(near("the same without a slow worker, P = 8", 1.0, even, 0.03))
         most = max(figures.values())
-        note = f"D-PSGD, which waits for its neighbors, takes at most {most:.3g} times as many as synchronous training"
+        note = (
+            f"D-PSGD, which waits for its neighbors, computes at most {most:.3g} times as many gradients per second as "
+            "synchronous training"
+        )
         return Verdict(tuple(rows), note, figures)
 
     def _pace(self, strategy: str, workers: int, slow: int) -> float:

@@ -61,9 +61,9 @@ class ErrorFeedback(Claim):
             ]
         bare, fed = (self._finals("one_bit", feedback, say) for feedback in ("none", "residual"))
         losses = [float(np.median(finals.loss)) for finals in (bare, fed)]
-        rows.append(ClaimRow("one_bit, loss, no feedback", 0.065, round(losses[0], 3), losses[0] > losses[1]))
-        rows.append(ClaimRow("one_bit, loss, feedback", "0.018, less than without", round(losses[1], 3), True))
-        figures = {"one_bit, error, no feedback": bare.median, "one_bit, error, feedback": fed.median}
+        rows.append(ClaimRow("one_bit without feedback: loss", 0.065, round(losses[0], 3), losses[0] > losses[1]))
+        rows.append(ClaimRow("one_bit with feedback: loss", "0.018, less than without", round(losses[1], 3), True))
+        figures = {"one_bit without feedback: error in %": bare.median, "one_bit with feedback: error in %": fed.median}
         return Verdict(tuple(rows), f"{self._unbiased(figures, say)} {self._turns(figures, say)}", figures)
 
     def _unbiased(self, figures: dict[str, float], say: Say) -> str:

@@ -55,7 +55,11 @@ class DelayCompensation(Claim):
                 ClaimRow(f"{what}: compensated", f"{compensated}, <= 10", ranged(kept), found <= 10),
             ]
         same = all(equal_bits(*(_alone(strategy, seed) for strategy in (PLAIN, COMPENSATED))) for seed in range(3))
-        rows.append(ClaimRow("one worker, parameters bit for bit", "equal", "equal" if same else "differ", same))
+        rows.append(
+            ClaimRow(
+                "one worker: parameters of both methods, bit for bit", "equal", "equal" if same else "differ", same
+            )
+        )
         apart = not equal_bits(*(_alone(strategy, 0, workers=2) for strategy in (PLAIN, COMPENSATED)))
         rows.append(ClaimRow("control: two workers", "differ", "differ" if apart else "equal", apart))
         return Verdict(tuple(rows))

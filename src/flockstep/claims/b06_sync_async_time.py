@@ -68,12 +68,20 @@ class SyncAsyncTime(Claim):
         ratio, clocked = most / least, even[0] / even[1]
         rows = (
             ClaimRow(
-                "asynchronous, s to 10 % error", "75 to 150", ranged(times["asynchronous"], 0), math.isfinite(least)
+                "asynchronous: seconds to 10 % error",
+                "75 to 150",
+                ranged(times["asynchronous"], 0),
+                math.isfinite(least),
             ),
             ClaimRow("first 4 of 8 (4-sync)", "100 to 200", ranged(times["k_sync(4)"], 0), least < half < most),
             ClaimRow("synchronous", "400 to 700", ranged(times["bsp"], 0), math.isfinite(most)),
             ClaimRow("synchronous / asynchronous", "4 to 6; 3 to 21.7", round(ratio, 2), 3 <= ratio <= 21.7),
-            ClaimRow("control: the same, constant gradient times", "less", round(clocked, 2), clocked < ratio),
+            ClaimRow(
+                "control: synchronous / asynchronous, constant gradient times",
+                "less",
+                round(clocked, 2),
+                clocked < ratio,
+            ),
         )
         return Verdict(rows)
 

@@ -31,7 +31,9 @@ PILOT = {
     "sparta(0.005)": (53, 53),
     "easgd(10)": (42, 48),
 }
-"""Method → smallest and largest error of the mean model on sorted data in percent; for gossip(0.01), "51 and more"."""
+"""Method → smallest and largest test error of the mean model in the pilot run on sorted data, in percent; for
+gossip(0.01), "51 and more".
+"""
 ORDERS = (("sync", "local_sgd(10)", "local_sgd(50)", NONE), ("gossip(0.5)", "gossip(0.1)", "gossip(0.01)"))
 """Methods in order of decreasing communication."""
 
@@ -68,16 +70,21 @@ class DataThatDiffer(Claim):
         sync, none = median(mixed["sync"]), median(mixed[NONE])
         rows = [
             ClaimRow(
-                "synchronous, mixed data, error in %", f"3 to 5, <= {LEARNS:g}", ranged(mixed["sync"]), sync <= LEARNS
+                "synchronous, mixed data: error in %", f"3 to 5, <= {LEARNS:g}", ranged(mixed["sync"]), sync <= LEARNS
             ),
             ClaimRow(
-                "synchronous, sorted data",
+                "synchronous, sorted data: error in %",
                 "3.9 to 4.7",
                 ranged(apart["sync"][0]),
                 middle["sync"] - min(sync, LEARNS) < 1.5,
             ),
-            ClaimRow("no communication, mixed data", "3.1 to 5.0, <= 10", ranged(mixed[NONE]), none <= 10),
-            ClaimRow("no communication, sorted data", "72 to 77, >= 60", ranged(apart[NONE][0]), middle[NONE] >= 60),
+            ClaimRow("no communication, mixed data: error in %", "3.1 to 5.0, <= 10", ranged(mixed[NONE]), none <= 10),
+            ClaimRow(
+                "no communication, sorted data: error in %",
+                "72 to 77, >= 60",
+                ranged(apart[NONE][0]),
+                middle[NONE] >= 60,
+            ),
         ]
         rows += [_beside(name, *apart[name]) for name in PILOT]
         for order in ORDERS:
@@ -100,4 +107,9 @@ def _beside(name: str, errors: list[float], worst: list[float]) -> ClaimRow:
     published = f"{least:g}" if least == most else f"{least:g} to {most:g}"
     ours = f"{ranged(errors)}; {ranged(worst)}"
     apart = median(worst) >= median(errors) + APART
-    return ClaimRow(f"{name}, sorted data; worst worker's own", published, ours, near and apart)
+    return ClaimRow(
+        f"{name}, sorted data: error of the mean model; of the worst worker's own model, in %",
+        published,
+        ours,
+        near and apart,
+    )

@@ -43,7 +43,12 @@ class PartialCommunication(Claim):
         error = median(end.error for end in full)
         published = f"3.9 to 4.7, <= {LEARNS:g}"
         rows = [
-            ClaimRow("full, sorted data, error in %", published, ranged(end.error for end in full), error <= LEARNS)
+            ClaimRow(
+                "full communication, sorted data: error in %",
+                published,
+                ranged(end.error for end in full),
+                error <= LEARNS,
+            )
         ]
         bound = min(error, LEARNS) + 2
         whole = median(float(end.messages) for end in full)
@@ -51,7 +56,10 @@ class PartialCommunication(Claim):
             ends = ends_of(f"partial({share}, defer, {1 / WORKERS})", True, self.seeds, say, "mean")
             errors, sent = ranged(end.error for end in ends), median(float(end.messages) for end in ends) / whole
             holds = median(end.error for end in ends) <= bound and all(end.equal for end in ends)
-            what = f"deferred, share {share}, sorted data: error in %, messages of full, replicas equal"
+            what = (
+                f"deferred, share {share}, sorted data: error in %, share of the messages of full communication, "
+                "runs with equal replicas"
+            )
             equal = sum(end.equal for end in ends)
             rows.append(
                 ClaimRow(what, f"3.6 to 5.3, {share}, all", f"{errors}, {sent:.3f}, {equal} of {len(ends)}", holds)
@@ -66,7 +74,7 @@ class PartialCommunication(Claim):
         grows = all(a < b for a, b in pairwise(spreads))
         rows = [
             ClaimRow(
-                f"dropped, share {share}, mixed data: error in %, spread",
+                f"dropped, share {share}, mixed data: error in %, distance between replicas",
                 "3.1 to 3.6, 0.35 to 0.81",
                 f"{ranged(end.error for end in ends)}, {ranged(end.spread for end in ends)}",
                 grows and not any(end.equal for end in ends),

@@ -68,7 +68,9 @@ class FeedbackNeedsContraction(Claim):
                     f"qsgd({levels}), no feedback, %", "2.5 to 3.1", round(bare.median, 2), bare.median <= dense + 2
                 ),
                 self._raw(levels, raw, dense),
-                ClaimRow(f"qsgd({levels}), feedback: damped by", round(1 / (1 + omega), 4), round(factor, 4), exact),
+                ClaimRow(
+                    f"qsgd({levels}), feedback: damping factor", round(1 / (1 + omega), 4), round(factor, 4), exact
+                ),
                 ClaimRow(
                     f"qsgd({levels}), feedback, damped, %",
                     "3.1 to 4.7, <= dense + 2",

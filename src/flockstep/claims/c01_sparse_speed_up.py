@@ -67,7 +67,7 @@ class SparseSpeedUp(Claim):
     def check(self, say: Say) -> Verdict:
         """Calibrate the link, time all algorithms on it, and train."""
         nbytes = {"ring": sent(RING), "recursive doubling": sent(DOUBLING), **{n: sent(s) for n, s in SPARSE.items()}}
-        rows, figures = [], {f"{name}, bytes a worker, step and element": value for name, value in nbytes.items()}
+        rows, figures = [], {f"{name}, bytes per worker, step and element": value for name, value in nbytes.items()}
         for network, (name, share, comm, whole) in NETWORKS.items():
             say(f"{network}: {name}")
             bandwidth = nbytes["ring"] * PARAMS * (1 - share) / share / COMPUTE
@@ -76,7 +76,10 @@ class SparseSpeedUp(Claim):
             speed_up, total = dense / ours, (dense + COMPUTE) / (ours + COMPUTE)
             rows += [
                 ClaimRow(
-                    f"{network}: dense share of communication, calibrated", share, found, abs(found - share) < 0.001
+                    f"{network}: share of communication in a dense step, calibrated",
+                    share,
+                    found,
+                    abs(found - share) < 0.001,
                 ),
                 ClaimRow(
                     f"{network}: communication, {name} over ring",
@@ -89,9 +92,11 @@ class SparseSpeedUp(Claim):
         gap, final = self._gap(TRAINED, say)
         early, _ = self._gap(EARLY, say)
         rows.append(
-            ClaimRow(f"accuracy less that of dense ({final:.2f} %), points", ">= -0.5", round(gap, 2), gap >= -0.5)
+            ClaimRow(
+                f"accuracy minus that of dense training ({final:.2f} %), points", ">= -0.5", round(gap, 2), gap >= -0.5
+            )
         )
-        figures[f"the same after {EARLY} steps"] = early
+        figures[f"difference of accuracy to dense training after {EARLY} steps, points"] = early
         return Verdict(tuple(rows), explained(nbytes), figures)
 
     def _gap(self, steps: int, say: Say) -> tuple[float, float]:
@@ -104,7 +109,10 @@ class SparseSpeedUp(Claim):
             for seed in range(self.seeds)
         ]
         dense, ours = np.array(pairs).T
-        say(f"after {steps} steps, ours less dense: " + " ".join(f"{gap:.2f}" for gap in ours - dense))
+        say(
+            f"difference of accuracy to dense training after {steps} steps: "
+            + " ".join(f"{gap:.2f}" for gap in ours - dense)
+        )
         return float(np.median(ours - dense)), float(np.median(dense))
 
 

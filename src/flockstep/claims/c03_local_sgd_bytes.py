@@ -55,10 +55,12 @@ class LocalSgdBytes(Claim):
             fine = [period for period in found if period < min(grown, default=PERIODS[-1] + 1)]
             largest[data] = fine[-1]
             exponent = float(np.polyfit(np.log(fine), np.log([found[period][1] for period in fine]), 1)[0])
-            what = f"exponent of bytes to the target over H = 1 to {fine[-1]}, data {data}"
+            what = f"exponent of the bytes to the target as a function of H = 1 to {fine[-1]}, data {data}"
             rows.append(ClaimRow(what, -1.0, exponent, abs(exponent + 1) <= 0.15))
         few, many = largest["by label"], largest["at random"]
-        rows.append(ClaimRow("largest H without 20 % more steps, data by label", f"< {many}", few, few < many))
+        rows.append(
+            ClaimRow("largest H that needs no more than 20 % more steps, data by label", f"< {many}", few, few < many)
+        )
         note = f"with data at random the sweep ends at H = {PERIODS[-1]}" if many == PERIODS[-1] else ""
         return Verdict(tuple(rows), note, figures)
 

@@ -56,10 +56,10 @@ class Diloco(Claim):
         for (outer, period), (other, _) in found.items():
             ours = found["nesterov", period][0]
             if outer != "nesterov":
-                what = f"final loss, Nesterov, H = {period}, against {outer}"
+                what = f"final loss, Nesterov, H = {period}, compared with {outer}"
                 rows.append(ClaimRow(what, f"<= {other:.4f}", ours, ours <= other))
         figures = {f"loss, {outer}, H = {period}": value for (outer, period), (value, _) in found.items()}
-        figures |= {f"loss over all-reduce's, H = {p}": found["nesterov", p][0] / loss for p in PERIODS}
+        figures |= {f"loss / loss of all-reduce, H = {p}": found["nesterov", p][0] / loss for p in PERIODS}
         note = f"H = {PERIODS[-1]} leaves only {STEPS // PERIODS[-1]} outer steps; the paper takes 176 of 500 steps"
         return Verdict(tuple(rows), note, {"loss, all-reduce": loss, **figures})
 

@@ -99,7 +99,7 @@ class DeepGradientCompression(Claim):
             ClaimRow(
                 "DGC, error in %", f"<= {dense.error + 1:.2f}", round(whole.error, 2), whole.error <= dense.error + 1
             ),
-            ClaimRow("compression over the run", "277 to 608, >= 270", round(ratio, 1), ratio >= 270),
+            ClaimRow("compression ratio over the whole run", "277 to 608, >= 270", round(ratio, 1), ratio >= 270),
         ]
         figures = {"compression after warm-up": warm, "dense, mean loss": dense.median("loss")}
         figures["DGC, mean loss"] = whole.median("loss")

@@ -68,29 +68,32 @@ class PushWithStragglers(Claim):
         f"probability 1/32, one among all; accuracy: digits on a perceptron, {EPOCHS} epochs; {SEEDS} seeds"
     )
     tolerance = (
-        "ratio of times, median of seeds: >= 2 with one straggler a step, 0.95 to 1.3 without; median accuracy at most "
+        "ratio of times, median of seeds: >= 2 with one straggler per step, 0.95 to 1.3 without; median accuracy at "
+        "most "
         "1.5 points below"
     )
 
     def check(self, say: Say) -> Verdict:
         """Time both methods with the same random draws, and train with both."""
         rows, figures = [], {}
-        for share, name in ((0, "no stragglers"), (1 / 32, "one straggler a step")):
+        for share, name in ((0, "no stragglers"), (1 / 32, "one straggler per step")):
             say(name)
             ratios = [duration(REDUCE, share, seed) / duration(PUSH, share, seed) for seed in range(SEEDS)]
             ratio = float(np.median(ratios))
             holds = ratio >= 2 if share else 0.95 <= ratio <= 1.3
-            what = f"all-reduce over push, seconds a step, {name}, median of {min(ratios):.3g} to {max(ratios):.3g}"
+            spread = f"median of {min(ratios):.3g} to {max(ratios):.3g}"
+            what = f"seconds per step of all-reduce / gradient push, {name}, {spread}"
             rows.append(ClaimRow(what, ">= 2" if share else "1 to 1.3", ratio, holds))
             waiting = duration("all_reduce", share, 0) / duration("sgp", share, 0)
             figures[f"without overlap on either side, {name}, one seed"] = waiting
-        say("one step in ten slow")
-        figures["one step in ten slow, one seed"] = duration(REDUCE, 0.1, 0) / duration(PUSH, 0.1, 0)
+        say("one slow step in ten")
+        figures["one slow step in ten, one seed"] = duration(REDUCE, 0.1, 0) / duration(PUSH, 0.1, 0)
         rows.append(self._accuracy(say))
-        plain = figures["without overlap on either side, one straggler a step, one seed"]
+        plain = figures["without overlap on either side, one straggler per step, one seed"]
         note = (
-            f"both sides overlap; without overlap on either the ratio is {plain:.3g} with one straggler a step, on one "
-            "seed: it takes tau > 0 to hide what a peer is late"
+            f"both sides overlap; without overlap on either the ratio is {plain:.3g} with one straggler per step, on "
+            "one "
+            "seed: only tau > 0 hides the delay of a late peer"
         )
         return Verdict(tuple(rows), note, figures)
 
@@ -100,7 +103,9 @@ class PushWithStragglers(Claim):
             say(f"digits, seed {seed}")
             gaps.append(100 * (accuracy(PUSH, seed) - accuracy("all_reduce(recursive_doubling)", seed)))
         gap = float(np.median(gaps))
-        what = f"accuracy of push less that of all-reduce, points, median of {min(gaps):.2g} to {max(gaps):.2g}"
+        what = (
+            f"accuracy of gradient push minus that of all-reduce, points, median of {min(gaps):.2g} to {max(gaps):.2g}"
+        )
         return ClaimRow(what, "-1.2, >= -1.5", gap, gap >= -1.5)
 
 

@@ -78,16 +78,18 @@ class BackupTimeToTarget(Claim):
         interior = min(spared, key=lambda b: spared[b].seconds)
         ratio, more = ours[0] / theirs[0], ours[1] - theirs[1]
         rows = (
-            ClaimRow("16 and b more, b = 0, 1, 2: quickest b", "1 or 2", few, few in (1, 2)),
-            ClaimRow("b of 16 in all: quickest b is interior", "1 to 14", interior, 0 < interior < max(SPARED)),
-            ClaimRow(f"{best.name} over asynchronous: seconds to target", "< 1", ratio, ratio < 1),
-            ClaimRow(f"{best.name} less asynchronous: accuracy in the end", "> 0", more, more > 0),
+            ClaimRow("16 + b workers, b = 0, 1, 2: the b that is fastest", "1 or 2", few, few in (1, 2)),
+            ClaimRow(
+                "b backups among 16 workers: the b that is fastest", "1 to 14", interior, 0 < interior < max(SPARED)
+            ),
+            ClaimRow(f"seconds to target of {best.name} / asynchronous", "< 1", ratio, ratio < 1),
+            ClaimRow(f"final accuracy of {best.name} minus that of asynchronous", "> 0", more, more > 0),
         )
         other = self._long(best, say, OTHER_LAW), self._long(late, say, OTHER_LAW)
         variants = [late, *added.values(), *spared.values()]
         figures = {f"{one.name}: seconds to target": one.seconds for one in variants}
-        figures[f"{OTHER_LAW}, {best.name} over asynchronous: seconds to target"] = other[0][0] / other[1][0]
-        figures[f"{OTHER_LAW}, {best.name} less asynchronous: accuracy"] = other[0][1] - other[1][1]
+        figures[f"{OTHER_LAW}, seconds to target of {best.name} / asynchronous"] = other[0][0] / other[1][0]
+        figures[f"{OTHER_LAW}: accuracy of {best.name} minus that of asynchronous"] = other[0][1] - other[1][1]
         reason = _reason(late, added, spared[interior], other[0][0] / other[1][0])
         error = math.hypot(ours[2], theirs[2])
         accuracies = f". The accuracies differ by {100 * more:.2f} points, with a standard error of {100 * error:.2f}"

@@ -32,7 +32,7 @@ class LayerWiseRates(Claim):
         """Train with each optimizer and every seed."""
         sgd = f"sgd(lr={LR}, momentum=0.9)"
         small = self._mean(sgd, 1, WARMUPS["none"], say)
-        rows = [ClaimRow("error of the small batch, %", "that of the large one", round(small, 2), True)]
+        rows = [ClaimRow("error of the small batch, %", "the error of the large batch", round(small, 2), True)]
         for k in WORKERS:
             error = self._mean(sgd, k, GRADUAL, say)
             rows.append(ClaimRow(f"sgd, {k} workers, %", ">= 50", round(error, 2), error >= 50))

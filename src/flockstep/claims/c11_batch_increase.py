@@ -56,15 +56,17 @@ class LargerBatches(Claim):
             ClaimRow("error with lr / 5, %", "the same", round(falls, 2), True),
             ClaimRow("error with batch x 5, %", "the same", round(grows, 2), abs(grows - falls) <= 1),
             ClaimRow("error with neither, % (negative control)", "more", round(stays, 2), stays >= grows + 5),
-            ClaimRow("updates, of those with lr / 5", round(FEWER, 6), ratio, abs(ratio - FEWER) < 1e-12),
+            ClaimRow("updates / updates with lr / 5", round(FEWER, 6), ratio, abs(ratio - FEWER) < 1e-12),
             ClaimRow(
-                "samples, of those with lr / 5",
+                "samples / samples with lr / 5",
                 1.0,
                 samples["batch x 5"] / samples["lr / 5"],
                 len(set(samples.values())) == 1,
             ),
         )
-        return Verdict(rows, "One worker: several with the same batches together are the same mathematics (law tests)")
+        return Verdict(
+            rows, "one worker is used: several workers whose batches add up to the same batch compute the same updates"
+        )
 
 
 def _run(schedule: str, steps: int, seed: int) -> tuple[int, int, float]:

@@ -56,10 +56,11 @@ class FewBits(Claim):
                 ),
             ]
         long = 8 * OneBit().bind_shapes([(SIDE, SIDE)]).wire_bytes(SIDE * SIDE, "float32") / SIDE**2
-        rows.append(ClaimRow(f"one_bit, bits, columns of {SIDE}", 1.06, long, abs(long - 1.06) < 0.005))
+        rows.append(ClaimRow(f"one_bit: bits per element in columns of {SIDE}", 1.06, long, abs(long - 1.06) < 0.005))
         reason = (
-            "the two means of a column take 64 bits: 1.06 a bit and element are those of columns of about 1,000; the "
-            "columns of this small network have 64 elements, so that it is twice as many"
+            "the two means of a column take 64 bits: 1.06 bits per element hold for columns of about 1,000 elements; "
+            "the "
+            "columns of this small network have 64 elements, which doubles the number"
         )
         return Verdict(tuple(rows), reason)
 

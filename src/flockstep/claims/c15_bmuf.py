@@ -48,7 +48,10 @@ class BlockMomentum(Claim):
             rows.append(ClaimRow(f"steps to accuracy {TARGET}, {outer}, median", f"< {plain:g}", steps[outer], fewer))
             kept = best[outer] >= top - 0.005
             rows.append(ClaimRow(f"best accuracy, {outer}, median", f">= {top - 0.005:.4f}", best[outer], kept))
-        note = "all with the same local learning rate: block momentum is worth a larger step, N times in the long run"
+        note = (
+            "all methods use the same local learning rate: in the long run block momentum acts as a step N times as "
+            "large"
+        )
         return Verdict(
             tuple(sorted(rows, key=lambda row: row.what)), note, {f"steps, {k}": v for k, v in steps.items()}
         )

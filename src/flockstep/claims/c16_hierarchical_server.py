@@ -55,10 +55,13 @@ class HierarchicalServer(Claim):
                 if "leaf" in strategy:
                     rows.append(
                         ClaimRow(
-                            f"mean staleness in gradients, {name}, group {group}", f"> {alone:.3g}", late, late > alone
+                            f"mean staleness in gradients, {name}, groups of {group}",
+                            f"> {alone:.3g}",
+                            late,
+                            late > alone,
                         )
                     )
-        late = figures["staleness, waiting leaves, group 4"]
+        late = figures["mean staleness if workers wait for their leaf, groups of 4"]
         note = (
             f"where workers wait for their leaf's answer from the root, {WORKERS // 4} leaves take turns as single "
             f"workers do, so that a sum of 4 is late by {late:.3g} gradients; only cached answers add a level"
@@ -74,13 +77,13 @@ class HierarchicalServer(Claim):
         copies = (root.sent_bytes - single.sent_bytes / group) / size
         return [
             ClaimRow(
-                f"bytes into the root, {name}",
+                f"bytes received by the root / by a single server, {name}",
                 f"1/{group}",
                 root.received_bytes / single.received_bytes,
                 root.received_bytes * group == single.received_bytes,
             ),
             ClaimRow(
-                f"last copies out of the root, {name}",
+                f"final copies of the parameters sent by the root, {name}",
                 f"<= {WORKERS // group}",
                 copies,
                 0 <= copies <= WORKERS // group,

@@ -47,10 +47,10 @@ class OneToFive(Claim):
                 waits = GRADIENT / busy(1) - GRADIENT
                 figures[f"T_comm in ms, {where}"] = 1000 * waits
                 worst = max(SWEEP, key=lambda tau: abs(busy(tau) - formula(tau, waits)))
-                what = f"utilization at tau = {worst}, worst of the sweep, {where}"
+                what = f"utilization at tau = {worst}, farthest from the formula, {where}"
                 rows.append(near(what, formula(worst, waits), busy(worst), 0.01))
                 solved = max(1, round(ONE_TO_FIVE / (1 - ONE_TO_FIVE) * waits / GRADIENT))
-                what = f"utilization at tau = {solved}, solved for 5/6, {where}"
+                what = f"utilization at tau = {solved}, the tau computed for 5/6, {where}"
                 rows.append(near(what, ONE_TO_FIVE, busy(solved), 0.01))
         note = "workers meet in a collective; SparkNet's driver is another T_comm in the same formula"
         return Verdict(tuple(rows), note, figures)

@@ -19,7 +19,7 @@ from flockstep.testing import failures
 from flockstep.testing.strategies import equal_bits
 
 WORKERS = 8
-NARROW = "one link a fortieth"
+NARROW = "bandwidth of one link divided by 40"
 SLOWED = {
     ("central", "synchronous"): ("ps(bsp)", "all_reduce"),
     ("decentral", "synchronous"): ("dpsgd", "local_sgd(period=4)"),
@@ -72,19 +72,19 @@ class Resilience(Claim):
                 if not row.holds:
                     short[why] = short.get(why, 0) + 1
         held = sum(row.holds for row in rows)
-        figures = {"cells of the table": float(len(rows)), "of which hold": float(held)}
+        figures = {"rows of the failure table": float(len(rows)), "rows that hold": float(held)}
         rows += beyond_cells()
         say("slow workers and narrow links")
         rows += shares()
         rows += foreseen()
         say("real processes")
         rows += real(say)
-        reasons = [f"{held} of {figures['cells of the table']:.0f} cells of the table hold"]
+        reasons = [f"{held} of {figures['rows of the failure table']:.0f} rows of the failure table hold"]
         reasons += [
             f"{count} not{': ' if why.startswith('unexpected') else ', because '}{why}" for why, count in short.items()
         ]
         reasons += [f"not tried on a real link: {why}" for why in (why_not(),) if why]
-        figures["adpsgd, link of a worker that only answers: every worker loses"] = measured(
+        figures["adpsgd, narrow link of a worker that only answers: loss of all workers"] = measured(
             "adpsgd", WORKERS, FAULTS[NARROW].format(VICTIM)
         ).everyone
         return Verdict(tuple(rows), "; ".join(reasons), figures)
@@ -163,9 +163,9 @@ def shares_of_losses() -> Iterator[ClaimRow]:
                 continue
             victim = ASKS.get(text, VICTIM) if name == NARROW else VICTIM
             loss = measured(text, WORKERS, fault.format(victim), victim)
-            what = f"{text} ({where}, {how}), {name}: everyone's share"
+            what = f"{text} ({where}, {how}), {name}: share of the loss that all workers take on"
             if not loss.exercised:
-                yield ClaimRow(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
+                yield ClaimRow(what, said, f"not exercised: the affected worker itself loses {loss.victim:.1%}", False)
                 continue
             holds = loss.share <= wanted + 0.06 and (how == "asynchronous" or loss.share >= wanted - 0.06)
             yield ClaimRow(what, said, loss.share, holds)
@@ -197,13 +197,16 @@ def real(say: Say) -> Iterator[ClaimRow]:
         ours = killed(text)
         yield ClaimRow(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
     for text, everyone in SHAPED.items():
-        what, said = f"{text}, real link a tenth: every worker's share", "≥ 0.7" if everyone else "≤ 0.5"
+        what, said = (
+            f"{text}, real link narrowed to a tenth: share of the loss that all workers take on",
+            "≥ 0.7" if everyone else "≤ 0.5",
+        )
         if why := why_not():
             yield ClaimRow(what, said, f"not tried: {why}", False)
             continue
         say(f"a link of {text} becomes narrow")
         loss = narrowed(text)
         if not loss.exercised:
-            yield ClaimRow(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
+            yield ClaimRow(what, said, f"not exercised: the affected worker itself loses {loss.victim:.1%}", False)
             continue
         yield ClaimRow(what, said, loss.share, loss.share >= 0.7 if everyone else loss.share <= 0.5)

@@ -66,16 +66,14 @@ class SpartaDiloco(Claim):
         dearer = alone[AS_DEAR][0].bytes / both[0].bytes
         rows = (
             ClaimRow(
-                f"perplexity over DiLoCo's, both H = {SELDOM}",
+                f"perplexity / DiLoCo's, both with H = {SELDOM}",
                 f"0.857, <= {MOST}",
                 ranged(over[SELDOM], 3),
                 median(over[SELDOM]) <= MOST,
             ),
-            near(f"bytes, DiLoCo with H = {OFTEN} over ours", FEWER, fewer, 0.01),
-            ClaimRow(f"perplexity over DiLoCo's with H = {OFTEN}", "reported", ranged(over[OFTEN], 3), True),
-            ClaimRow(
-                f"control: perplexity over DiLoCo's with H = {AS_DEAR}", "reported", ranged(over[AS_DEAR], 3), True
-            ),
+            near(f"bytes of DiLoCo with H = {OFTEN} / bytes of SPARTA-DiLoCo", FEWER, fewer, 0.01),
+            ClaimRow(f"perplexity / DiLoCo's with H = {OFTEN}", "reported", ranged(over[OFTEN], 3), True),
+            ClaimRow(f"control: perplexity / DiLoCo's with H = {AS_DEAR}", "reported", ranged(over[AS_DEAR], 3), True),
         )
         close = _ratios(both, alone[SELDOM], "apart")
         early = _ratios(both, alone[SELDOM], "early")

@@ -152,5 +152,5 @@ def _closed_form(rates: dict[int, float]) -> ClaimRow:
     """
     ratios = [rates[n] / (2 * np.sin(np.pi / (4 * n - 2))) for n in WORKERS]
     worst = float(max(ratios, key=lambda ratio: abs(np.log(ratio))))
-    what = "exact gradients, async over the closed form, worst of 1 to 32 workers"
+    what = "exact gradients, async: largest stable rate / closed form, farthest from 1, 1 to 32 workers"
     return ClaimRow(what, 1.0, worst, bool(abs(np.log2(worst)) <= 0.5))

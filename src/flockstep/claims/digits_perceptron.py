@@ -64,7 +64,9 @@ class Perceptron(Model):
 
 
 def digits_job(optimizer: str, batch: int) -> Job:
-    """The digits, 1,437 for training and 360 for testing; the run's seed draws weights and sample order."""
+    """Return the job that classifies handwritten digits, 1,437 for training and 360 for testing; the run's seed
+    determines initial weights and sample order.
+    """
     source = Digits().job(0).data
 
     def data() -> Data:

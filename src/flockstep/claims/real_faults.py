@@ -130,8 +130,8 @@ def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Trai
 
 
 def killed(strategy: str) -> str:
-    """What the other workers do when a worker is killed, in the words of `testing.failures`, or else what
-    was observed.
+    """Kill a worker with SIGKILL, and return what the other workers do, in the words of `testing.failures`, or else a
+    description of what was observed.
     """
     with running("softmax", strategy, STEPS) as run:
         run.wait_for(50)
@@ -180,7 +180,7 @@ def watched(run: TrainProcess, steps: int) -> npt.NDArray[np.float64]:
 
 
 def squeeze(pid: int) -> None:
-    """Reduce both directions of the link of that process's host to a tenth."""
+    """Reduce the bandwidth of a process's network link to a tenth, in both directions."""
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
     found = _LINK.search(_said([*inside, "ip", "-o", "link"]))
     if found is None:

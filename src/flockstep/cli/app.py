@@ -227,7 +227,9 @@ def compare(
     job: o.JobArgument,
     strategy: Annotated[
         list[str],
-        typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.", autocompletion=o.STRATEGY),
+        typer.Option(
+            "--strategy", "-s", help="A strategy to compare; repeat the option for each one.", autocompletion=o.STRATEGY
+        ),
     ],
     workers: o.Workers = 4,
     simulate: Annotated[
@@ -322,7 +324,7 @@ def list_components(
             autocompletion=listing.complete,
         ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every component of every kind.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every component of every kind.")] = False,
     imports: o.Imports = None,
     as_json: o.Json = False,
 ) -> None:
@@ -388,7 +390,9 @@ def layouts(
 
 @app.command(rich_help_panel=LOOK_UP)
 def reproduce(
-    claims: Annotated[list[str] | None, typer.Argument(help="Claims to try, such as A5; none: list them.")] = None,
+    claims: Annotated[
+        list[str] | None, typer.Argument(help="Claims to try, such as A5 (default: list all claims).")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Try every claim (minutes).")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with code 1 if a claim does not hold.")] = False,
     write: Annotated[
@@ -451,7 +455,9 @@ def doctor(as_json: o.Json = False) -> None:
 
 @app.command("help", rich_help_panel=HELP)
 def show_help(
-    command: Annotated[list[str] | None, typer.Argument(help="A command, such as train or bench codecs.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="The command to explain, such as train or bench codecs.")
+    ] = None,
 ) -> None:
     """Show what a command does, and its options."""
     app([*(command or []), "--help"], prog_name=NAME, standalone_mode=False)

@@ -38,7 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure transports, collectives, codecs and the simulator against other implementations.",
 )
-Rounds = Annotated[int, typer.Option("--rounds", "-r", help="Repetitions; medians are shown.")]
+Rounds = Annotated[int, typer.Option("--rounds", "-r", help="Number of repetitions; medians are shown.")]
 Sizes = Annotated[str, typer.Option("--sizes", help="Bytes of the array, such as 4096,1048576.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Also draw a picture, as one HTML file.")]
@@ -61,7 +61,7 @@ def collectives(
     sizes: Sizes = "4096,1048576,4194304,33554432",
     rounds: Rounds = 20,
     implementation: Annotated[
-        list[str] | None, typer.Option("--implementation", "-i", help="Only this one; repeat for each.")
+        list[str] | None, typer.Option("--implementation", "-i", help="Measure only this one; repeatable.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the table that collective auto(table=…) reads.")] = None,
     out: Out = None,
@@ -123,7 +123,7 @@ def codecs(
 def simulator(
     replicas: Annotated[str, typer.Option("--replicas", "-n", help="Numbers of replicas.")] = "16,64,256",
     rounds: Rounds = 20,
-    steps: Annotated[int, typer.Option(help="Of each worker in a simulation.")] = 20,
+    steps: Annotated[int, typer.Option(help="Steps of each worker in a simulation.")] = 20,
     workload: Annotated[str, typer.Option("--workload", "-w", help="Workload to train, such as tabular.")] = "softmax",
     out: Out = None,
     as_json: Json = False,
@@ -150,11 +150,13 @@ def simulator(
 @app.command()
 def prediction(
     strategy: Annotated[
-        list[str] | None, typer.Option("--strategy", "-s", help="Only this one; repeat for each.")
+        list[str] | None, typer.Option("--strategy", "-s", help="Measure only this one; repeatable.")
     ] = None,
     bandwidths: Annotated[str, typer.Option("--bandwidths", help="Of the links.")] = "20mbit,100mbit,1gbit",
-    job: Annotated[str | None, typer.Option(help="What is trained (default: a softmax of 200,010 parameters).")] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Processes, each on a host of its own.")] = 4,
+    job: Annotated[str | None, typer.Option(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Number of processes, each on a virtual host of its own.")
+    ] = 4,
     draw: Annotated[
         int, typer.Option(help="Number of combinations of strategy, job, workers and bandwidth to draw.")
     ] = 0,

@@ -35,7 +35,7 @@ def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: boo
         ConfigurationError: no claim is named, or both names and `everything` are given.
     """
     if everything == bool(names):
-        raise ConfigurationError(f"name claims, or give --all for every one of them; known: {', '.join(known())}")
+        raise ConfigurationError(f"name one or more claims, or give --all; known: {', '.join(known())}")
     claims = {name: Claim.parse(name) for name in (known() if everything else names)}
     if write:
         require_page()

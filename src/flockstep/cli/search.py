@@ -13,7 +13,7 @@ from flockstep.planning.advice import asked as all_requirements
 from flockstep.planning.advice import unfit
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short
-from flockstep.planning.search import TOP, Found, Search, SearchProgress, keenest
+from flockstep.planning.search import TOP, Found, Search, SearchProgress, most_promising
 from flockstep.planning.trial_store import TrialStore, settings_of
 from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, goal_of
 from flockstep.report import formatting
@@ -86,7 +86,7 @@ def _begun(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: 
     kept = TrialStore(settings_of(context, outlook.workers, target, asked.seed, asked.split), asked.keep)
     return Search(
         outlook,
-        keenest(outlook, top, excluded),
+        most_promising(outlook, top, excluded),
         kept,
         asked.trials,
         asked.budget,

@@ -43,7 +43,9 @@ SHOWN = 16
 
 @contextmanager
 def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int], None]]:
-    """A live table of the nodes of a real run, and how long the rest takes; nothing where nobody watches."""
+    """Context manager that shows a live table of the nodes of a real run, and the time left; shows nothing if standard
+    error is not a terminal.
+    """
     if not console.is_terminal:
         yield lambda nodes, steps: None
         return
@@ -64,7 +66,9 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int
 
 @contextmanager
 def status() -> Iterator[ProgressCallback]:
-    """Says what goes on and, where the total is known, how long the rest takes; nothing where nobody watches."""
+    """Context manager that shows the current task and, if the total is known, the time left; shows nothing if standard
+    error is not a terminal.
+    """
     if not console.is_terminal:
         yield silent
         return
@@ -79,7 +83,9 @@ def status() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """A bar for the worker-steps of a simulation, and how long the rest takes; nothing where nobody watches."""
+    """Context manager that shows a progress bar of the worker-steps of a simulation, and the time left; shows nothing
+    if standard error is not a terminal.
+    """
     if not console.is_terminal:
         yield lambda done, total, clock: None
         return

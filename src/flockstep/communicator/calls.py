@@ -165,7 +165,7 @@ class Calls:
         """
         if any(held() for held in list(self._holders.values())):
             raise ConfigurationError(
-                "other ranks wait for a window's local() that is held here; leave its with block first"
+                "other ranks wait for a window's local() that is held here; leave the window's with block first"
             )
 
     def _count(self, use: str) -> int:

@@ -36,7 +36,7 @@ LONGEST = 4000
 
 
 class Sockets(Protocol):
-    """What a communicator sends and receives with."""
+    """The sockets with which a communicator sends and receives messages."""
 
     bus: Bus
 
@@ -194,7 +194,7 @@ class Communicator(Collectives):
         wanted = (shape,) if isinstance(shape, int) else tuple(shape)
         if array_bytes(wanted, dtype) > self.max_bytes:
             raise ConfigurationError(
-                f"a shared array has at most {self.max_bytes} bytes, got shape {wanted}; join with more max_bytes"
+                f"a shared array has at most {self.max_bytes} bytes, got shape {wanted}; join with a larger max_bytes"
             )
         size = segment_bytes(self.workers, wanted, dtype)
         self.agree(f"a shared array of {dtype} {wanted}", timeout)

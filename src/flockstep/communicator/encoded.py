@@ -120,7 +120,8 @@ def checked(array: Any, most: int) -> Array:
         raise ConfigurationError(f"an array must be one of {', '.join(sorted(DTYPES))}, got {found.dtype}; convert it")
     if found.nbytes > most:
         raise ConfigurationError(
-            f"an array may have at most {most} bytes, got {found.nbytes}; send it in parts, or join with more max_bytes"
+            f"an array may have at most {most} bytes, got {found.nbytes}; send it in parts, or join with a larger "
+            "max_bytes"
         )
     return found
 

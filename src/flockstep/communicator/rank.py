@@ -29,7 +29,7 @@ class CollectiveCall:
     what: str = ""
     """What this rank calls; empty before it has made the call."""
     theirs: dict[str, Address] = field(default_factory=dict)
-    """What other ranks call, before this rank has made the call → the first rank that does."""
+    """What other ranks call → the first rank that calls it; used until this rank has made its own call."""
     task: Task | None = None
     off: FlockstepError | None = None
     """The error with which another rank ended the call; None if there is none."""

@@ -54,7 +54,7 @@ class ClusterShape:
                 raise WrongValue(f"{key} must be >= 0 seconds, got {got:g}; leave it out for none", key)
         if self.law.sharing is not None:
             raise WrongValue(
-                f"compute must be the law of a worker on its own core, got {self.law}; say cores = "
+                f"compute must be the compute model of a worker on its own core, got {self.law}; say cores = "
                 f"{self.law.sharing} in [nodes.…] instead",
                 "compute",
             )
@@ -326,7 +326,7 @@ def _check_names(cluster: ClusterShape) -> None:
 def _check_joined(cluster: ClusterShape) -> None:
     """Check that every two workers are connected."""
     for group in cluster.groups:
-        for reach, many, what in (("node", group.workers, "workers on a machine"), ("inside", group.count, "machines")):
+        for reach, many, what in (("node", group.workers, "workers of a machine"), ("inside", group.count, "machines")):
             if many > 1 and cluster._of(reach, group.name) is None:  # type: ignore[arg-type]
                 raise WrongValue(
                     f"the {many} {what} of {group.name} must be joined by a link, got none; add [[links]] {reach} = "

@@ -226,7 +226,7 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     operations = top.quantity("operations", _rate, "10G/s")
     overhead = top.quantity("overhead", lambda text: units.duration(text, "overhead"), "200us")
     message = top.quantity("message", lambda text: units.duration(text, "message"), "20us")
-    text = top.take("compute", str, "a law as text, such as 'lognormal(0.05, sigma=0.3)'")
+    text = top.take("compute", str, "a compute model as text, such as 'lognormal(0.05, sigma=0.3)'")
     groups = tuple(_group(*one) for one in top.tables("nodes"))
     wires = tuple(map(_wire, top.array("links")))
     rates = {one: _rates(one, table) for one, table in top.tables("rates")}

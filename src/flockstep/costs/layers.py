@@ -47,11 +47,11 @@ class Pass:
                 raise ConfigurationError(f"{name} of a pass must be >= 0 and finite, got {value}; count again")
 
     def work(self, batch: int) -> Number:
-        """W: floating-point operations for `batch` samples; a multiply-add counts as two."""
+        """Return W, the number of floating-point operations for `batch` samples; a multiply-add counts as two."""
         return batch * (2 * self.products + self.other)
 
     def chain(self, batch: int) -> int:
-        """D: the longest chain of dependent operations; 0 if there are no operations."""
+        """Return D, the length of the longest chain of dependent operations; 0 if there are no operations."""
         if not self.products and not self.other:
             return 0
         return max(1, self.depth + self.sums * log2_ceil(batch * self.summed))
@@ -122,7 +122,7 @@ class Layer:
         return self.by_weight.work(batch) + self.by_input.work(batch)
 
     def work(self, batch: int) -> Number:
-        """W: floating-point operations for `batch` samples, forward and backward."""
+        """Return W, the number of floating-point operations for `batch` samples, forward and backward."""
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth_backward(self, batch: int) -> int:
@@ -130,11 +130,11 @@ class Layer:
         return max(self.by_weight.chain(batch), self.by_input.chain(batch))
 
     def depth(self, batch: int) -> int:
-        """D: the longest chain of dependent operations, forward and backward."""
+        """Return D, the length of the longest chain of dependent operations, forward and backward."""
         return self.forward.chain(batch) + self.depth_backward(batch)
 
     def parallelism(self, batch: int) -> float:
-        """W/D: mean number of operations that can run at the same time; 0 if there are none."""
+        """Return W/D, the mean number of operations that can run at the same time; 0 if there are none."""
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 

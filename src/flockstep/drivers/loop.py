@@ -218,7 +218,9 @@ class Loop:
         return returned[0]
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """From the next step on, use other settings on the servers and for the slices that workers step themselves."""
+        """Use other optimizer settings from the next step on, on the servers and for the slices that workers step
+        themselves.
+        """
         with self._telling():
             tell_servers(self._worker, optimizer)
 

@@ -42,7 +42,7 @@ class SnapshotParameters(MutableMapping[Address, FlatArray]):
 
 
 class SnapshotTick(Tick):
-    """A tick whose parameters are in files."""
+    """The parameters that the nodes sent at one tick of progress, read from files of snapshots."""
 
     def __init__(self, missing: set[Address]):
         super().__init__(missing)

@@ -103,7 +103,7 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
     with contextlib.suppress(PeerLost):
         return to_host((await me.receive("buffers", rank)).payload)
     if rank not in me.lost:
-        raise ConfigurationError(f"rank {rank} has called finish(); call sync_buffers() on every rank before that that")
+        raise ConfigurationError(f"rank {rank} has called finish(); call sync_buffers() on every rank before finish()")
     return None
 
 

@@ -162,7 +162,7 @@ class ServerMemory:
         if self._own_memory:
             raise ConfigurationError(
                 f"servers of {self._loop.strategy} step with an optimizer of their own, whose state cannot be saved or "
-                "loaded; use a rule that steps with the job's, such as plain"
+                "loaded; use a server_update that steps with the job's optimizer, such as plain"
             )
         if not self._loop.held:
             raise ConfigurationError(

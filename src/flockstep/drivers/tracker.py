@@ -28,7 +28,9 @@ FINAL = math.inf
 
 @dataclass
 class Tick:
-    """The parameters of one tick. Sums are of distances to the first replica, so that equal replicas give exactly 0."""
+    """The parameters that the nodes sent at one tick of progress. Sums are of distances to the first replica, so that
+    equal replicas give exactly 0.
+    """
 
     missing: set[Address]
     workers: int = 0
@@ -50,7 +52,7 @@ class Tick:
         return self.reference
 
     def add_worker(self, params: FlatArray, step: int, sent: int, samples: int = 0) -> None:
-        """Add a replica to the sums."""
+        """Add a worker's replica to the sums from which the mean and the divergence are computed."""
         self.workers += 1
         self.steps += step
         self.samples += samples

@@ -83,7 +83,7 @@ class Grid:
         return found
 
     def marks(self, config: RunConfig) -> str:
-        """Text that tells a run from the other runs of its strategy."""
+        """Text that distinguishes a run from the other runs of its strategy: the learning rate and the seed."""
         rate = f", lr {config.lr:g}" if self.rates else ""
         return rate + (f", seed {config.seed}" if self.seeds > 1 else "")
 

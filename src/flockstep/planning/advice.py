@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flockstep.errors import UnknownName
 from flockstep.planning import advice_text as say
 from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous
-from flockstep.planning.plan import KEEN, Outlook, combines
+from flockstep.planning.plan import BEST_SHOWN, Outlook, combines
 from flockstep.planning.plan_text import short
 from flockstep.planning.scaling import Crossover, crossovers, waiting
 from flockstep.planning.step_prediction import ALONE, StepPrediction
@@ -174,7 +174,7 @@ def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, .
         (one for one in outlook.scalable if one.name in left),
         key=lambda one: -case.worth(one.found),
     )
-    among = [one for place, one in enumerate(ranked) if place < KEEN or one.pace is None]
+    among = [one for place, one in enumerate(ranked) if place < BEST_SHOWN or one.pace is None]
     return crossovers(among, outlook.site, outlook.workers, case.left[0].name, slower(requirements))
 
 

@@ -204,7 +204,8 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
     seconds = usual_seconds(steps, length)
     if not seconds > 0:
         raise ConfigurationError(
-            f"steps in {where} must take time to be compared with a prediction, got 0 s; give a law"
+            f"steps in {where} must take time to be compared with a prediction, got 0 s; simulate with gradients that "
+            "take time"
         )
     counted = [one for mine in steps for one in mine[first_counted(length) :]]
     took = sum(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in counted)

@@ -279,7 +279,7 @@ def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeMo
     times = [[one for run in runs for one in run.counted(rank) if one > 0] for rank in range(workers)]
     if min(map(len, times)) < 2:
         raise ConfigurationError(
-            "records must hold the seconds of gradients, got none; give runs with a compute law > 0"
+            "records must hold the seconds of gradients, got none; give runs whose gradients take time"
         )
     medians = [statistics.median(mine) for mine in times]
     if max(medians) < ALIKE * min(medians):

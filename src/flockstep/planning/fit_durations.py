@@ -39,7 +39,7 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
     times = np.sort(np.asarray(seconds, dtype=np.float64))
     if len(times) < 2 or not times[0] > 0 or not math.isfinite(times[-1]):
         raise ConfigurationError(
-            f"a law needs two or more durations > 0, got {len(times)} from {times[:1]} on; measure more steps"
+            f"a compute model needs two or more durations > 0, got {len(times)} from {times[:1]} on; measure more steps"
         )
     mean = _short(float(times.mean()))
     if times.std() < STEADY * times.mean():
@@ -48,12 +48,12 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
     law = Lognormal(mean, _short(float(logs.std())))
     distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)
     limit = NEAR / math.sqrt(len(times)) + SLACK
-    apart = f"{len(times)} durations, whose distribution is {distance:.2f} away from a lognormal law's"
+    apart = f"{len(times)} durations, whose distribution is {distance:.2f} away from a lognormal distribution"
     if distance <= limit:
         return Fit(law, f"lognormal, which fits {apart}: a distance of up to {limit:.2f} can be chance")
     return Fit(
         Empirical(_quantiles(times)),
-        f"given by quantiles, because no named law fits {apart}: only up to {limit:.2f} can be chance",
+        f"given by quantiles, because no named distribution fits {apart}: only up to {limit:.2f} can be chance",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flockstep.planning.advice import Advice, slower
-from flockstep.planning.plan import KEEN, Outlook
+from flockstep.planning.plan import BEST_SHOWN, Outlook
 from flockstep.planning.plan_text import (
     HEADINGS,
     LITTLE,
@@ -246,7 +246,7 @@ def _compared(outlook: Outlook, advice: Advice) -> list[ScalablePrediction]:
     out = {name for name, _ in advice.excluded}
     left = [one for one in outlook.scalable if one.name not in out]
     left.sort(key=lambda one: -advice.worths[one.name])
-    return [one for one in left if one.pace is not None][:KEEN] + [one for one in left if one.pace is None]
+    return [one for one in left if one.pace is not None][:BEST_SHOWN] + [one for one in left if one.pace is None]
 
 
 def _mark(name: str, x: float | None, y: float | None, color: str, symbol: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ MOST = WORKERS[-1]
 """Largest number of workers of a plan; some costs of larger numbers take minutes to compute."""
 CURVES = 6
 """Number of strategies whose scaling is reported."""
-KEEN = 6
+BEST_SHOWN = 6
 """Number of strategies on the map: those with the highest worth."""
 
 
@@ -85,7 +85,9 @@ class Outlook:
         raise ConfigurationError(f"{name} must be among the strategies of the plan, got none; name one that is listed")
 
     def pace(self, name: str) -> Pace | None:
-        """Dependence of a strategy on circumstances; None for one worker."""
+        """Model of how a strategy's step time depends on workers, bandwidth, model size and stragglers; None for one
+        worker.
+        """
         return next((one.pace for one in self.scalable if one.name == name), None)
 
     def departures(self, found: StepPrediction) -> tuple[str, ...]:
@@ -212,7 +214,9 @@ def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
     if shared and len(site.cluster.placed(workers)) > 1:
         raise ConfigurationError("all workers must be on one machine; plan it for a cluster of one node")
     if strategy.traits.matrices and not any(len(shape) > 1 for shape in site.task.tensors):
-        raise ConfigurationError("it factors matrices, and of this model only sizes are known; plan it for a job")
+        raise ConfigurationError(
+            "the strategy factors matrices, but only the size of this model is known; plan it for a job"
+        )
 
 
 def _scalable(found: list[StepPrediction], site: Site) -> list[ScalablePrediction]:

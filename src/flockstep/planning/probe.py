@@ -26,7 +26,8 @@ LARGE = 1 << 20
 
 @dataclass(frozen=True)
 class Probe(Strategy):
-    """Half of the steps each worker alone, in turns; half all at once; then messages to and fro between every pair.
+    """In half of the steps each worker computes alone, in turns; in the other half all workers compute at once; then
+    messages pass to and fro between every pair.
 
     Scalars: "one way a b N" is half of the median round trip of N bytes between workers a and b, in seconds: of one
     element, and of the whole model or `LARGE` bytes, whichever is more. "message a b" is the time of each of `BURST`

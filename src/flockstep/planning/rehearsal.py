@@ -46,7 +46,7 @@ SMALL = 60_000
 LARGE = 5e7
 """Parameters of a worker times steps and pairs of workers, up to which a model may be rehearsed itself."""
 QUICK = 1e6
-"""The same limit for a quick rehearsal."""
+"""Parameters of a worker times steps and pairs of workers, up to which a quick rehearsal uses the model itself."""
 WORK = 4e8
 """Largest product of steps and parameters of all workers in a rehearsal."""
 STEPS = 40
@@ -293,7 +293,7 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
         return _of_size(stage, whole, steps)
     try:
         if _by_shape(stage):
-            raise Shrunk("what it sends depends on the shapes of matrices")
+            raise Shrunk("the messages depend on the shapes of matrices")
         few = _few(stage.strategy, workers)
         if steps is None and few > 1 and (why := _unlike(stage.strategy, few, stage.shapes, stage.surrogate_batches)):
             raise Shrunk(why)

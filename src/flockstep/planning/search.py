@@ -95,7 +95,7 @@ class SearchProgress:
     """The strategy in the plan with the shortest time to target so far, and its trial."""
 
 
-def keenest(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
+def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
     """One worker, and the strategies with the highest worth in the plan, except those in `leave`.
 
     Raises:

@@ -87,7 +87,7 @@ class SurrogateEngine(NumpyEngine):
         """
         if self._surrogate_batches.layers is None:
             raise ConfigurationError(
-                "factors are of fully connected layers, and of this model only sizes are known; plan it for a job"
+                "factors belong to fully connected layers, but only the size of this model is known; plan it for a job"
             )
         if self._surrogate_batches.layers and self.factor != 1:
             raise Shrunk(f"factors of layers do not shrink as a surrogate of {self.schema.size} elements does")

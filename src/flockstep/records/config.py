@@ -49,7 +49,9 @@ class RunConfig:
     """
 
     kind: Kind
-    """train: real processes and real seconds; launch: the same, for a user's script; simulate: virtual seconds."""
+    """Kind of the run: `train` has real processes and real seconds, `launch` has them for a user's script, `simulate`
+    has virtual seconds.
+    """
     job: str
     """A workload's expression, or the path of a Python file with a `job()` function."""
     strategy: str

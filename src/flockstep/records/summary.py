@@ -104,15 +104,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cluster: str | None = None
     """Name of the cluster from which network and compute model were derived; None if they were given themselves."""
     clock: ClockKind
-    """real: measured seconds; virtual: modeled seconds."""
+    """Kind of the seconds: `real` if they were measured, `virtual` if they were modeled."""
     metric: str
     higher_is_better: bool
     target: float | None
     lr: float | None = None
     """Learning rate at the start of the run."""
     status: Status
-    """diverged: the training loss, the loss or metric of the last evaluation, or the parameters of a script's worker
-    are not finite.
+    """Status of the run; `diverged` if the training loss, the loss or metric of the last evaluation, or the parameters
+    of a script's worker are not finite.
     """
     error: str | None
     """Reason why the run did not finish, or why its model must not be relied on."""

@@ -1,1 +1,3 @@
-"""When to exchange, with whom, what, and how the result is applied: one family a file."""
+"""Strategies: when nodes exchange, with whom, what they send, and how a node applies it. Each family of strategies has
+one file.
+"""

@@ -189,8 +189,8 @@ def _longest_gap(ends: Sequence[float]) -> float:
 
 
 def kinds(whole: Observed) -> dict[str, tuple[Address, Address, int]]:
-    """Kind of message with an array → source, receiver and number of a message of that kind in the middle
-    of the run.
+    """Return, for each kind of message with an array, source, receiver and number of a message of that kind in the
+    middle of the run.
     """
     found: dict[str, tuple[tuple[int, ...], tuple[Address, Address, int]]] = {}
     counts: dict[tuple[Address, Address], int] = {}

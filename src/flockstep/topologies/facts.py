@@ -30,7 +30,8 @@ class Facts:
     connected: bool
     """Whether over a period every worker reaches every other along the directed edges."""
     bipartite: bool
-    """Whether two colors suffice so that no edge joins workers of one color."""
+    """Whether the graph is bipartite: its workers can be divided into two sets so that every edge joins the two sets.
+    """
     period: int
     """Number of steps after which the matrices repeat; 1 if they never change."""
     matrices: tuple[Matrix, ...] = field(repr=False, compare=False)

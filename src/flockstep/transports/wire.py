@@ -36,7 +36,7 @@ DTYPES = {
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The header of a message, which precedes the payload."""
+    """The header of a message, which precedes the payload of the message."""
 
     protocol: int
     run: str

@@ -44,8 +44,8 @@ def above(array: torch.Tensor, low: float, room: int) -> tuple[torch.Tensor, boo
 
 
 def largest(array: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the ascending indices of the `count` largest magnitudes, of all elements or `among` some; of ties, the
-    first.
+    """Return the ascending indices of the `count` elements with the largest magnitudes; `among` limits the choice to
+    the given indices. Of equal magnitudes the first is chosen.
     """
     keys = keys_of(array if among is None else array[among])
     chosen = _largest(keys[None, :], count).reshape(-1)

@@ -35,7 +35,7 @@ FAR = 1 << 60
 
 @dataclass
 class Outbox:
-    """A sender's state for one receiver."""
+    """The sender's state of a filtered connection to one receiver."""
 
     pending: FlatArray | None = None
     """The withheld part of earlier updates, of shape (K,); None if there is none."""
@@ -44,7 +44,7 @@ class Outbox:
 
 @dataclass
 class Inbox:
-    """A receiver's state for one sender."""
+    """The receiver's state of a filtered connection to one sender."""
 
     lists: Lists = field(default_factory=dict)
 
