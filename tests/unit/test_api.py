@@ -97,6 +97,7 @@ def test_a_comparison_tells_what_diverged() -> None:
     ("arguments", "sentence"),
     [
         ({"network": "100mbit"}, "network='100mbit' matters in virtual time only; add simulated=True"),
+        ({"cluster": "edge"}, "cluster='edge' matters in virtual time only"),
         ({"until_target": True}, "until_target=True matters in virtual time only"),
         ({"simulated": True, "transport": "tcp"}, "transport='tcp' is for real processes only"),
         ({"simulated": True, "heartbeat": 4.0}, "heartbeat=4.0 is for real processes only"),
@@ -118,6 +119,48 @@ def test_arguments_that_would_not_be_used_are_refused(arguments: dict[str, objec
     with pytest.raises(ConfigurationError, match=sentence):
         flockstep.compare("softmax", **{"strategies": ["asgd"], "steps": 3, **arguments})  # type: ignore[arg-type]
     assert not Path("runs").exists()
+
+
+def test_a_simulation_and_a_comparison_take_the_links_and_times_of_a_cluster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = flockstep.simulate("quadratic", "ps", workers=2, steps=2, cluster="edge", out="a")
+    assert (
+        command(["simulate", "quadratic", "-s", "ps", "-n", "2", "--steps", "2", "--cluster", "edge", "--out", "b"])
+        == 0
+    )
+    assert alone.config == flockstep.RunResult.read("b").config
+    assert alone.config.cluster == "edge"
+    assert alone.config.network != flockstep.simulate("quadratic", "ps", workers=2, steps=2, out="c").config.network
+    both = flockstep.compare("quadratic", ["ps", "ps(codec=half)"], simulated=True, workers=2, steps=2, cluster="edge",
+                             out="d")  # fmt: skip
+    plain, coded = (run.config for run in both.runs)
+    assert plain == alone.config
+    assert (coded.cluster, coded.compute != plain.compute) == ("edge", True)  # encoding takes time of each step
+    options = [
+        "-s",
+        "ps",
+        "-s",
+        "ps(codec=half)",
+        "--simulate",
+        "-n",
+        "2",
+        "--steps",
+        "2",
+        "--cluster",
+        "edge",
+        "--out",
+        "d",
+    ]
+    assert command(["compare", "quadratic", *options]) == 0
+    assert capsys.readouterr().err.count("kept from before") == 2
+
+
+@pytest.mark.parametrize("name", ["network", "compute"])
+def test_a_cluster_says_network_and_compute_model_already(name: str) -> None:
+    given = {"network": "1gbit", "compute": "constant(0.01)"}[name]
+    with pytest.raises(ConfigurationError, match="is what cluster edge says already; give one of them"):
+        flockstep.simulate("quadratic", "ps", cluster="edge", **{name: given})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["faults", "imports"])

@@ -38,7 +38,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             raise ClockStarts
 
         def fail(self, failure: Any) -> None:
-            assert failure.reason.startswith(("worker 0 raised ClockStarts", "server 0 raised EvaluationOutcome"))
+            assert failure.reason.startswith(("worker 0 raised ClockStarts", "server 0 raised ClockStarts"))
 
         def close(self, linger: float) -> None:
             pass

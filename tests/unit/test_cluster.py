@@ -146,7 +146,7 @@ WRONG = [
     (small().replace('"1gbit"', "-1e9"), 7, "bandwidth must be text with a unit, got -1000000000.0"),
     (small().replace("1gbit", "1megabit"), 7, "write '100mbit'"),
     (small().replace("constant(0.01)", "constnat(0.01)"), 1, "did you mean 'constant'?"),
-    (small().replace('"constant(0.01)"', "0.01"), 1, "compute must be a law as text"),
+    (small().replace('"constant(0.01)"', "0.01"), 1, "compute must be a compute model as text"),
     (small().replace("constant(0.01)", "shared_cores(constant(1), 2)"), 1, "say cores = 2 in [nodes.…] instead"),
     ('operations = "-3G/s"\n' + small(), 1, "a rate must be > 0 per second"),
     (small(links='[[links]]\nnode = "a"\nbandwidth = "2gbit"\nfair = true'), 11, "fair must be false"),

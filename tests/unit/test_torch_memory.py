@@ -281,11 +281,11 @@ def test_a_rules_own_optimizer_is_kept_over_sync_and_neither_saved_nor_loaded(st
     assert equal(*ends)
     model, optimizer = start(strategy.format("with_optimizer(adagrad(0.1))"), momentum=0.9)
     with pytest.raises(
-        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a rule"
+        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a server_update"
     ):
         optimizer.state_dict()
     with pytest.raises(
-        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a rule"
+        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a server_update"
     ):
         optimizer.load_state_dict(plain(momentum, 2)[1].state_dict())
 

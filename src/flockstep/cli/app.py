@@ -214,10 +214,9 @@ def simulate(
 ) -> None:
     """Train in virtual time: real gradients, modeled seconds."""
     from flockstep.cli.runs import run_one
+    from flockstep.experiments.single import on_cluster
 
-    config = o.configured("simulate", locals())
-    if cluster is not None:
-        config = o.on_cluster(config, cluster, context)
+    config = on_cluster(o.configured("simulate", locals()), o.cluster_of(cluster, imports, context))
     run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 
@@ -237,6 +236,7 @@ def compare(
     ] = False,
     network: o.NetworkText = USUAL_NETWORK,
     compute: o.ComputeText = USUAL_COMPUTE,
+    cluster: o.ClusterText = None,
     faults: o.Faults = None,
     seed: o.Seed = 0,
     seeds: o.Seeds = 1,
@@ -266,7 +266,8 @@ def compare(
     kind: Kind = "simulate" if simulate else "train"
     o.refuse_idle(kind, context)
     base = o.configured(kind, {**locals(), "strategy": ""})
-    grid = Grid(base, tuple(strategy), o.rates(lr_grid, lr), seeds)
+    shape = o.cluster_of(cluster, imports, context)
+    grid = Grid(base, tuple(strategy), o.rates(lr_grid, lr), seeds, shape)
     raise typer.Exit(compare_all(grid, o.folder(out, f"compare-{job}"), as_json))
 
 

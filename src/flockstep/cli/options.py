@@ -15,6 +15,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.experiments.folders import folder as folder
 
 if TYPE_CHECKING:
+    from flockstep.costs.cluster import ClusterShape
     from flockstep.launchers.gathering import Gathering
     from flockstep.records.config import Kind, RunConfig
 
@@ -253,7 +254,7 @@ Json = Annotated[
 
 
 _NOT_OF = {
-    "train": ("network", "compute", "faults", "until_target"),
+    "train": ("network", "compute", "cluster", "faults", "until_target"),
     "simulate": ("transport", "heartbeat", "step_timeout"),
     "launch": (),
 }
@@ -300,16 +301,18 @@ def over_hosts(context: typer.Context, config: RunConfig) -> RunConfig:
     return config if list(given(context, ("transport",))) else dataclasses.replace(config, transport=None)
 
 
-def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunConfig:
-    """The configuration with the links and times of a cluster, recorded so that the run can be repeated."""
-    from flockstep.costs.cluster_reading import load_cluster
-    from flockstep.frameworks.job import import_components
-    from flockstep.planning.step_prediction import on_cluster as modeled
+def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: typer.Context) -> ClusterShape | None:
+    """The cluster of --cluster; None without that option.
 
-    import_components(config.imports)
-    for name, value in given(context, ("network", "compute")):
+    Raises:
+        ConfigurationError: there is no such cluster, or --network or --compute is given too.
+    """
+    from flockstep.experiments import arguments
+
+    found = dict(given(context, ("network", "compute")))
+    for name, value in found.items() if cluster is not None else ():
         raise ConfigurationError(f"--{name} {value} is what --cluster {cluster} says already; give one of them")
-    return modeled(config, load_cluster(cluster))
+    return arguments.cluster_of(cluster, None, None, tuple(imports or ()))
 
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:

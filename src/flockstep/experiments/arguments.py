@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from flockstep.costs.cluster import ClusterShape
 
 T = TypeVar("T")
 
@@ -19,3 +24,28 @@ def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
     if isinstance(values, str):
         raise ConfigurationError(f"{name} must be a list, got {values!r}; write [{values!r}]")
     return tuple(values)
+
+
+def usual(given: T | None, default: T | None) -> T | None:
+    """The value that was given, or the default if none was given."""
+    return default if given is None else given
+
+
+def cluster_of(
+    cluster: str | Path | None, network: str | None, compute: str | None, imports: Sequence[str]
+) -> ClusterShape | None:
+    """The cluster whose links and times a simulation takes; None if the argument names no cluster.
+
+    Raises:
+        ConfigurationError: there is no such cluster, or a network or a compute model is given too.
+    """
+    if cluster is None:
+        return None
+    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.frameworks.job import import_components
+
+    for name, value in (("network", network), ("compute", compute)):
+        if value is not None:
+            raise ConfigurationError(f"{name} {value} is what cluster {cluster} says already; give one of them")
+    import_components(imports)
+    return load_cluster(cluster)

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from flockstep.drivers.setup import canonical, check, prepare
 from flockstep.errors import ConfigurationError, Interrupted, RunError
-from flockstep.experiments.arguments import listed
+from flockstep.experiments.arguments import cluster_of, listed, usual
 from flockstep.experiments.folders import folder, slug
-from flockstep.experiments.single import RunResult, carry_out
+from flockstep.experiments.single import RunResult, carry_out, on_cluster
 from flockstep.planning.check import for_report
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -26,9 +26,9 @@ from flockstep.report.ranking import rank
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
+    from flockstep.costs.cluster import ClusterShape
     from flockstep.strategies.base import Strategy
 
-T = TypeVar("T")
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
 """Function that runs a configuration in a folder, with a title; the last argument: replace the run in the folder."""
 
@@ -43,6 +43,8 @@ class Grid:
     strategies: Sequence[str]
     rates: Sequence[float] = ()
     seeds: int = 1
+    cluster: ClusterShape | None = None
+    """The cluster whose links and times simulations take; None if `base` has a network and a compute model."""
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -68,7 +70,7 @@ class Grid:
         Raises:
             ConfigurationError: a strategy or an option is invalid, or a strategy is given twice.
         """
-        configs = [dataclasses.replace(self.base, strategy=text) for text in self.strategies]
+        configs = [on_cluster(dataclasses.replace(self.base, strategy=text), self.cluster) for text in self.strategies]
         for config in configs:
             check(config)
         texts = [canonical(config).title for config in configs]
@@ -158,6 +160,7 @@ def compare(
     workers: int = 4,
     network: str | None = None,
     compute: str | None = None,
+    cluster: str | Path | None = None,
     faults: Sequence[str] = (),
     seed: int = 0,
     seeds: int = 1,
@@ -185,31 +188,14 @@ def compare(
     comparison on real processes, as it guards `run`.
 
     Args:
-        job: a built-in workload, or the path of a Python file with a function `job()`.
+        job: as in `run`, and so are all arguments that are not listed here.
         strategies: expressions or strategy objects.
         simulated: run in virtual time; otherwise on processes of this machine.
-        workers: number of workers.
-        network: network of a simulation, such as "1gbit".
-        compute: compute model of a simulation, such as "lognormal(0.01)".
-        faults: faults injected into a simulation.
+        network: as in `simulate`, like `compute`, `cluster`, `faults` and `until_target`; refused without `simulated`.
         seed: the first seed.
         seeds: number of seeds for each strategy; medians are ranked.
-        epochs: passes over the training data; None for the job's own.
-        steps: local steps per worker; takes precedence over `epochs`.
-        batch: samples per worker and step; None for the job's own.
-        lr: learning rate; None for the job's own.
         lr_grid: learning rates to try for each strategy, which is ranked by the best one.
-        schedule: schedule of learning rate and batch size.
-        split: how the data is split over the workers.
-        target: metric that time-to-target refers to; None for the job's own.
-        until_target: end each simulation at its target.
-        evaluate_every: steps per worker between two evaluations.
-        result: policy that selects the resulting model.
-        transport: transport of real processes.
-        heartbeat: seconds without an answer after which a node counts as lost.
-        step_timeout: seconds a worker may take for one step before the run ends.
-        threads: threads of the numerical libraries in each process.
-        imports: Python files that register custom components.
+        transport: as in `run`, like `heartbeat` and `step_timeout`; refused with `simulated`.
         out: folder of the comparison; None for a new folder in runs/.
 
     Returns:
@@ -220,29 +206,26 @@ def compare(
         Interrupted: the comparison was interrupted; finished runs are in the report.
     """
     faults = listed("faults", faults)
-    _refuse_idle(simulated, network, compute, faults, until_target, transport, heartbeat, step_timeout)
+    _refuse_idle(simulated, network, compute, cluster, faults, until_target, transport, heartbeat, step_timeout)
+    shape = cluster_of(cluster, network, compute, listed("imports", imports))
     rates = checked_rates(listed("lr_grid", lr_grid), lr)
     texts = tuple(str(strategy) for strategy in listed("strategies", strategies))
     base = RunConfig(
         kind="simulate" if simulated else "train", job=str(job), strategy="", workers=workers, seed=seed, epochs=epochs,
-        network=_usual(network, USUAL_NETWORK if simulated else None), faults=faults,
-        compute=_usual(compute, USUAL_COMPUTE if simulated else None),
-        transport=_usual(transport, None if simulated else "shared_memory"),
-        heartbeat=_usual(heartbeat, None if simulated else 5.0), step_timeout=step_timeout, steps=steps,
+        network=usual(network, USUAL_NETWORK if simulated else None), faults=faults,
+        compute=usual(compute, USUAL_COMPUTE if simulated else None),
+        transport=usual(transport, None if simulated else "shared_memory"),
+        heartbeat=usual(heartbeat, None if simulated else 5.0), step_timeout=step_timeout, steps=steps,
         batch=batch, lr=lr, schedule=schedule, split=split, target=target,
         until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
         imports=listed("imports", imports),
     )  # fmt: skip
-    grid = Grid(base, texts, rates, seeds)
+    grid = Grid(base, texts, rates, seeds, shape)
 
     def execute(config: RunConfig, place: Path, title: str, overwrite: bool) -> Summary:
         return carry_out(config, place, overwrite).summary
 
     return carry_out_all(grid, folder(out, f"compare-{job}"), execute, lambda line: None, lambda found: None)
-
-
-def _usual(given: T | None, usual: T | None) -> T | None:
-    return usual if given is None else given
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
@@ -263,6 +246,7 @@ def _refuse_idle(
     simulated: bool,
     network: str | None,
     compute: str | None,
+    cluster: str | Path | None,
     faults: Sequence[str],
     until_target: bool,
     transport: str | None,
@@ -270,7 +254,7 @@ def _refuse_idle(
     step_timeout: float | None,
 ) -> None:
     """Refuse arguments without a meaning for that kind of run."""
-    modeled: dict[str, object] = {"network": network, "compute": compute, "faults": faults or None}
+    modeled: dict[str, object] = {"network": network, "compute": compute, "cluster": cluster, "faults": faults or None}
     modeled["until_target"] = until_target or None
     real: dict[str, object] = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
     for name, value in (real if simulated else modeled).items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flockstep.experiments.arguments import listed
+from flockstep.experiments.arguments import cluster_of, listed, usual
 from flockstep.experiments.folders import folder
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -16,6 +16,7 @@ from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
     from flockstep.arrays.schema import FlatArray, Schema
+    from flockstep.costs.cluster import ClusterShape
     from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.node_progress import NodeProgress
     from flockstep.messages import Address
@@ -62,73 +63,6 @@ class RunResult:
         from flockstep.experiments.texts import ranked_text
 
         return ranked_text([self.summary])
-
-
-def simulate(
-    job: str | Path,
-    strategy: str | Strategy,
-    *,
-    workers: int = 16,
-    network: str = USUAL_NETWORK,
-    compute: str = USUAL_COMPUTE,
-    faults: Sequence[str] = (),
-    seed: int = 0,
-    epochs: float | None = None,
-    steps: int | None = None,
-    batch: int | None = None,
-    lr: float | None = None,
-    schedule: str | None = None,
-    split: str = "iid",
-    target: float | None = None,
-    until_target: bool = False,
-    evaluate_every: int | None = None,
-    result: str | None = None,
-    threads: int = 1,
-    imports: Sequence[str] = (),
-    out: Path | str | None = None,
-    overwrite: bool = False,
-    watch: Watch | None = None,
-) -> RunResult:
-    """Train in virtual time, as `flockstep simulate` does: gradients are computed, seconds are modeled.
-
-    Args:
-        job: a built-in workload, or the path of a Python file with a function `job()`.
-        strategy: an expression or a strategy object.
-        workers: number of workers.
-        network: network between the nodes, such as "1gbit".
-        compute: compute model of the gradients, such as "lognormal(0.01)".
-        faults: injected faults, such as "dies(1, 0.5)".
-        seed: seed of data order, initial parameters and random draws.
-        epochs: passes over the training data; None for the job's own.
-        steps: local steps per worker; takes precedence over `epochs`.
-        batch: samples per worker and step; None for the job's own.
-        lr: learning rate; None for the job's own.
-        schedule: schedule of learning rate and batch size.
-        split: how the data is split over the workers.
-        target: metric that time-to-target refers to; None for the job's own.
-        until_target: end the run at the first evaluation that reaches the target.
-        evaluate_every: steps per worker between two evaluations.
-        result: policy that selects the resulting model.
-        threads: threads of the numerical libraries.
-        imports: Python files that register custom components.
-        out: folder of the record; None for a new folder in runs/.
-        overwrite: replace the run that the folder holds.
-        watch: called from time to time with the progress.
-
-    Returns:
-        The finished run.
-
-    Raises:
-        ConfigurationError: an argument is invalid; nothing was started.
-        RunError: the run failed; the record is complete up to the failure.
-    """
-    config = RunConfig(
-        kind="simulate", job=str(job), strategy=str(strategy), workers=workers, network=network, compute=compute,
-        faults=listed("faults", faults), seed=seed, epochs=epochs, steps=steps, batch=batch, lr=lr, schedule=schedule,
-        split=split, target=target, until_target=until_target, evaluate_every=evaluate_every, result=result,
-        threads=threads, imports=listed("imports", imports),
-    )  # fmt: skip
-    return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite, watch=watch)
 
 
 def run(
@@ -195,6 +129,76 @@ def run(
         imports=listed("imports", imports),
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
+
+
+def simulate(
+    job: str | Path,
+    strategy: str | Strategy,
+    *,
+    workers: int = 16,
+    network: str | None = None,
+    compute: str | None = None,
+    cluster: str | Path | None = None,
+    faults: Sequence[str] = (),
+    seed: int = 0,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch: int | None = None,
+    lr: float | None = None,
+    schedule: str | None = None,
+    split: str = "iid",
+    target: float | None = None,
+    until_target: bool = False,
+    evaluate_every: int | None = None,
+    result: str | None = None,
+    threads: int = 1,
+    imports: Sequence[str] = (),
+    out: Path | str | None = None,
+    overwrite: bool = False,
+    watch: Watch | None = None,
+) -> RunResult:
+    """Train in virtual time, as `flockstep simulate` does: gradients are computed, seconds are modeled.
+
+    Args:
+        job: as in `run`, and so are all arguments that are not listed here.
+        strategy: as in `run`.
+        workers: number of simulated workers.
+        network: network between the nodes; None for "1gbit".
+        compute: compute model of the gradients; None for "lognormal(0.01)".
+        cluster: links and times of a cluster, in place of `network` and `compute`: a name in `flockstep list clusters`,
+            "here" if this machine was calibrated, or the path of a TOML file.
+        faults: injected faults, such as "dies(1, 0.5)".
+        until_target: end the run at the first evaluation that reaches the target.
+        watch: called from time to time with the progress.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ConfigurationError: an argument is invalid; nothing was started.
+        RunError: the run failed; the record is complete up to the failure.
+    """
+    shape = cluster_of(cluster, network, compute, listed("imports", imports))
+    config = RunConfig(
+        kind="simulate", job=str(job), strategy=str(strategy), workers=workers, network=usual(network, USUAL_NETWORK),
+        compute=usual(compute, USUAL_COMPUTE), faults=listed("faults", faults), seed=seed, epochs=epochs, steps=steps,
+        batch=batch, lr=lr, schedule=schedule, split=split, target=target, until_target=until_target,
+        evaluate_every=evaluate_every, result=result, threads=threads, imports=listed("imports", imports),
+    )  # fmt: skip
+    return carry_out(on_cluster(config, shape), folder(out, f"{job}-{strategy}"), overwrite, watch=watch)
+
+
+def on_cluster(config: RunConfig, shape: ClusterShape | None) -> RunConfig:
+    """The configuration of a simulation with the links and times of a cluster; unchanged if `shape` is None.
+
+    Raises:
+        ConfigurationError: the cluster cannot have so many workers.
+    """
+    if shape is None:
+        return config
+    from flockstep.planning.step_prediction import on_cluster as modeled
+
+    return modeled(config, shape)
 
 
 def carry_out(
