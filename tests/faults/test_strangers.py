@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +17,10 @@ import zmq
 
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import routing_id
+from flockstep.transports.streams import STRANGERS
 from support.jobs import go_on, paced
 from support.matrix import few
-from support.processes import PATIENCE, RealRun, content, open_files, wait_until
+from support.processes import PATIENCE, SOURCE, RealRun, content, open_files, wait_until
 
 STEPS = 500
 LISTEN = "0A"  # in /proc/net/tcp
@@ -44,6 +48,19 @@ def listening(run: RealRun) -> set[tuple[str, int]]:
                 host, port = fields[1].split(":")
                 words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
                 found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
+
+
+def buses_of(run: RealRun) -> set[tuple[str, int]]:
+    """Where the nodes of a run listen for one another: what says nothing to a stranger that says nothing."""
+    found = set()
+    for host, port in listening(run):
+        with socket.create_connection((host, port)) as one:
+            one.settimeout(1)
+            with contextlib.suppress(TimeoutError):
+                if one.recv(1):
+                    continue
+            found.add((host, port))
     return found
 
 
@@ -99,6 +116,93 @@ def test_strangers_and_garbage_do_not_disturb_a_run_over_tcp(tmp_path: Path) -> 
     quiet = RealRun(["train", paced(tmp_path), "-s", "bsp", *options[:2], *options[4:]], tmp_path / "quiet").end()
     assert quiet.summary is not None
     assert quiet.summary["hashes"] == ended.summary["hashes"], "nothing that strangers said had an effect"
+
+
+ATTACK = """
+import itertools, os, socket, struct, sys, time
+from support.buses import greeting
+from flockstep.transports.handshake import PLAIN
+
+frames, ports = int(sys.argv[1]), list(map(int, sys.argv[2:]))
+
+def connection(port, said=b""):
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    try:
+        one.connect(("127.0.0.1", port))
+        one.sendall(said)
+    except OSError:  # hung up on, or more than the port takes at the moment
+        pass
+    return one
+
+idle = [connection(port) for port in ports for _ in range(1000 // len(ports))]
+slow = [connection(port) for port in ports]
+words = itertools.chain(PLAIN, itertools.repeat(0))
+for number in range(frames):
+    port = ports[number % len(ports)]
+    kind = number % 5
+    if kind == 0:
+        said = os.urandom(64)
+    elif kind == 1:  # a hello of this protocol, and then what a peer would say after its proof
+        said = PLAIN + os.urandom(32) + greeting(number // 5 % 4 - 1)
+    elif kind == 2:
+        said = greeting(number // 5 % 4 - 1)
+    elif kind == 3:  # a port scan
+        said = b""
+    else:
+        said = struct.pack("<IQ", 1 << 31, 1 << 62)
+    connection(port, said).close()
+    if number % 1000 == 0:
+        byte = bytes([next(words)])
+        for one in slow:
+            try:
+                one.send(byte)
+            except OSError:
+                pass
+"""
+
+
+def resident(run: RealRun) -> dict[str, int]:
+    """Node → bytes of memory that it holds."""
+    pages = {node: int(content(f"/proc/{pid}/statm").split()[1]) for node, pid in run.nodes.items()}
+    return {node: count * os.sysconf("SC_PAGE_SIZE") for node, count in pages.items()}
+
+
+def handles(run: RealRun) -> int:
+    """The largest number of files that a node has open."""
+    return max(len(open_files(pid)) for pid in run.nodes.values())
+
+
+@pytest.mark.parametrize(("frames", "steps"), few([(100_000, 20_000), (1000, 2000)], (1000, 2000)))
+def test_a_flood_of_strangers_costs_a_run_little_and_changes_no_bit(frames: int, steps: int, tmp_path: Path) -> None:
+    """Idle connections, slow senders, a port scan, garbage, and greetings of every rank, while the run trains."""
+    options = ["-n", "3", "--steps", str(steps), "--seed", "1"]
+    run = RealRun(["train", paced(tmp_path), "-s", "bsp", "--transport", "tcp", *options], tmp_path / "run")
+    run.wait_for_work(20)
+    before, files = resident(run), handles(run)
+    command = [sys.executable, "-c", ATTACK, str(frames), *(str(port) for _, port in sorted(buses_of(run)))]
+    path = os.pathsep.join((str(Path(__file__).parents[1]), str(SOURCE)))
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) as attack:
+        most = 0
+        while attack.poll() is None:
+            most = max(most, handles(run))
+            assert run.going()
+        assert attack.returncode == 0
+    seen = run.steps(0)
+    wait_until(lambda: run.steps(0) > seen, PATIENCE, "work goes on")
+    grown = {node: size - before[node] for node, size in resident(run).items()}
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0
+    assert re.fullmatch(REFUSED * 4, ended.err), "each node says once that it refuses strangers"
+    assert max(grown.values()) < 16 << 20, grown
+    assert most - files <= STRANGERS + 2
+    assert ended.summary is not None
+    assert ended.summary["lost"] == []
+    assert ended.summary["scalars"]["rejected_connections"] >= frames * 0.9
+    quiet = RealRun(["train", paced(tmp_path), "-s", "bsp", *options], tmp_path / "quiet").end()
+    assert quiet.summary is not None
+    assert quiet.summary["hashes"] == ended.summary["hashes"]
 
 
 def test_strangers_that_come_before_the_nodes_of_a_run_do_not_take_their_names(tmp_path: Path) -> None:
