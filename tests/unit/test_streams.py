@@ -610,7 +610,8 @@ def test_what_has_to_wait_is_copied_though_a_handler_raises(make: Make, monkeypa
         assert (arrived(first, second).payload == expected).all()
 
 
-def test_an_array_is_received_where_it_is_wanted(make: Make) -> None:
+def test_an_array_is_received_where_it_is_wanted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "UNREAD", -1)  # the thread beside the program takes in nothing
     first, second = introduced(make)
     place = np.zeros(100_000, np.float32)
     wanted = Wanted("gather", 1, place=place)
