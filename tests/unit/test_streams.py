@@ -362,14 +362,12 @@ def test_each_node_takes_a_free_port_of_the_range(make: Make) -> None:
         ports = {int(bus.address.rpartition(":")[2]) for bus in (first, second)}
         assert ports <= {low, low + 1, low + 2} - {taken.getsockname()[1]}
         assert len(ports) == 2
-        with pytest.raises(
-            ConfigurationError, match=rf"127\.0\.0\.1:{low}-{low + 2}: every one of these 3 ports is in"
-        ):
+        with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{low}-{low + 2}: no free port is left"):
             make(2, transport)
 
 
-@pytest.mark.parametrize("ports", ["0", "2-1", "0-5", "1-65536", "70000", "a", "1-", "-5", "1-2-3", "1.5"])
-def test_ports_that_are_no_range_are_refused(ports: str) -> None:
+@pytest.mark.parametrize("ports", [0, "0", "2-1", "0-5", "1-65536", "70000", "a", "1-", "-5", "1-2-3", "1.5"])
+def test_ports_that_are_no_range_are_refused(ports: str | int) -> None:
     with pytest.raises(ConfigurationError, match=f"ports must be a port or a range .*, got '{ports}'; write them like"):
         Tcp(ports=ports)
 
@@ -388,7 +386,7 @@ def test_a_host_of_another_machine_is_refused(make: Make) -> None:
 
 
 def test_an_address_in_use_is_refused(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match="Address already in use; use an address of this machine"):
+    with pytest.raises(ConfigurationError, match="no free port is left; give a range with a port for each node"):
         StreamBus(SenderIdentity("run", 1, "schema", 40, secret=SECRET), make(0).address)
 
 

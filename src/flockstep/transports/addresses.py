@@ -146,19 +146,19 @@ def listening(address: str, heartbeat: float) -> tuple[socket.socket, str]:
         return sock, address
     ports = ports_of(address.rpartition(":")[2])
     for port in ports:
-        sock = _listening(_family(host), (host, port), address, heartbeat, len(ports) > 1)
+        sock = _listening(_family(host), (host, port), address, heartbeat)
         if sock is not None:
             return sock, tcp_address(host, sock.getsockname()[1])
     raise ConfigurationError(
-        f"cannot listen on {address}: every one of these {len(ports)} ports is in use; give a wider range, or no ports "
-        f"for any free port"
+        f"cannot listen on {address}: no free port is left; give a range with a port for each node, such as "
+        f"ports='29500-29600', or leave ports out"
     )
 
 
 def _listening(
-    family: socket.AddressFamily, place: str | tuple[str, int], address: str, heartbeat: float, several: bool = False
+    family: socket.AddressFamily, place: str | tuple[str, int], address: str, heartbeat: float
 ) -> socket.socket | None:
-    """A socket that listens at that place; None if it is in use and one of `several`."""
+    """A socket that listens at that place; None if that port is in use."""
     sock = socket.socket(family)
     try:
         if family != socket.AF_UNIX:
@@ -168,7 +168,7 @@ def _listening(
         sock.listen(NODES)
     except OSError as error:
         sock.close()
-        if error.errno == errno.EADDRINUSE and several:
+        if error.errno == errno.EADDRINUSE and family != socket.AF_UNIX:
             return None
         raise cannot_listen(address, error.strerror or str(error)) from None
     sock.setblocking(False)

@@ -70,7 +70,7 @@ class Tcp(Transport):
     memory: bool = False
     encrypt: bool = True
     interface: str = ""
-    ports: str = ""
+    ports: str | int = ""
 
     def __post_init__(self) -> None:
         if self.interface and self.host != type(self).host:
@@ -79,7 +79,7 @@ class Tcp(Transport):
             )
         if is_numeric(self.host):
             resolved(self.host)  # a name is resolved where it is used
-        ports_of(self.ports or ANY_PORT)
+        ports_of(self._ports)
         if self.memory:
             _require_memory("memory=false")
 
@@ -94,7 +94,11 @@ class Tcp(Transport):
         return self.encrypt and not is_loopback(self._address)
 
     def listen(self, directory: Path, name: str) -> str:
-        return tcp_address(self._address, self.ports or ANY_PORT)
+        return tcp_address(self._address, self._ports)
+
+    @property
+    def _ports(self) -> str:
+        return ANY_PORT if self.ports == "" else str(self.ports)
 
     @functools.cached_property
     def _address(self) -> str:
