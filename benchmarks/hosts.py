@@ -1,0 +1,156 @@
+"""Milliseconds per step of an all-reduce over two hosts with two workers each, beside DistributedDataParallel on gloo.
+
+The hosts are network namespaces; the link between them has 100 Mbit/s, 1 Gbit/s, or what this machine gives. Both take
+turns in the same processes, round after round. flockstep's links are encrypted, and in a run of their own are not.
+Needs Linux and root.
+
+    python benchmarks/hosts.py [--links 100mbit,1gbit,none] [--models digits,wide] [--rounds 6] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from network import OTHER_PORT, PORT, Host, network
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import flockstep
+from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.workloads.digits import Digits
+
+WAYS = ("ddp", "flockstep")
+SAMPLES = 32
+SECONDS = 1.5
+"""Of one way's turn, about."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--links", default="100mbit,1gbit,none")
+    parser.add_argument("--models", default="digits,wide", help="digits: its CNN; wide: 25 M parameters.")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = [
+        measure(model, link, encrypt, options.rounds)
+        for model in options.models.split(",")
+        for link in options.links.split(",")
+        for encrypt in (True, False)
+    ]
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(
+        "{:8} {:>8} {:>9} {:>10} {:>12} {:>14}".format("model", "link", "encrypted", "DDP ms", "flockstep ms", "of DDP")
+    )
+    for row in rows:
+        print(
+            f"{row['model']:8} {row['link']:>8} {'yes' if row['encrypt'] else 'no':>9} {row['ddp']:>10.2f} "
+            f"{row['flockstep']:>12.2f} {row['ratio']:>14.2f}"
+        )
+    print("medians over rounds; of DDP: median of the rounds' own ratios; 2 hosts x 2 workers")
+
+
+def measure(model: str, link: str, encrypt: bool, rounds: int) -> dict[str, object]:
+    """Run the workers on both hosts and return rank 0's figures."""
+    with tempfile.TemporaryDirectory() as folder, network(2, None if link == "none" else link) as hosts:
+        out = Path(folder) / "figures.json"
+        transport = f"tcp(memory=true, encrypt={str(encrypt).lower()})"
+        where = ["--nodes", "2", "--coordinator", f"{hosts[0].address}:{PORT}", "-n", "4", "--transport", transport]
+        script = [__file__, "--worker", out, model, hosts[0].address, str(rounds)]
+        processes = [start(hosts[1], [*where, "--node-rank", "1"], script)]
+        processes.append(start(hosts[0], [*where, "--node-rank", "0", "--out", str(Path(folder) / "run")], script))
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise SystemExit(f"a run of {model} over {link} failed")
+        return {"model": model, "link": link, "encrypt": encrypt, **json.loads(out.read_text())}
+
+
+def start(host: Host, options: list[str], script: list[str | Path]):  # type: ignore[no-untyped-def]
+    return host.start(["-m", "flockstep", "launch", *options, *script], GLOO_SOCKET_IFNAME="eth0")
+
+
+def worker(out: Path, model: str, store: str, rounds: int) -> None:
+    """One process: both ways, in turn."""
+    torch.set_num_threads(1)
+    node_spec = spec_from_environment()
+    assert node_spec is not None
+    rank, workers = node_spec.address, node_spec.workers
+    dist.init_process_group("gloo", init_method=f"tcp://{store}:{OTHER_PORT}", rank=rank, world_size=workers)
+    ways = {name: build(name, model, rank) for name in WAYS}
+    steps = {name: number_of_steps(step) for name, step in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    for number in range(rounds + 1):
+        for turn in range(len(WAYS)):
+            name = WAYS[(number + turn) % len(WAYS)]
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(steps[name]):
+                ways[name]()
+            dist.barrier()
+            if number:  # the first round warms up
+                times[name].append((time.perf_counter() - begin) * 1000 / steps[name])
+    if rank == 0:
+        ratios = [ours / theirs for ours, theirs in zip(times["flockstep"], times["ddp"], strict=True)]
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        out.write_text(json.dumps({**medians, "ratio": statistics.median(ratios)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def number_of_steps(step: Callable[[], None]) -> int:
+    """Steps that last about `SECONDS`, the same in every process."""
+    step()
+    begin = time.perf_counter()
+    step()
+    step()
+    mean = torch.tensor((time.perf_counter() - begin) / 2)
+    dist.all_reduce(mean)
+    return max(2, min(200, round(SECONDS * dist.get_world_size() / mean.item())))
+
+
+def build(name: str, model_name: str, rank: int) -> Callable[[], None]:
+    """One training step, the given way, on samples of the rank's own."""
+    torch.manual_seed(rank)
+    if model_name == "digits":
+        job = Digits().job(0)
+        model: nn.Module = job.model()
+        data, mine = job.data(), slice(SAMPLES * rank, SAMPLES * (rank + 1))
+        x, y = torch.as_tensor(data.train_x[mine]), torch.as_tensor(data.train_y[mine])
+    else:  # 25 M parameters, whose gradients are quickly computed
+        model = nn.Sequential(nn.Linear(784, 3200), nn.ReLU(), *block(3200), *block(3200), nn.Linear(3200, 640))
+        x, y = torch.randn(SAMPLES, 784), torch.randint(0, 640, (SAMPLES,))
+    wrapped = DistributedDataParallel(model) if name == "ddp" else model
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if name == "flockstep":
+        optimizer = flockstep.distribute(model, optimizer, strategy="all_reduce")
+    loss_fn = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        loss_fn(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def block(width: int) -> tuple[nn.Module, nn.Module]:
+    """A layer and its activation."""
+    return nn.Linear(width, width), nn.ReLU()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    else:
+        main()
