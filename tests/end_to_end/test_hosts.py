@@ -65,6 +65,57 @@ def test_the_default_all_reduce_sends_the_model_once_between_two_hosts(two: list
     assert len(set(summary(tmp_path / "run")["hashes"].values())) == 1
 
 
+OVERLAPPED = """
+import hashlib
+import torch
+from torch import nn
+import flockstep
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(400, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 10))
+
+def batch(step, rank):
+    return torch.randn(8, 400, generator=torch.Generator().manual_seed(100 * step + rank))
+
+def values(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+model, plain = network(), network()
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+handed, hand_over = [], optimizer.loop.hand_over
+optimizer.loop.hand_over = lambda: (handed.append(1), hand_over())
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(batch(step, flockstep.rank())).square().mean().backward()
+    optimizer.step()
+optimizer.finish()
+if flockstep.rank() == 0:
+    steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range({steps}):
+        steps.zero_grad()
+        for rank in range(4):
+            (plain(batch(step, rank)).square().mean() / 4).backward()
+        steps.step()
+    torch.testing.assert_close(values(model), values(plain), rtol=1e-5, atol=1e-6)
+print("ended", len(handed), hashlib.sha256(values(model).numpy().tobytes()).hexdigest())
+"""
+
+
+def test_gradients_of_a_script_cross_once_during_backward(two: list[Host], tmp_path: Path) -> None:
+    """The mean is that of one process, with equal bits on all ranks; buckets cross in lanes, once per host and step."""
+    script, steps = tmp_path / "script.py", 30
+    script.write_text(OVERLAPPED.format(steps=steps))
+    ended = on_all(two, "launch", "-n", "4", script, first=["--out", tmp_path / "run"])
+    require(ended, 0, 0)
+    lines = {line for one in ended for line in re.findall(r"ended \d+ \w+", one.out)}
+    assert len(lines) == 1, "every rank passed on as many parts, and ends with the same bits"
+    assert int(lines.pop().split()[1]) == steps - 1, "one of two buckets in every step but the first"
+    model = 4 * (400 * 600 + 600 + 600 * 600 + 600 + 600 * 10 + 10)
+    for host in two:  # and headers, rank 0's first model, and snapshots of two workers; a ring sends 1.5 times as much
+        assert steps * model <= host.sent("eth0") < 1.05 * steps * model + 8 * model
+
+
 def test_an_own_script_with_servers_on_both_hosts(two: list[Host], tmp_path: Path) -> None:
     """Each script prints its ranks; two shards are held by servers, one on each host."""
     script = tmp_path / "script.py"
