@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def test_memory_within_a_host_and_tcp_between_hosts(two: list[Host], tmp_path: P
     assert not any(host.processes() for host in two)
 
 
+@pytest.mark.full
 def test_the_default_all_reduce_sends_the_model_once_between_two_hosts(two: list[Host], tmp_path: Path) -> None:
     """2(h-1)/h of the model leaves each host in every step: once for h = 2, where a ring of 4 sends it 1.5 times."""
     arguments = ["train", JOB, "-s", "all_reduce", "-n", "4", "--steps", str(STEPS), "--seed", "1"]
@@ -140,6 +142,22 @@ print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL
     assert not any(host.processes() for host in two)
 
 
+@pytest.mark.full
+def test_the_commands_of_the_page(two: list[Host], tmp_path: Path) -> None:
+    """As they stand in docs/how-to/several-hosts.md, in a folder with the example."""
+    page = (EXAMPLES.parent / "docs" / "how-to" / "several-hosts.md").read_text()
+    found = re.findall(r"^```sh title=.*\nflockstep (.*)$", page, re.MULTILINE)
+    assert len(found) == 2
+    (tmp_path / "own_loop.py").write_text((EXAMPLES / "own_loop.py").read_text())
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    secret.chmod(0o600)
+    started = [host.start(*shlex.split(words), within=tmp_path) for host, words in zip(two, found, strict=True)]
+    ended = [Ended.of(process) for process in started]
+    require(ended, 0, 0)
+    assert all(len(re.findall("test accuracy 0.[89]", one.out)) == 2 for one in ended)
+
+
 def start_two(two: list[Host], tmp_path: Path, *arguments: str) -> list[Any]:
     """A long run on two hosts, of which the first step is done."""
     where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "--heartbeat", "1"]
@@ -168,6 +186,7 @@ def test_a_host_that_vanishes_ends_the_run_with_a_sentence(two: list[Host], tmp_
     assert not any(host.processes() for host in two)
 
 
+@pytest.mark.full
 def test_ctrl_c_on_any_host_ends_all(two: list[Host], tmp_path: Path) -> None:
     processes = start_two(two, tmp_path, "-s", "gossip")
     processes[1].send_signal(signal.SIGINT)
@@ -178,6 +197,7 @@ def test_ctrl_c_on_any_host_ends_all(two: list[Host], tmp_path: Path) -> None:
     assert not any(host.processes() for host in two)
 
 
+@pytest.mark.full
 def test_a_killed_agent_takes_its_workers_along(two: list[Host], tmp_path: Path) -> None:
     processes = start_two(two, tmp_path, "-s", "all_reduce")
     os.kill(processes[1].pid, signal.SIGKILL)
@@ -213,7 +233,11 @@ def refused(two: list[Host], tmp_path: Path, second: list[str], **environment: s
             ["--nodes", "2", "--node-rank", "1", "-n", "6"],
             "started for 2 hosts and 6 workers, the coordinator for 2",
         ),
-        (["--nodes", "2", "--node-rank", "1", "-n", "4", "--seed", "7"], "seed is 7 there and 0 at the coordinator"),
+        pytest.param(
+            ["--nodes", "2", "--node-rank", "1", "-n", "4", "--seed", "7"],
+            "seed is 7 there and 0 at the coordinator",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_host_that_was_started_differently_is_refused_at_both_ends(
@@ -223,6 +247,7 @@ def test_a_host_that_was_started_differently_is_refused_at_both_ends(
         assert said in err
 
 
+@pytest.mark.full
 def test_another_script_is_refused_at_both_ends(two: list[Host], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other = tmp_path / "other" / "script.py"
@@ -238,6 +263,7 @@ def test_a_wrong_secret_is_refused_at_both_ends(two: list[Host], tmp_path: Path)
     assert "give every host the same secret" in there
 
 
+@pytest.mark.full
 def test_who_has_come_already_or_is_missing_is_told(two: list[Host], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import flockstep\n")
@@ -255,7 +281,7 @@ def test_who_has_come_already_or_is_missing_is_told(two: list[Host], tmp_path: P
 
 def joined(host: Host) -> bool:
     """Whether a connection of the host to the coordinator is established."""
-    table = subprocess.run([*host.within(), "cat", "/proc/net/tcp"], check=True, capture_output=True, text=True).stdout
+    table = subprocess.run([*host.enter(), "cat", "/proc/net/tcp"], check=True, capture_output=True, text=True).stdout
     return any(line.split()[3] == "01" for line in table.splitlines()[1:])
 
 

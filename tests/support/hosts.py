@@ -31,14 +31,17 @@ class Host:
     address: str
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def within(self) -> list[str]:
+    def enter(self) -> list[str]:
         """What a command on this host begins with."""
         return ["ip", "netns", "exec", self.name]
 
-    def start(self, *arguments: str | Path, command: Sequence[str] = (), **environment: str) -> subprocess.Popen[str]:
-        """Start flockstep, or another command, on this host."""
+    def start(
+        self, *arguments: str | Path, command: Sequence[str] = (), within: Path | None = None, **environment: str
+    ) -> subprocess.Popen[str]:
+        """Start flockstep, or another command, on this host, in the folder `within`."""
         process = subprocess.Popen(
-            [*self.within(), *(command or COMMAND), *map(str, arguments)],
+            [*self.enter(), *(command or COMMAND), *map(str, arguments)],
+            cwd=within,
             env={**os.environ, "FLOCKSTEP_SECRET": SECRET, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -49,7 +52,7 @@ class Host:
 
     def sent(self, card: str) -> int:
         """Bytes that have left by that network card, "lo" or "eth0"."""
-        command = [*self.within(), "cat", f"/sys/class/net/{card}/statistics/tx_bytes"]
+        command = [*self.enter(), "cat", f"/sys/class/net/{card}/statistics/tx_bytes"]
         return int(subprocess.run(command, check=True, capture_output=True).stdout)
 
     def cut(self) -> None:
