@@ -22,7 +22,7 @@ def heaps():
 
 
 def view(heaps, source, to, place, start, dtype, size):
-    return PeerMemory(heaps[source].told, to).view(place, start, dtype, size)
+    return PeerMemory(heaps[source].location, to).view(place, start, dtype, size)
 
 
 def carried(heaps, array, source=0, to=1):
@@ -118,7 +118,7 @@ def test_what_cannot_be_a_slot_is_refused(heaps, place, start, size):
 
 
 def identity(address, heap=None):
-    peer_memory = {} if heap is None else {0: PeerMemory(heap.told, address)}
+    peer_memory = {} if heap is None else {0: PeerMemory(heap.location, address)}
     return SenderIdentity("run", address, "schema", 8000, peer_memory=peer_memory)
 
 

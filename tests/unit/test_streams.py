@@ -425,10 +425,10 @@ def test_between_hosts_nothing_is_lent(make: Make, monkeypatch: pytest.MonkeyPat
 
 @LINUX
 def test_memory_that_is_not_the_peers_is_noticed(make: Make) -> None:
-    told = make(0, "tcp(memory=true)").address.partition(" ")[2]
-    assert PeerMemory(told, 1) is not None
+    location = make(0, "tcp(memory=true)").address.partition(" ")[2]
+    assert PeerMemory(location, 1) is not None
     with pytest.raises(CompositionError, match="is not as expected"):
-        PeerMemory("00" * 16 + told[32:], 1)
+        PeerMemory("00" * 16 + location[32:], 1)
 
 
 def test_a_header_that_is_nested_too_deep_is_refused(make: Make) -> None:

@@ -30,7 +30,7 @@ class NextCharacter(Model):
         return {"E": (SYMBOLS, WIDTH), "W": (inner, HIDDEN), "b": (HIDDEN,), "V": (HIDDEN, SYMBOLS), "c": (SYMBOLS,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Normal embeddings, weights of variance 2 / inputs, zero biases."""
+        """Return normally distributed embeddings, weights of variance 2 / inputs, and zero biases."""
         return {
             name: random.standard_normal(shape) * (1.0 if name == "E" else (2 / shape[0]) ** 0.5)
             if len(shape) == 2

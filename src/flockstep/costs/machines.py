@@ -38,11 +38,11 @@ class MachineGroup:
     count: int = 1
     """Number of machines in the group."""
     workers: int = 1
-    """Worker processes on each machine."""
+    """Number of worker processes on each machine."""
     speed: float = 1.0
     """Speed relative to the description's `compute`; 2 is twice as fast."""
     cores: int | None = None
-    """Cores of each machine that its workers share; None for one core per worker."""
+    """Number of cores of each machine that its workers share; None for one core per worker."""
     memory: float | None = None
     """Memory of each machine in bytes; None if unknown."""
     failures: float = 0.0

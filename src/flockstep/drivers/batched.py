@@ -15,7 +15,7 @@ from flockstep.programs import NeedGradient
 from flockstep.workloads.sampler import SamplerState
 
 ROWS = 64
-"""Gradients in one batched call: enough to amortize the call, few enough to stay in the cache."""
+"""Number of gradients in one batched call: enough to amortize the call, few enough to stay in the cache."""
 
 
 class BatchedGradients:

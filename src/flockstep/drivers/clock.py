@@ -15,17 +15,17 @@ ROUND_TRIPS = 5
 
 
 class RoundTrip(NamedTuple):
-    """Four times in seconds: the node's clock tells `sent` and `received`, the supervisor's `heard` and `told`."""
+    """Four times in seconds: `sent` and `received` on the node's clock, `heard` and `answered` on the supervisor's."""
 
     sent: float
     heard: float
-    told: float
+    answered: float
     received: float
 
     @property
     def delay(self) -> float:
         """Seconds that both messages together were under way."""
-        return (self.received - self.sent) - (self.told - self.heard)
+        return (self.received - self.sent) - (self.answered - self.heard)
 
 
 class ClockOffset(NamedTuple):
@@ -38,5 +38,5 @@ class ClockOffset(NamedTuple):
 def offset_of(trips: Iterable[RoundTrip]) -> ClockOffset:
     """The offset that the round trip with the smallest delay shows; its error is at most half of that delay."""
     best = min(trips, key=lambda trip: trip.delay)
-    offset = ((best.heard - best.sent) + (best.told - best.received)) / 2
+    offset = ((best.heard - best.sent) + (best.answered - best.received)) / 2
     return ClockOffset(offset, best.delay / 2)

@@ -18,7 +18,7 @@ PERIOD = 0.02
 at most its last 0.02 s of steps, and nothing if its steps take longer.
 """
 MOST = 128
-"""Events in one message, far below the smallest limit of a message's size."""
+"""Largest number of events in one message, far below the smallest limit of a message's size."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Event])
 

@@ -417,7 +417,7 @@ class Loop:
             return
         if self._failure is None and getattr(sys, "last_value", None) is None:
             self._warn_of_replicas()
-            with contextlib.suppress(FlockstepError):  # the supervisor has been told
+            with contextlib.suppress(FlockstepError):  # the supervisor has been notified
                 self.finish()
 
     def _warn_of_replicas(self) -> None:

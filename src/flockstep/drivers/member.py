@@ -223,7 +223,7 @@ class Member:
         sent = self._now()
         self.tell("clock")
         note = self.wait_for("clock").note
-        return RoundTrip(sent, float(note["heard"]), float(note["told"]), self._now())
+        return RoundTrip(sent, float(note["heard"]), float(note["answered"]), self._now())
 
     def seconds(self) -> float:
         """Seconds on the supervisor's clock since all nodes were ready."""
@@ -413,7 +413,7 @@ class Member:
                 self._early.extend(early)
                 return message
             if message.source != LAUNCHER:
-                early.append(message)  # from a peer that was told to begin before this node
+                early.append(message)  # from a peer that began before this node
 
     def _checked(self, message: Message) -> Message:
         if message.source == LAUNCHER and message.tag == "stop":

@@ -18,7 +18,7 @@ class GradientFingerprints:
 
     workers: int
     reported: bool = False
-    told_of_rates: bool = False
+    rates_reported: bool = False
     shown: dict[int, dict[Address, str]] = field(default_factory=dict)
     rates: dict[int, dict[Address, float]] = field(default_factory=dict)
 
@@ -46,8 +46,8 @@ class GradientFingerprints:
         """Warn if learning rates differ; a rate of 0 is not used for a step and is ignored."""
         used = sorted((rank, lr) for rank, lr in rates.items() if lr)
         other = next((each for each in used if each[1] != used[0][1]), None)
-        if other is not None and not self.told_of_rates:
-            self.told_of_rates = True
+        if other is not None and not self.rates_reported:
+            self.rates_reported = True
             on_stderr(
                 f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} and "
                 f"{other[1]:g} on worker {other[0]}, so their parameters diverge; load the state of a scheduler on "

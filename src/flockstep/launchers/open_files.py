@@ -7,7 +7,9 @@ import os
 from flockstep.errors import ConfigurationError
 
 FILES_OF_SUPERVISOR = 20
-"""Descriptors of a supervisor without processes: sockets, pipes of the fork server, evaluation, files of the record."""
+"""Number of descriptors of a supervisor without processes: sockets, pipes of the fork server, evaluation, files of the
+record.
+"""
 FILES_PER_PROCESS = 8
 """Descriptors of a supervisor for each process of its run: sockets, monitors, pipes, an events file. The processes
 themselves need fewer in total.

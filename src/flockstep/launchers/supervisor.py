@@ -51,7 +51,9 @@ from flockstep.transports.wire import PROTOCOL
 GRACE = 3.0
 """Seconds processes get to end by themselves after a failure, before they are killed."""
 TURN = 4 * WINDOW
-"""Messages of one node that are handled before the next node's turn, so that no node can monopolize the supervisor."""
+"""Number of messages of one node that are handled before the next node's turn, so that no node can monopolize the
+supervisor.
+"""
 LAST_POLL = 0.005
 """Seconds between two polls of processes that are about to end."""
 POLL = 0.05
@@ -343,7 +345,7 @@ class Supervisor:
         address, note, heard = message.source, message.note, time.monotonic()
         match message.tag:
             case "clock":
-                self._links[address].tell("clock", {"heard": heard, "told": time.monotonic()})
+                self._links[address].tell("clock", {"heard": heard, "answered": time.monotonic()})
             case "ready":
                 self._ready.add(address)
                 if len(self._ready) == len(self._links):

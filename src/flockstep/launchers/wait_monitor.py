@@ -84,15 +84,15 @@ class WaitMonitor:
             late = there if longest >= patience else []
         if not late:
             return
-        told = self._told(late, [r for r in waiting if r not in late], joined, longest, stuck)
+        sentence = self._sentence(late, [r for r in waiting if r not in late], joined, longest, stuck)
         limited = self._stepping or any(rank not in joined for rank in late)
         if limited and self._limit is not None and longest >= self._limit:
             raise RunError(
-                f"{told}; that is longer than --step-timeout {self._limit:g}: fix what hangs, or raise the limit"
+                f"{sentence}; that is longer than --step-timeout {self._limit:g}: fix what hangs, or raise the limit"
             )
         if self._is_awaited(late, waiting, joined, ended) and min(longest, now - self._said) >= self._period:
             self._said = now
-            self._say(f"{told}; --step-timeout SECONDS ends such a run")
+            self._say(f"{sentence}; --step-timeout SECONDS ends such a run")
 
     def _last_sign(self, rank: int) -> float:
         """Time of a worker's last step, or of its last report that it waited, whichever is later."""
@@ -106,7 +106,9 @@ class WaitMonitor:
         # Ended workers wait for the others only if the run takes steps; users of a communicator do not wait.
         return bool(waiting) or (any(self._steps.values()) and bool(ended))
 
-    def _told(self, late: list[int], waiting: list[int], joined: Collection[int], seconds: float, stuck: bool) -> str:
+    def _sentence(
+        self, late: list[int], waiting: list[int], joined: Collection[int], seconds: float, stuck: bool
+    ) -> str:
         """Sentence about the late workers, their steps, and what the other workers wait for."""
         missing = [rank for rank in late if rank not in joined]
         if missing:

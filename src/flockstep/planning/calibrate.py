@@ -28,7 +28,7 @@ from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
-"""Gradients measured for each worker alone, and again with all workers at once."""
+"""Number of gradients measured for each worker alone, and again with all workers at once."""
 ROUNDS = 20
 NEAR = 0.15
 """Relative difference of the slowdown from that of a whole number of cores above which a note is added."""

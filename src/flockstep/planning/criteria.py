@@ -43,7 +43,7 @@ DOUBT = 1.1
 DROPPING = 0.01
 """Share of an array's energy above which the part that a codec omits counts as dropped."""
 TRIED = 4096
-"""Elements of the random array on which codecs are tried."""
+"""Number of elements of the random array on which codecs are tried."""
 
 LEAST = 1e-12
 """Seconds assumed for a step that takes no time, to avoid division by zero."""

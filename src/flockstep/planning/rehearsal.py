@@ -44,9 +44,11 @@ ELEMENTS = 4096
 SMALL = 60_000
 """Number of parameters of all workers up to which a model is always rehearsed itself."""
 LARGE = 5e7
-"""Parameters of a worker times steps and pairs of workers, up to which a model may be rehearsed itself."""
+"""Largest product of the parameters of a worker, the steps and the pairs of workers, at which the model itself may be
+rehearsed.
+"""
 QUICK = 1e6
-"""Parameters of a worker times steps and pairs of workers, up to which a quick rehearsal uses the model itself."""
+"""Largest such product at which a quick rehearsal uses the model itself."""
 WORK = 4e8
 """Largest product of steps and parameters of all workers in a rehearsal."""
 STEPS = 40
@@ -54,12 +56,14 @@ STEPS = 40
 LEFT_OUT = 0.25
 """Share of the steps at the beginning that is ignored, because a pipeline has to fill."""
 FEWEST, EVERYONES = 16, 48
-"""Counted steps of the shortest rehearsal; fewer if all workers together take the second number and keep up."""
+"""Smallest number of counted steps of a rehearsal: of each worker, or of all workers together, whichever is reached
+first.
+"""
 LITTLE, MOST_RANDOM = 0.25, 3.0
 """Largest delay of the slowest worker, as a share of a step, for so few steps; largest factor on their number."""
 MOST, ALL, PATIENCE = 640, 20480, 1024
-"""Steps of the longest rehearsal; its steps of all workers; steps up to which a rehearsal with different halves
-continues.
+"""Largest number of steps of a rehearsal: of each worker, of all workers together, and of all workers together while
+the two halves of the rehearsal still differ.
 """
 FEW = 4
 """Smallest number of steps of the slowest worker while all workers train."""

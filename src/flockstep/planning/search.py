@@ -31,11 +31,11 @@ TOP = 5
 SLACK = 2.0
 """Factor on the shortest time to target of all strategies after which a trial is ended."""
 RANDOM = 3
-"""Trials before Optuna's sampler uses earlier results: the strategy as written, then with the learning rate that Table
-2 suggests.
+"""Number of trials before Optuna's sampler uses earlier results: the strategy as written, then with the learning rate
+that Table 2 suggests.
 """
 TRIES = 4
-"""Draws of hyper-parameters for one trial, because some combinations are not allowed."""
+"""Number of draws of hyper-parameters for one trial, because some combinations are not allowed."""
 FAR = 1e9
 """Added to the objective if the target was missed, so that such trials rank last."""
 

@@ -28,7 +28,7 @@ from flockstep.optimizers.sgd import SGD
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
 """Bytes of an element → dtype."""
 BATCHES = 16
-"""Batches of each worker if the job's samples are not known."""
+"""Number of batches of each worker if the job's samples are not known."""
 
 C = TypeVar("C", bound=Component)
 

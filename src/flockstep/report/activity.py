@@ -31,7 +31,7 @@ _MANY_RUNS = 5
 _MOST_SPANS = 600
 _ROW_PX = 17
 NARROW_LINE = 44
-"""Characters of a line of a run's name above its bar on a narrow page."""
+"""Number of characters of a line of a run's name above its bar on a narrow page."""
 _TITLE_PX = 34
 
 

@@ -38,7 +38,7 @@ ACTIVITIES = {
 SQUARE = '<span style="color:{color}">■</span>'
 """Mark in a run's color before its name."""
 NARROW = 22
-"""Characters of a line of a panel's title on a narrow page."""
+"""Number of characters of a line of a panel's title on a narrow page."""
 WIDE = 100.0
 """Ratio of an axis's ends above which only powers of ten are ticks."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"

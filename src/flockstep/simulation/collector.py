@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ALLOCATIONS = 100_000
-"""Threshold of the youngest generation: allocations less deallocations that start a collection. Python's is 700."""
+"""Threshold of the youngest generation: number of allocations less deallocations that starts a collection. Python's is
+700.
+"""
 PASSES = 1_000
-"""Threshold of the other generations: collections of the next younger one that start a collection. Python's is 10."""
+"""Threshold of the other generations: number of collections of the next younger generation that starts a collection.
+Python's is 10.
+"""
 
 
 class _Inside:

@@ -157,18 +157,18 @@ class SupervisorLink:
         self.frames = frames
         self._address = address
         self._me = me
-        self._told = 0
+        self._sent_count = 0
 
     def send(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
         """Queue a message without waiting.
 
         The array must not change afterwards, because all links send it without a copy.
         """
-        message = Message(LAUNCHER, tag, array, note or {}, number=self._told + 1)
+        message = Message(LAUNCHER, tag, array, note or {}, number=self._sent_count + 1)
         frames: list[Buffer] = [encode(message, self._me)]
         if array is not None:
             frames.append(array.data.cast("B"))
-        self._told += self.frames.send(frames, copy=array is None or array.nbytes < ZERO_COPY)
+        self._sent_count += self.frames.send(frames, copy=array is None or array.nbytes < ZERO_COPY)
 
     def receive(self) -> Message | None:
         """The next message of the node that has arrived; None if there is none.
@@ -211,7 +211,7 @@ class Line:
         harden(self._socket, me.model_bytes, heartbeat)
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id(me.address))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._told = 0
+        self._sent_count = 0
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(me.model_bytes + MAX_CODING, WELCOME_BYTES))
         try:
             self.address = bind(self._socket, address)
@@ -228,7 +228,7 @@ class Line:
             Backlog: the queue is full; the same message may be sent again later.
             PeerLost: the supervisor is not connected.
         """
-        message = Message(self._me.address, tag, array, note or {}, number=self._told + 1)
+        message = Message(self._me.address, tag, array, note or {}, number=self._sent_count + 1)
         frames: list[bytes | memoryview] = [routing_id(LAUNCHER), encode(message, self._me)]
         if array is not None:
             frames.append(array.data.cast("B") if array.size else b"")
@@ -241,7 +241,7 @@ class Line:
             if error.errno == zmq.EAGAIN:
                 raise Backlog(f"the supervisor takes no messages: {QUEUED} wait for it") from None
             raise
-        self._told += 1
+        self._sent_count += 1
 
     def receive(self) -> Message | None:
         """The next message of the supervisor that has arrived; None if there is none.

@@ -50,7 +50,7 @@ class _Slot:
 
 
 class SharedHeap:
-    """The segment that this node writes to; `told` is what other nodes of the host need to attach to it."""
+    """The segment that this node writes to; other nodes of the host attach to it at its `location`."""
 
     def __init__(self, room: int):
         """Create a segment for arrays of up to `room` bytes together.
@@ -61,7 +61,7 @@ class SharedHeap:
         self._memory = SharedMemory.create(FRONT + room)
         token = secrets.token_bytes(TOKEN)
         self._memory.array(np.uint8, TOKEN)[:] = np.frombuffer(token, np.uint8)
-        self.told = f"{token.hex()}@{self._memory.address}"
+        self.location = f"{token.hex()}@{self._memory.address}"
         self._done = _table(self._memory)
         self._slots: dict[int, list[_Slot]] = {}
         """Slot size in bytes → slots of that size."""
@@ -123,13 +123,13 @@ class SharedHeap:
 class PeerMemory:
     """The segment of another node, as the node `me` reads it."""
 
-    def __init__(self, told: str, me: Address):
-        """Attach to another node's segment; `told`: that node's `SharedHeap.told`.
+    def __init__(self, location: str, me: Address):
+        """Attach to another node's segment; `location`: that node's `SharedHeap.location`.
 
         Raises:
             CompositionError: the segment lies on another host, or is not that node's.
         """
-        token, _, address = told.partition("@")
+        token, _, address = location.partition("@")
         self._memory = SharedMemory.attach(address, FRONT)
         if self._memory.array(np.uint8, TOKEN).tobytes().hex() != token:
             raise CompositionError(f"the memory at {address} is not as expected; use --transport ipc or tcp")

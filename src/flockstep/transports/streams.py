@@ -231,20 +231,22 @@ class StreamBus(Bus):
         self._next_look = 0.0 if self._host else math.inf
         """Time of the next `_look`, in seconds of the monotonic clock."""
         if self._heap is not None:
-            self.address += f" {self._heap.told}"
+            self.address += f" {self._heap.location}"
 
     def connect(self, peers: Mapping[Address, str]) -> None:
         """Connect to the peers with lower addresses; peers with higher addresses connect to this node."""
         if self._heap is not None and len(peers) < NODES:
-            for peer, told in peers.items():
+            for peer, address in peers.items():
                 with contextlib.suppress(CompositionError):  # on another host: its messages go through the socket
-                    self._me.peer_memory[peer] = PeerMemory(told.partition(" ")[2], self._me.address)
+                    self._me.peer_memory[peer] = PeerMemory(address.partition(" ")[2], self._me.address)
         with self._lock:
             self._expected = set(peers)
             for connection in list(self._connections.values()):
                 self._admit(connection)
             now = time.monotonic()
-            self._dials = {p: _Dial(told.partition(" ")[0], now) for p, told in peers.items() if p < self._me.address}
+            self._dials = {
+                p: _Dial(address.partition(" ")[0], now) for p, address in peers.items() if p < self._me.address
+            }
             self._look(math.inf)
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
 
