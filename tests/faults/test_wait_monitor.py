@@ -79,7 +79,7 @@ def test_that_nobody_has_joined_is_said_after_a_minute() -> None:
     monitored.joined = set()
     assert monitored.until(59) == []
     (said,) = monitored.until(61)
-    assert said.startswith("worker 0 and worker 1 and worker 2 have not joined the run after 60 s: they are still")
+    assert said.startswith("worker 0, worker 1 and worker 2 have not joined the run after 60 s: they are still")
 
 
 def test_a_deadlock_names_everyone() -> None:

@@ -130,5 +130,5 @@ class WaitMonitor:
 
 def _and(names: Iterable[str]) -> str:
     found = list(names)
-    more = [f"{len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    return " and ".join([*found[:SHOWN], *more])
+    shown = found[:SHOWN] + ([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
