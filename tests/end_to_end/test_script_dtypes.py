@@ -122,7 +122,6 @@ def simulated(rule: Callable[[list[Replica], int], None]) -> list[Replica]:
             (f"local_sgd({PERIOD})", local_sgd, forgetful),
         ],
         ("ps(bsp)", server, all_reduce),
-        (f"local_sgd({PERIOD})", local_sgd, forgetful),
     ),
     ids=["all_reduce", "ps", "local_sgd"],
 )

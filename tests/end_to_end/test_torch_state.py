@@ -111,6 +111,7 @@ def test_replicas_are_averaged_in_the_background_while_ranks_agree_on_buffers(tm
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.full
 def test_local_buffers_stay_where_they_are(tmp_path: Path) -> None:
     fine(outcome(NET + BATCH_NORM.format(policy=', buffers="local"'), tmp_path))
     own, buffers = saved(tmp_path, "own"), saved(tmp_path, "buffers")
@@ -156,6 +157,7 @@ def test_an_unknown_policy_is_refused() -> None:
         flockstep.distribute(model, sgd, "all_reduce", buffers="newest")  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_other_policies_for_buffers_on_other_ranks_are_refused(tmp_path: Path) -> None:
     """Without the check the ranks would wait for each other forever."""
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers=["mean", "local"][rank]'), tmp_path)

@@ -110,7 +110,8 @@ def test_what_is_not_there_is_refused_before_anything_is_run() -> None:
 
 def test_two_records_tell_what_a_byte_takes_and_the_latency(fitted: ClusterShape, tmp_path: Path) -> None:
     """The links let 9/10 through; a latency that the probe has not seen shows on the quick one."""
-    ends = [(record(tmp_path / text, "all_reduce", text, latency=3e-4), CARDS[text]) for text in ("20mbit", "1gbit")]
+    texts = ("20mbit", "1gbit")
+    ends = [(record(tmp_path / text, "all_reduce", text, latency=3e-4, workers=2), CARDS[text]) for text in texts]
     probed = Calibration(replace(fitted, wires=(replace(fitted.wires[0], latency=1e-5),)), ())
     known = prediction.Known.of(probed, *ends)
     (wire,) = known.at(40e6).wires
@@ -138,14 +139,14 @@ def test_codecs_to_measure_are_those_of_steps() -> None:
 CARDS = {"20mbit": 2.5e6, "100mbit": 12.5e6, "1gbit": 125e6}
 
 
-def record(folder: Path, strategy: str, bandwidth: str, latency: float = 0.0) -> Path:
+def record(folder: Path, strategy: str, bandwidth: str, latency: float = 0.0, workers: int = 4) -> Path:
     """A run in virtual time, over links that messages share and that let 9/10 of their bandwidth through."""
     network = f"fair_link(bandwidth={0.9 * CARDS[bandwidth]}, latency={latency})"
     config = RunConfig(
         kind="simulate",
         job=JOB,
         strategy=strategy,
-        workers=4,
+        workers=workers,
         steps=53,
         network=network,
         compute="lognormal(0.0002, sigma=0.3)",
