@@ -196,15 +196,16 @@ def join(max_bytes: int = 1 << 30) -> Communicator:
     return joining.join(max_bytes)
 
 
-def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
+def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) -> Iterable[B]:
     """Return this worker's part of the batches in `loader`.
 
     Without several workers the result is `loader` itself. `epoch` is the number of the next epoch, for a script that
-    continues from a checkpoint. See also `flockstep.drivers.shards.shard`.
+    continues from a checkpoint. With `private`, the loader holds data that this worker has alone, of any size: the
+    worker uses all of them, and an epoch ends on all workers together. See also `flockstep.drivers.shards.shard`.
     """
     from flockstep.drivers.shards import shard
 
-    return shard(loader, epoch)
+    return shard(loader, epoch, private)
 
 
 def _require_torch(name: str) -> None:

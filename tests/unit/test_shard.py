@@ -385,3 +385,105 @@ def test_without_torch_the_way_to_install_it_is_named(
     with pytest.raises(MissingDependency, match=rf"flockstep\.{name} needs PyTorch.*flockstep\[torch\]") as raised:
         call()
     assert [words.reason for words in told] == ([str(raised.value)] if name == "distribute" else [])
+
+
+@pytest.mark.parametrize("kind", ["samples", "batches", "stream", "sampler", "list"])
+def test_private_data_are_all_used_in_an_order_of_epoch_and_rank(kind: str, as_rank: Become) -> None:
+    """Of any kind, in the sizes that the worker has; a custom sampler is the worker's own matter."""
+
+    def loader() -> Iterable[Any]:
+        data = Numbers(7)
+        return {
+            "samples": lambda: DataLoader(data, batch_size=2, shuffle=True),
+            "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)),
+            "stream": lambda: DataLoader(Stream(7, shuffled=True), batch_size=2),
+            "sampler": lambda: DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 7, 7, False)),
+            "list": lambda: [[0, 1], [2, 3], [4, 5], [6]],
+        }[kind]()
+
+    orders: dict[tuple[int, int], Batches] = {}
+    for rank in (0, 2):
+        as_rank(rank)
+        one = loader()
+        for epoch in range(2):
+            orders[rank, epoch] = listed(flockstep.shard(one, private=True))
+        assert listed(flockstep.shard(loader(), epoch=1, private=True)) == orders[rank, 1]
+    assert all(sorted(flat(order)) == list(range(7)) for order in orders.values())
+    if kind != "list":
+        assert orders[0, 0] != orders[0, 1]
+        assert orders[0, 0] != orders[2, 0]
+    if kind not in ("stream", "list"):
+        assert len(flockstep.shard(one, private=True)) == 4  # type: ignore[arg-type]
+    if kind != "list":
+        assert flockstep.shard(one, private=True).dataset is one.dataset  # type: ignore[attr-defined]
+
+
+def test_a_worker_without_data_of_its_own_is_told(as_rank: Become) -> None:
+    as_rank(1)
+    once = flockstep.shard((number for number in range(3)), private=True)
+    assert list(once) == [0, 1, 2]
+    with pytest.raises(
+        ConfigurationError, match=r"worker 1 has no batch of its own in epoch 1; .* a generator is empty"
+    ):
+        list(once)
+
+
+@pytest.mark.parametrize("samples", [20, 2])
+def test_parts_smaller_than_a_batch_that_is_dropped_are_refused(samples: int, as_rank: Become) -> None:
+    as_rank(1)
+    size = 8 if samples == 20 else 1
+    with pytest.raises(ConfigurationError, match=rf"each of 3 workers gets {samples // 3} of the {samples} samples"):
+        flockstep.shard(DataLoader(Numbers(samples), batch_size=size, drop_last=True))
+    assert len(listed(flockstep.shard(DataLoader(Numbers(samples), batch_size=size)))) == 1
+    larger = DataLoader(Numbers(samples), batch_size=samples + 1, drop_last=True)
+    assert listed(flockstep.shard(larger)) == listed(larger) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_fewer_batches_than_workers_are_refused_on_every_worker(rank: int, as_rank: Become) -> None:
+    as_rank(rank)
+    with pytest.raises(ConfigurationError, match=r"an epoch of 2 batches cannot feed 3 workers.* at most 2 workers"):
+        list(flockstep.shard(DataLoader(Stream(4), batch_size=2)))
+    assert list(flockstep.shard([])) == []
+
+
+class Shuffled:
+    """A user's own iterable, shuffled by torch's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(12).tolist()
+
+
+def test_the_epochs_of_an_iterable_are_counted_across_calls(as_rank: Become) -> None:
+    def epochs() -> list[list[int]]:
+        return [list(flockstep.shard(data)) for _ in range(3)]
+
+    as_rank(1)
+    data = Shuffled()
+    found = epochs()
+    assert found[0] != found[1] != found[2]
+    assert list(flockstep.shard(data, epoch=1)) == found[1]
+    data = Shuffled()
+    assert epochs() == found
+
+
+class Repeated(Stream):
+    """Each loading process reads everything, which torch does not notice."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.count)
+
+
+@pytest.mark.parametrize(("data", "rank", "loading", "told"), [
+    (Repeated(12), 0, 2, True), (Repeated(12), 1, 2, False), (Repeated(12), 0, 1, False), (Stream(12), 0, 2, False),
+])  # fmt: skip
+def test_loading_processes_that_read_the_same_are_told_of(
+    data: Stream, rank: int, loading: int, told: bool, as_rank: Become
+) -> None:
+    as_rank(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(flockstep.shard(DataLoader(data, batch_size=2, num_workers=loading)))
+    assert [str(one.message) for one in caught if "2 processes read the same batches" in str(one.message)] == (
+        [str(caught[0].message)] if told else []
+    )

@@ -4,68 +4,64 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
+
+from flockstep.drivers.data_digest import digest_of, tell_data
+from flockstep.drivers.epochs import EpochBatches, drawn
+from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
 
 
-class ShardedBatches(Generic[B]):
-    """Every n-th batch of an iterable, with the iterable's attributes; equally many batches on every worker."""
+class ShardedBatches(EpochBatches[B]):
+    """Every n-th batch of an iterable, equally many on every worker."""
 
-    def __init__(self, batches: Iterable[B], rank: int, workers: int):
-        self._batches = batches
-        self._rank = rank
-        self._workers = workers
-        self.epoch = 0
-        """Number of the next epoch, on which the order of shuffled batches depends."""
-        self._warned = False
+    _told = _compared = False
 
     def __iter__(self) -> Iterator[B]:
-        batches = _drawn_alike(self._batches, self.epoch)
+        """Yield this worker's batches of one epoch.
+
+        Raises:
+            ConfigurationError: there are batches, but fewer than workers.
+        """
+        batches, turns = drawn(self._batches, self.epoch), 0
         self.epoch += 1
         while len(turn := list(itertools.islice(batches, self._workers))) == self._workers:
+            self._compare(turn)
             yield turn[self._rank]
-        if turn and not self._warned and self._rank == 0:
-            self._warned = True
+            turns += 1
+        if turn and not turns:
+            raise ConfigurationError(
+                f"an epoch of {len(turn)} batches cannot feed {self._workers} workers, of which flockstep.shard gives "
+                f"each equally many; use at most {len(turn)} workers, or smaller batches"
+            )
+        if turn and not self._told and self._rank == 0:
+            self._told = True
             warnings.warn(
                 f"flockstep.shard leaves out {len(turn)} of the last batches of an epoch, which are fewer than the "
                 f"{self._workers} workers, so that all workers take equally many steps; yield a multiple of "
-                f"{self._workers} of "
-                "them, or split them by flockstep.rank() and train under optimizer.join()",
+                f"{self._workers} of them, or let each worker read its own part, with private=True",
                 UserWarning,
                 stacklevel=2,
             )
 
+    def _compare(self, turn: list[B]) -> None:
+        """Compare the first batches with those that other workers read, and with those of other loading processes."""
+        if self._compared:
+            return
+        self._compared = True
+        digests = list(map(digest_of, turn))
+        tell_data(" ".join(digests))
+        loading = getattr(self._batches, "num_workers", 0)
+        if loading > 1 and self._rank == 0 and digests[0] == digests[1]:
+            warnings.warn(
+                f"the loader's {loading} processes read the same batches, so every sample of an epoch comes {loading} "
+                "times; let the data set's __iter__ yield each process its part, by "
+                "torch.utils.data.get_worker_info()",
+                UserWarning,
+                stacklevel=3,
+            )
+
     def __len__(self) -> int:
         return len(self._batches) // self._workers  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # while a copy is being made
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-
-def _drawn_alike(batches: Iterable[B], seed: int) -> Iterator[B]:
-    """Iterate with a torch generator that is equal on every worker, even if scripts seed their own
-    generators by rank.
-    """
-    if find_spec("torch") is None:
-        yield from batches
-        return
-    import torch
-
-    state, iterator, end = torch.Generator().manual_seed(seed).get_state(), None, object()
-    while True:
-        own = torch.get_rng_state()
-        torch.set_rng_state(state)
-        try:
-            iterator = iter(batches) if iterator is None else iterator
-            batch: Any = next(iterator, end)
-        finally:
-            state = torch.get_rng_state()
-            torch.set_rng_state(own)
-        if batch is end:
-            return
-        yield batch

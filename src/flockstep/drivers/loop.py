@@ -137,6 +137,16 @@ class Loop:
         return self._finished or self._failure is not None
 
     @property
+    def lr(self) -> float:
+        """Learning rate of this worker's next step."""
+        return self._worker.lr
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that this worker has taken in the run."""
+        return self._worker.run_step
+
+    @property
     def awaited(self) -> int:
         """First element of the part of the gradients that the strategy waits for; 0 if it waits for all of them."""
         return 0 if self._finished or self._failure is not None else self._runner.awaited

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from flockstep.drivers.member import Member
 from flockstep.drivers.node_metrics import NodeMetrics
@@ -15,6 +16,10 @@ class Membership:
         """`scalar`: function that records a scalar."""
         self.member, self.scalar = member, scalar
         self.close_communicator: Callable[[], None] | None = None
+        self.epoch: Callable[[], AbstractContextManager[None]] | None = None
+        """Makes the context of an epoch over private data, whose steps end on all workers together."""
+        self.told_data = False
+        """Whether the supervisor knows what data this process reads."""
 
     def leave(self) -> None:
         """Close the communicator of a process that leaves the run."""

@@ -6,28 +6,38 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TypeVar
 
+from flockstep.drivers.epochs import count_of
 from flockstep.drivers.every_nth import ShardedBatches
 from flockstep.drivers.node_spec import place_of_script, require_own_process, spec_from_environment
+from flockstep.drivers.private_batches import PrivateBatches
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
 
 
-def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
+def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) -> Iterable[B]:
     """Return this worker's part of `loader`; without several workers, `loader` itself.
 
-    A `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a
+    All workers must read the same data, of which each gets a part; `private` is for data that each worker has alone. A
+    `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a
     loader with a `batch_sampler`, worker i of n takes every n-th of the sampler's batches. From an `IterableDataset` or
     any other iterable it takes every n-th batch, so the order must be equal on every worker. Remaining batches at the
     end are dropped with a warning, so that every worker takes equally many steps; of an indexable data set a few
     samples are repeated instead, unless its loader has `drop_last`. Random numbers of torch's own generator for the
     order are equal on every worker and in every run, whatever seed a script sets: they depend on the number of the
-    epoch. Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next one, so that
+    epoch.
+
+    With `private`, a worker's part is all of `loader`, of any kind and size, and the order depends on the number of the
+    epoch and the rank. An epoch ends when every worker has used all of its batches once: until then a worker without
+    batches takes part in the steps of the others, with gradients of zero, as under `optimizer.join()`. Under strategies
+    that continue without a worker that leaves, such as asynchronous ones, workers do not wait for each other.
+
+    Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next one, so that
     a script that continues from a checkpoint does not draw the order of its first epochs again.
 
     Raises:
-        ConfigurationError: the loader has a custom sampler, which already assigns the samples, `epoch` is negative,
-            or the script of a launched run has started this process.
+        ConfigurationError: the loader has a custom sampler, which already assigns the samples, some worker would get
+            no batch, `epoch` is negative, or the script of a launched run has started this process.
     """
     if epoch is not None and epoch < 0:
         raise ConfigurationError(f"epoch must be >= 0, got {epoch}; give the number of the next epoch")
@@ -36,7 +46,7 @@ def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
     node_spec = spec_from_environment()
     if node_spec is None or node_spec.workers == 1:
         return loader
-    if find_spec("torch") is not None:
+    if not private and find_spec("torch") is not None:
         from torch.utils.data import DataLoader
 
         from flockstep.drivers.torch_data import set_epoch, split
@@ -46,6 +56,8 @@ def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
             if epoch is not None:
                 set_epoch(part, epoch)
             return part
-    plain = ShardedBatches(loader, node_spec.address, node_spec.workers)
-    plain.epoch = epoch or 0
+    kind = PrivateBatches if private else ShardedBatches
+    plain = kind(loader, node_spec.address, node_spec.workers, count_of(loader))
+    if epoch is not None:
+        plain.epoch = epoch
     return plain

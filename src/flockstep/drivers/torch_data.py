@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from flockstep.drivers.data_digest import tell_data
+from flockstep.drivers.epochs import EpochCount
 from flockstep.drivers.every_nth import ShardedBatches
 from flockstep.errors import ConfigurationError
 
@@ -20,6 +22,7 @@ class _EpochSampler(DistributedSampler[Any]):
     """Shuffles again in each iteration."""
 
     def __iter__(self) -> Iterator[Any]:
+        tell_data(f"{len(self.dataset)} samples")  # type: ignore[arg-type]
         indices = super().__iter__()
         self.epoch += 1
         yield from indices
@@ -33,7 +36,8 @@ def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
     """This worker's part of the loader, the same object at each call.
 
     Raises:
-        ConfigurationError: the loader has a custom sampler, which already assigns the samples.
+        ConfigurationError: the loader has a custom sampler, which already assigns the samples, or a worker would get
+            no batch.
     """
     if loader not in _shards:
         _shards[loader] = _split(loader, rank, workers)
@@ -53,15 +57,16 @@ def _split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
     part = copy.copy(loader)
     _replace(part, "_iterator", None)  # worker processes of a loader in use would continue with all samples
     if isinstance(loader.dataset, IterableDataset):
-        return ShardedBatches(part, rank, workers)
+        return ShardedBatches(part, rank, workers, EpochCount())
     if loader.batch_size is None and loader.batch_sampler is not None:
-        _replace(part, "batch_sampler", ShardedBatches(loader.batch_sampler, rank, workers))
+        _replace(part, "batch_sampler", ShardedBatches(loader.batch_sampler, rank, workers, EpochCount()))
         return part
     _require_plain(loader)
     shuffled = isinstance(loader.sampler, RandomSampler)
     sampler = _EpochSampler(loader.dataset, workers, rank, shuffle=shuffled, drop_last=loader.drop_last)
     _replace(part, "sampler", sampler)
     if loader.batch_size is not None:
+        _require_batch(loader, len(sampler), workers)
         _replace(part, "batch_sampler", BatchSampler(sampler, loader.batch_size, loader.drop_last))
     return part
 
@@ -69,6 +74,17 @@ def _split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
 def _replace(loader: DataLoader[Any], name: str, value: object) -> None:
     """Set an attribute that a loader protects, before the loader's first use."""
     object.__setattr__(loader, name, value)
+
+
+def _require_batch(loader: DataLoader[Any], part: int, workers: int) -> None:
+    """Raise `ConfigurationError` if a loader that yields batches would yield none to each worker."""
+    size, samples = loader.batch_size or 1, len(loader.dataset)  # type: ignore[arg-type]
+    if loader.drop_last and part < size <= samples:
+        raise ConfigurationError(
+            f"each of {workers} workers gets {part} of the {samples} samples, fewer than a batch of {size}, and "
+            "drop_last=True leaves them out, so that no worker would train; use smaller batches or fewer workers, or "
+            "drop_last=False"
+        )
 
 
 def _require_plain(loader: DataLoader[Any]) -> None:

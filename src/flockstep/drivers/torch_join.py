@@ -11,10 +11,12 @@ from flockstep.arrays.namespace import to_device_of
 from flockstep.collectives.exchange import broadcast_on_tree
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
-from flockstep.errors import CompositionError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.nodes import Worker
 
+SAME = 1e-5
+"""Relative difference up to which two learning rates, summed in float32, count as equal."""
 Remember = Callable[[int], None]
 """Function that copies the optimizer state of one rank to every rank."""
 
@@ -22,8 +24,8 @@ Remember = Callable[[int], None]
 class Consent:
     """Agreement of a launched script's ranks before each step, for strategies in which ranks proceed in step.
 
-    Strategies that can continue without a worker (`Traits.survives`) need no agreement: each rank may stop or skip
-    alone.
+    Strategies that continue without a worker that has left (`Traits.in_step` false) need no agreement: each rank may
+    stop or skip alone.
     """
 
     def __init__(self, flat: FlatModule, loop: Loop):
@@ -32,8 +34,10 @@ class Consent:
         traits = loop.strategy.traits
         self._combined = traits.clips != "own"
         self._on_workers = not traits.server_optimizer
-        self._needed = loop.workers > 1 and not traits.survives
-        self._joining = self._by_active = False
+        self._alike = traits.alike
+        self._needed = loop.workers > 1 and traits.in_step
+        self.joining = self._by_active = False
+        """Whether the steps are inside of `join`."""
         self.shadowing = False
         """Whether this rank has no more batches and takes part in the steps of the others."""
         self.share = 1.0
@@ -41,33 +45,46 @@ class Consent:
 
     def skips(self, overflow: bool | None) -> bool:
         """Whether no rank may take this step because a gradient overflowed; `overflow` None: no scaler is used."""
-        if not self._needed or not (self._joining or overflow is not None):
+        if not self._needed or not (self.joining or overflow is not None):
             return bool(overflow)
-        active, overflows = self._count("join" if self._joining else "scaler", 1, int(overflow or False))
+        lr = self._loop.lr
+        active, overflows, rates = self._sum("join" if self.joining else "scaler", [1, bool(overflow), lr])
+        if self.joining and self._alike and abs(rates - active * lr) > SAME * abs(rates):
+            raise ConfigurationError(
+                f"worker {self._loop.rank} steps with learning rate {lr:g} where the mean of the workers is "
+                f"{rates / active:g}, so that their parameters would differ; workers with fewer batches have stepped "
+                "their schedule less often: step it once per epoch"
+            )
         self._weigh(active)
         return overflows > 0
 
     @contextmanager
-    def join(self, step: Callable[[], None], remember: Remember | None, by_active: bool) -> Iterator[None]:
+    def join(
+        self,
+        step: Callable[[], None],
+        remember: Remember | None,
+        by_active: bool,
+        stepped: Callable[[], bool] = lambda: True,
+    ) -> Iterator[None]:
         """Context manager: a rank that reaches its end takes part in the steps of the others until all have
-        reached it.
+        reached it; not if `stepped` then says that this rank took none, as in an evaluation.
         """
-        if self._joining:
+        if self.joining:
             raise CompositionError("join() is already open; leave it before entering it again")
-        self._by_active, self._joining = by_active, True
+        self._by_active, self.joining = by_active, True
         try:
             yield
-            if self._needed:
+            if self._needed and stepped():
                 self._shadow(step, remember)
         finally:
-            self._joining = self.shadowing = False
+            self.joining = self.shadowing = False
             self.share = 1.0
 
     def _shadow(self, step: Callable[[], None], remember: Remember | None) -> None:
         steps = 0
         self.shadowing = True
         while True:
-            active, overflows = self._count("join", 0, 0)
+            active, overflows, _ = self._sum("join", [0, 0, 0])
             if not active:
                 break
             if not overflows:
@@ -78,16 +95,13 @@ class Consent:
         if self._combined and remember is not None:
             self._copy_from_the_last(steps, remember)
 
-    def _weigh(self, active: int) -> None:
+    def _weigh(self, active: float) -> None:
         """Correct the divisor of the mean from the number of all ranks to that of ranks with batches."""
         self.share = 1.0
         if self._by_active and self._combined:
             self.share = self._loop.workers / max(active, 1)
             if not self._on_workers:
                 self._flat.grads *= self.share
-
-    def _count(self, name: str, *values: int) -> tuple[int, ...]:
-        return tuple(map(round, self._sum(name, values)))
 
     def _sum(self, name: str, values: Sequence[float]) -> list[float]:
         """Sums over all ranks."""

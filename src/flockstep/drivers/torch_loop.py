@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -12,11 +12,12 @@ import torch
 from flockstep.arrays.namespace import as_tensor, copied, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
+from flockstep.drivers.membership import membership_here
 from flockstep.drivers.torch_backward import BackwardHooks
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
 from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
-from flockstep.drivers.torch_join import Consent
+from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_memory import ServerMemory, WorkerMemory
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
@@ -92,6 +93,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else WorkerMemory(optimizer, self.loop)
         )
         self._memory.begin()
+        if (here := membership_here()) is not None:
+            here.epoch = self._epoch
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
 
     def __getattr__(self, name: str) -> Any:
@@ -173,8 +176,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reached it. The sum is divided by the number of all ranks, or with `divide_by_initial_world_size=False` by the
         number of ranks that still have batches.
         """
-        remember = self._memory.take_from if isinstance(self._memory, WorkerMemory) else None
-        return self._consent.join(self._advance, remember, not divide_by_initial_world_size)
+        return self._consent.join(self._advance, self._remember, not divide_by_initial_world_size)
+
+    @property
+    def _remember(self) -> Remember | None:
+        return self._memory.take_from if isinstance(self._memory, WorkerMemory) else None
+
+    def _epoch(self) -> AbstractContextManager[None]:
+        """Context manager of an epoch over private data: as `join`, unless that is open or the run has ended."""
+        if self._consent.joining or self.loop.finished:
+            return nullcontext()
+        before = self.loop.steps
+        return self._consent.join(self._advance, self._remember, False, lambda: self.loop.steps > before)
 
     def _advance(self) -> None:
         """Take one step of the strategy with the flat gradient."""

@@ -1,4 +1,5 @@
-"""Warnings for launched scripts: workers that draw the same batches, or that use different learning rates.
+"""Warnings for launched scripts: workers that draw the same batches, that read different data where all should read the
+same, or that use different learning rates.
 
 Two workers draw the same batches if their first gradients, from equal parameters, are equal bit for bit. Learning rates
 are compared where replicas must stay equal.
@@ -52,6 +53,26 @@ class GradientFingerprints:
                 f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} and "
                 f"{other[1]:g} on worker {other[0]}, so their parameters diverge; load the state of a scheduler on "
                 "every rank, before or after distribute"
+            )
+
+
+@dataclass
+class DataDigests:
+    """Digests of what the workers of a launched script read through `flockstep.shard`."""
+
+    workers: int
+    shown: dict[Address, str] = field(default_factory=dict)
+
+    def hear(self, address: Address, note: Fields) -> None:
+        """Store a worker's digest; when all workers have sent one, warn on standard error if they differ."""
+        self.shown[address] = str(note["digest"])
+        other = next((rank for rank, digest in sorted(self.shown.items()) if digest != self.shown.get(0)), None)
+        if len(self.shown) == self.workers and other is not None:
+            on_stderr(
+                f"workers 0 and {other} read different data or in a different order, and flockstep.shard gives each "
+                f"worker only a part of what it reads, so that samples are left out or used several times; for data "
+                "that are each worker's own use flockstep.shard(…, private=True), otherwise read the same data in the "
+                "same order on every worker (random augmentation alone does no harm)"
             )
 
 

@@ -26,7 +26,7 @@ from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, Pe
 from flockstep.expression import from_data
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
-from flockstep.launchers.duplicate_batches import GradientFingerprints
+from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerprints
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.health import Health
 from flockstep.launchers.host_messages import ServerSpec
@@ -133,7 +133,10 @@ class Supervisor:
         self._view = View(0, tuple(range(workers)))
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._done)
-        self._draws = GradientFingerprints(workers)
+        self._draws: dict[str, GradientFingerprints | DataDigests] = {
+            "gradient": GradientFingerprints(workers),
+            "data": DataDigests(workers),
+        }
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
         """Start the processes, wait for the end, and dismiss the nodes.
@@ -363,8 +366,8 @@ class Supervisor:
                 self._write(address, events_in(message.payload))
             case "waiting":
                 self._wait_monitor.hear(address, note)
-            case "gradient":
-                self._draws.hear(address, note)
+            case "gradient" | "data":
+                self._draws[message.tag].hear(address, note)
             case "snapshot":
                 self._begin_snapshot(self._links[address], note)
             case "part":

@@ -37,7 +37,7 @@ class NeighborAveraging(Strategy):
     topology: Topology = field(default_factory=RingGraph)
 
     # Updates spread along the graph's edges; neighbors of a dead worker are connected.
-    traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
+    traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"), equal_steps=True)
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:

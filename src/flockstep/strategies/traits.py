@@ -72,9 +72,19 @@ class Traits:
     restarts: bool = True
     """Whether a stopped run can be resumed from the states of its nodes; False if some state lies outside the nodes."""
 
+    equal_steps: bool = False
+    """Whether live workers must take equally many steps although the strategy survives deaths; without `survives` they
+    always must.
+    """
+
     def __post_init__(self) -> None:
         if self.delivery not in get_args(Delivery):
             raise UnknownName.among("delivery", str(self.delivery), get_args(Delivery))
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a worker that leaves the run before the others ends the run."""
+        return self.equal_steps or not self.survives
 
     @property
     def alike(self) -> bool:

@@ -1,0 +1,84 @@
+"""Batches that are drawn in epochs, each with random numbers of its own."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Generic, TypeVar
+
+B = TypeVar("B")
+
+
+@dataclass
+class EpochCount:
+    """Number of the next epoch of an iterable, from 0."""
+
+    next: int = 0
+
+
+_counts: weakref.WeakKeyDictionary[Iterable[Any], EpochCount] = weakref.WeakKeyDictionary()
+
+
+def count_of(batches: Iterable[Any]) -> EpochCount:
+    """The count of an iterable's epochs, the same at each call; a new one for lists and the like, which have one
+    order.
+    """
+    try:
+        return _counts.setdefault(batches, EpochCount())
+    except TypeError:  # no weak references, or no hash
+        return EpochCount()
+
+
+class EpochBatches(ABC, Generic[B]):
+    """A worker's batches of an iterable, with the iterable's attributes."""
+
+    def __init__(self, batches: Iterable[B], rank: int, workers: int, count: EpochCount):
+        self._batches = batches
+        self._rank = rank
+        self._workers = workers
+        self._count = count
+
+    @property
+    def epoch(self) -> int:
+        """Number of the next epoch, on which the order of shuffled batches depends."""
+        return self._count.next
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._count.next = number
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[B]:
+        """Yield the batches of one epoch."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
+def drawn(batches: Iterable[B], seed: int) -> Iterator[B]:
+    """Iterate with a torch generator that depends on `seed` alone, even if scripts seed their own generators by
+    rank.
+    """
+    if find_spec("torch") is None:
+        yield from batches
+        return
+    import torch
+
+    state, iterator, end = torch.Generator().manual_seed(seed).get_state(), None, object()
+    while True:
+        own = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            iterator = iter(batches) if iterator is None else iterator
+            batch: Any = next(iterator, end)
+        finally:
+            state = torch.get_rng_state()
+            torch.set_rng_state(own)
+        if batch is end:
+            return
+        yield batch

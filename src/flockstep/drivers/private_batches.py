@@ -1,0 +1,43 @@
+"""A worker's own batches, in epochs that end on all workers together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TypeVar
+
+from flockstep.drivers.epochs import EpochBatches, drawn
+from flockstep.drivers.membership import membership_here
+from flockstep.errors import ConfigurationError
+
+B = TypeVar("B")
+
+
+class PrivateBatches(EpochBatches[B]):
+    """All batches of an iterable that this worker alone has.
+
+    A worker whose batches run out takes part in the steps of the others until every worker has used all of its own, as
+    under `optimizer.join()`: no batch is left out or used twice, and all workers begin the next epoch together.
+    """
+
+    def __iter__(self) -> Iterator[B]:
+        """Yield all batches of one epoch.
+
+        Raises:
+            ConfigurationError: there is no batch.
+        """
+        number, here = self.epoch, membership_here()
+        self.epoch += 1
+        with nullcontext() if here is None or here.epoch is None else here.epoch():
+            none = True
+            for batch in drawn(self._batches, number * self._workers + self._rank):
+                none = False
+                yield batch
+            if none:
+                raise ConfigurationError(
+                    f"worker {self._rank} has no batch of its own in epoch {number}; start as many workers as have "
+                    "data, and give shard a loader or a list, since a generator is empty after one epoch"
+                )
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
