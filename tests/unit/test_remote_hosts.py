@@ -1,0 +1,296 @@
+"""Who is let in at the coordinator's port, and what strangers cost it: real sockets in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flockstep import __version__
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.launchers.host_messages import Accepted, Join, Refused, decoded, encoded
+from flockstep.launchers.hosts import STRANGERS, RemoteHosts
+from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
+from flockstep.transports.host_channel import MAX_HEADER, HostChannel
+from flockstep.transports.wire import PROTOCOL
+from support.processes import PATIENCE, wait_until
+
+SECRET = b"a secret of these tests alone!!!"
+JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {"seed": "0"})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def hosts() -> Iterator[RemoteHosts]:
+    meeting = Meeting("127.0.0.1", free_port(), SECRET, timeout=PATIENCE)
+    said: list[str] = []
+    found = RemoteHosts(meeting, range(1, 2), {1: range(2, 4)}, 4, {"seed": "0"}, "", 5.0, said.append)
+    found.said, found.meeting = said, meeting  # type: ignore[attr-defined]
+    try:
+        yield found
+    finally:
+        found.close("", 0)
+
+
+def knock(hosts: RemoteHosts, secret: bytes = SECRET) -> HostChannel:
+    """A connection of an agent, whose handshake is complete."""
+    channel = HostChannel(socket.create_connection(("127.0.0.1", port(hosts))), secret, True, 5.0)
+
+    def done() -> bool:
+        channel.flush()
+        hosts.pump()
+        channel.receive()
+        return channel.established
+
+    try:
+        wait_until(done, PATIENCE, "the handshake")
+    except PeerLost:
+        channel.close()
+        raise
+    return channel
+
+
+def port(hosts: RemoteHosts) -> int:
+    meeting: Meeting = hosts.meeting  # type: ignore[attr-defined]
+    return meeting.port
+
+
+def answer(hosts: RemoteHosts, channel: HostChannel, join: Join) -> object:
+    """What the coordinator answers to an agent."""
+    channel.send(encoded(join))
+    found: list[object] = []
+
+    def heard() -> bool:
+        channel.flush()
+        hosts.pump()
+        found.extend(decoded(header) for header, _ in channel.receive())
+        return bool(found)
+
+    wait_until(heard, PATIENCE, "an answer")
+    return found[0]
+
+
+def test_a_host_is_let_in_once(hosts: RemoteHosts) -> None:
+    first, second = knock(hosts), knock(hosts)
+    assert isinstance(answer(hosts, first, JOIN), Accepted)
+    assert hosts.has(2)
+    assert not hosts.has(1)
+    refused = answer(hosts, second, JOIN)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "node 1 (there) has joined already; give every host its own --node-rank"
+    hosts.meet()
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": "0.0"}, "install the same version on every host"),
+        ({"protocol": PROTOCOL + 1}, "install the same version on every host"),
+        ({"node": 0}, "is not one of the other hosts, which are 1 to 1"),
+        ({"node": 2}, "is not one of the other hosts"),
+        ({"workers": 5}, "was started for 2 hosts and 5 workers, the coordinator for 2 and 4"),
+        ({"settings": {"seed": "1"}}, "seed is 1 there and 0 at the coordinator"),
+        ({"settings": {}}, "seed is missing there"),
+        ({"settings": {"seed": "0", "lr": "1"}}, "lr is 1 there and missing at the coordinator"),
+    ],
+)
+def test_a_host_that_differs_is_refused(hosts: RemoteHosts, change: dict[str, object], reason: str) -> None:
+    channel = knock(hosts)
+    refused = answer(hosts, channel, msgspec.structs.replace(JOIN, **change))
+    assert isinstance(refused, Refused)
+    assert reason in refused.reason
+    assert reason in hosts.said[-1]  # type: ignore[attr-defined]
+    assert not hosts.has(2)
+    channel.close()
+
+
+def test_a_host_without_the_secret_is_turned_away_and_named_once(hosts: RemoteHosts) -> None:
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="secret"):
+            knock(hosts, b"another secret, as long as ours")
+        rejected = hosts.rejected
+        wait_until(lambda before=rejected: hosts.pump() or hosts.rejected > before, PATIENCE, "it is turned away")  # type: ignore[misc, func-returns-value]
+    assert hosts.said == ["turned away 127.0.0.1: it does not know the secret of this run"]  # type: ignore[attr-defined]
+
+
+def test_a_thousand_idle_strangers_hold_few_handles_and_keep_no_host_out(hosts: RemoteHosts) -> None:
+    handles, memory = len(os.listdir("/dev/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # noqa: PTH208
+    idle = []
+    for _ in range(1000):
+        idle.append(socket.create_connection(("127.0.0.1", port(hosts))))
+        hosts.pump()
+    held = len(os.listdir("/dev/fd")) - handles - len(idle)  # noqa: PTH208
+    assert held <= STRANGERS + 1
+    assert hosts.rejected >= 1000 - STRANGERS
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10  # KiB
+    channel = knock(hosts)
+    assert isinstance(answer(hosts, channel, JOIN), Accepted)
+    channel.close()
+    for sock in idle:
+        sock.close()
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(100_000), os.urandom(4096)])
+def test_garbage_is_turned_away_before_it_is_stored(hosts: RemoteHosts, data: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port(hosts))) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(data)
+        wait_until(lambda: hosts.pump() or hosts.rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
+    assert hosts.said == []  # type: ignore[attr-defined]  # no host of ours: only counted
+
+
+def test_what_a_host_announces_is_bounded(hosts: RemoteHosts) -> None:
+    channel = knock(hosts)
+    channel.send(bytes(MAX_HEADER + 1))
+    with contextlib.suppress(PeerLost):
+        channel.flush()
+    wait_until(lambda: hosts.pump() or hosts.rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
+    assert "was announced" in hosts.said[-1]  # type: ignore[attr-defined]
+    channel.close()
+
+
+def test_a_recorded_session_cannot_be_replayed(hosts: RemoteHosts) -> None:
+    """Everything that an agent has sent, handshake included, is sent again by a stranger."""
+    sent = bytearray()
+
+    class Tapped(socket.socket):
+        def send(self, data: object, flags: int = 0) -> int:  # type: ignore[override]
+            count = super().send(data, flags)  # type: ignore[arg-type]
+            sent.extend(memoryview(data)[:count])  # type: ignore[arg-type]
+            return count
+
+    raw = Tapped(socket.AF_INET, socket.SOCK_STREAM)
+    raw.connect(("127.0.0.1", port(hosts)))
+    channel = HostChannel(raw, SECRET, True, 5.0)
+
+    def done() -> bool:
+        channel.flush()
+        hosts.pump()
+        channel.receive()
+        return channel.established
+
+    wait_until(done, PATIENCE, "the handshake")
+    channel.send(encoded(JOIN))
+    channel.flush()
+    channel.close()
+    wait_until(lambda: hosts.pump() or hosts.has(2), PATIENCE, "the agent joins")  # type: ignore[func-returns-value]
+    rejected = hosts.rejected
+    assert len(sent) > 100
+    with socket.create_connection(("127.0.0.1", port(hosts))) as stranger:
+        stranger.sendall(sent)
+        wait_until(lambda: hosts.pump() or hosts.rejected > rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
+
+
+def test_a_channel_carries_messages_whole_and_in_order() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = HostChannel(socket.create_connection(listener.getsockname()), SECRET, True, 5.0)
+        other = HostChannel(listener.accept()[0], SECRET, False, 5.0)
+    large = os.urandom(3_000_000)
+    arrived: list[tuple[bytes, list[memoryview]]] = []
+
+    def done() -> bool:
+        one.flush()
+        arrived.extend(other.receive())
+        other.flush()
+        one.receive()
+        return len(arrived) == 3
+
+    one.send(b"first", [b"x", large])
+    one.send(b"second", [b""])
+    one.send(b"third")
+    wait_until(done, PATIENCE, "three messages")
+    assert [(header, [bytes(part) for part in parts]) for header, parts in arrived] == [
+        (b"first", [b"x", large]),
+        (b"second", [b""]),
+        (b"third", []),
+    ]
+    one.close()
+    with pytest.raises(PeerLost, match="closed"):
+        other.receive()
+    other.close()
+
+
+def test_silence_is_noticed_and_beats_break_it() -> None:
+    clock = [0.0]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = HostChannel(socket.create_connection(listener.getsockname()), SECRET, True, 0.4)
+        other = HostChannel(listener.accept()[0], SECRET, False, 5.0, lambda: clock[0])
+
+    def established() -> bool:
+        one.flush()
+        other.receive()
+        other.flush()
+        one.receive()
+        return one.established and other.established
+
+    wait_until(established, PATIENCE, "the handshake")
+    clock[0] = 5.1
+    assert other.silent
+    one.keep_alive()
+    wait_until(lambda: other.receive() or not other.silent, PATIENCE, "a beat")
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "at"),
+    [
+        ("10.0.0.1:29400", "10.0.0.1", 29400),
+        ("[fd00::1]:1", "fd00::1", 1),
+        ("node0.example:65535", "node0.example", 65535),
+    ],
+)
+def test_where_the_coordinator_listens(text: str, host: str, at: int) -> None:
+    meeting = meeting_at(text, SECRET)
+    assert (meeting.host, meeting.port, meeting.where) == (host, at, text)
+    assert SECRET.decode() not in repr(meeting)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "10.0.0.1", "10.0.0.1:", ":29400", "host:0", "host:65536", "fd00::1:29400", "host:x"]
+)
+def test_what_is_no_address_of_a_coordinator(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be a host and a port"):
+        meeting_at(text, SECRET)
+
+
+def test_a_name_that_does_not_resolve_and_a_port_in_use() -> None:
+    with pytest.raises(ConfigurationError, match=r"'nowhere.invalid' does not resolve"):
+        meeting_at("nowhere.invalid:29400", SECRET).listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match=f"cannot listen at {where}: Address already in use"):
+            meeting_at(where, SECRET).listen()
+    with pytest.raises(ConfigurationError, match="Cannot assign requested address"):
+        meeting_at("192.0.2.1:29400", SECRET).listen()
+
+
+def test_a_secret_is_long_and_nobody_else_may_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLOCKSTEP_SECRET", raising=False)
+    with pytest.raises(ConfigurationError, match="needs a secret, got none"):
+        read_secret(None)
+    monkeypatch.setenv("FLOCKSTEP_SECRET", "short")
+    with pytest.raises(ConfigurationError, match="at least 16 characters, got 5"):
+        read_secret(None)
+    monkeypatch.setenv("FLOCKSTEP_SECRET", "0123456789abcdef")
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="others may read the secret"):
+        read_secret(file)
+    file.chmod(0o600)
+    assert read_secret(file) == read_secret(None)
+    with pytest.raises(ConfigurationError, match="cannot read the secret"):
+        read_secret(tmp_path / "missing")
