@@ -90,7 +90,8 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
 
 SCRIPT = "script."
-"""First part of the names of tasks that a script's calls between two steps start."""
+"""Prefix of the names of tasks that a script's own calls, such as `sync()` and `consensus()`, start between two steps.
+"""
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False):

@@ -99,8 +99,8 @@ def test_every_variable_is_needed(launcher: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "wrong", "said"),
     [
-        ("torchrun", {"RANK": "4"}, "RANK=4 contradicts WORLD_SIZE=4, with which it is at most 3"),
-        ("torchrun", {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts LOCAL_WORLD_SIZE=2, with which it is at most 1"),
+        ("torchrun", {"RANK": "4"}, "RANK=4 contradicts WORLD_SIZE=4, which allows at most 3"),
+        ("torchrun", {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 contradicts LOCAL_WORLD_SIZE=2, which allows at most 1"),
         ("torchrun", {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 contradicts WORLD_SIZE=4"),
         ("torchrun", {"GROUP_RANK": "2"}, "GROUP_RANK=2 contradicts GROUP_WORLD_SIZE=2"),
         ("torchrun", {"WORLD_SIZE": "0"}, "WORLD_SIZE must be a number >= 1, got 0"),

@@ -84,7 +84,7 @@ class Pipeline:
             self.busy += self._takes(ended)
             working[ended.stage] = False
             held[ended.stage] -= ended.kind == "backward"
-        assert not any(todo), "the schedule waits for itself"
+        assert not any(todo), "the passes of the schedule wait for each other"
         return 1 - self.busy / (self.stages * queue.now)
 
     def _ready(self, work: PipelinePass) -> bool:

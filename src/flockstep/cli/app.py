@@ -439,9 +439,7 @@ app.add_typer(bench.app, name="bench", rich_help_panel=HERE)
 
 @app.command(rich_help_panel=HERE)
 def doctor(as_json: o.Json = False) -> None:
-    """Test the installation, every transport and every extra; say what to install. Paste the output into bug
-    reports.
-    """
+    """Test the installation: every transport, launcher and extra; say what to install, for users and bug reports."""
     from flockstep.cli import show
     from flockstep.doctor import examine
 

@@ -146,7 +146,7 @@ class _Variables:
         if not (text.isascii() and text.isdecimal()) or int(text) < least:
             raise self.error(f"{name} must be a number >= {least}, got {text}")
         if most is not None and int(text) > most:
-            raise self.error(f"{self.shown(name)} contradicts {self.shown(limit)}, with which it is at most {most}")
+            raise self.error(f"{self.shown(name)} contradicts {self.shown(limit)}, which allows at most {most}")
         return int(text)
 
     def place(self, rank: str, local_rank: str, local_size: str) -> Place:

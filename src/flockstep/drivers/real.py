@@ -63,7 +63,7 @@ class NodeConnection(Messenger):
         return self._group.allocate(len(gradients), gradients.dtype.name)
 
     def drive(self, runner: Runner) -> None:
-        """Wait for what the program waits for, until that is a gradient or nothing.
+        """Deliver messages until the program waits for a gradient, or has ended.
 
         Raises:
             PeerLost: the strategy cannot continue without a node that died.

@@ -39,13 +39,13 @@ class Join(HostMessage, frozen=True):
 
 
 class Refused(HostMessage, frozen=True):
-    """The agent may not join."""
+    """Message to a host agent: the agent may not join the run, with the reason."""
 
     reason: str
 
 
 class Accepted(HostMessage, frozen=True):
-    """The agent takes part; `config` is the run's configuration as TOML."""
+    """Message to a host agent: the agent takes part; `config` is the run's configuration as TOML."""
 
     config: str
 
@@ -63,14 +63,16 @@ class ServerSpec(msgspec.Struct, frozen=True):
 
 
 class Start(HostMessage, frozen=True):
-    """Start a process; `server` is None for a worker."""
+    """Message to a host agent: start a process; `server` is None for a worker."""
 
     spec: NodeSpec
     server: ServerSpec | None = None
 
 
 class Open(HostMessage, frozen=True):
-    """Connect to the process that listens at `endpoint` and sends arrays of at most `max_bytes`."""
+    """Message to a host agent: connect to the process that listens at `endpoint` and sends arrays of at most
+    `max_bytes`.
+    """
 
     link: int
     endpoint: str
@@ -78,48 +80,48 @@ class Open(HostMessage, frozen=True):
 
 
 class FramesOf(HostMessage, frozen=True):
-    """A message of a connection; its frames are the payloads."""
+    """A message of a connection that a host agent forwards; its frames are the payloads."""
 
     link: int
 
 
 class Close(HostMessage, frozen=True):
-    """Close a connection."""
+    """Message to a host agent: close a connection to a process of its host."""
 
     link: int
 
 
 class Broken(HostMessage, frozen=True):
-    """A connection broke."""
+    """Message of a host agent: the connection to a process of its host broke."""
 
     link: int
 
 
 class Heard(HostMessage, frozen=True):
-    """A message on the control socket of the host; it is the payload."""
+    """Message of a host agent: the payload has arrived on the control socket of the host."""
 
 
 class Exited(HostMessage, frozen=True):
-    """A process has ended with that exit code."""
+    """Message of a host agent: a process has ended with that exit code."""
 
     address: int
     code: int
 
 
 class Kill(HostMessage, frozen=True):
-    """Kill a process."""
+    """Message to a host agent: kill a process."""
 
     address: int
 
 
 class Stopped(HostMessage, frozen=True):
-    """The user of the host, or its system, asked the run to stop."""
+    """Message of a host agent: the user of the host, or its system, asked the run to stop."""
 
     reason: str
 
 
 class Over(HostMessage, frozen=True):
-    """The run has ended; `reason` is empty if it succeeded, `code` the exit code."""
+    """Message to a host agent: the run has ended; `reason` is empty if it succeeded, `code` is the exit code."""
 
     reason: str
     code: int

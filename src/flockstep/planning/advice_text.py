@@ -24,7 +24,9 @@ CLOSE = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """The facts that the sentences are about."""
+    """The facts from which the sentences of an advice are made: predictions, requirements, and the worth of each
+    strategy.
+    """
 
     outlook: Outlook
     left: Sequence[StepPrediction]

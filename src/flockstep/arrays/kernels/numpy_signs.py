@@ -111,7 +111,7 @@ def signs(x: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDAr
 
 
 def column_signs(matrix: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
-    """Like `signs`, for the columns of a row-major matrix: bits row after row, and sums (3, columns)."""
+    """Like `signs` for each column of a row-major matrix: bits in row order, and sums of shape (3, columns)."""
     sums, codes = np.zeros((3, matrix.shape[1])), np.empty(matrix.shape, np.uint8)
     rows, negative = max(1, AT_ONCE // matrix.shape[1]), np.zeros(matrix.shape[1], np.int32)
     for begin in range(0, len(matrix), rows):

@@ -23,7 +23,7 @@ def signs(x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Ten
 
 
 def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `signs`, for the columns of a row-major matrix: bits row after row, and sums (3, columns)."""
+    """Like `signs` for each column of a row-major matrix: bits in row order, and sums of shape (3, columns)."""
     if matrix.device.type == "cpu":
         plain = None if added is None else added.detach().numpy()
         return _made(numpy_signs.column_signs(matrix.detach().numpy(), plain))
