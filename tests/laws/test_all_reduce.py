@@ -9,7 +9,9 @@ import pytest
 
 from flockstep.arrays.schema import slices
 from flockstep.records.events import EvaluationEvent, UpdateEvent
+from flockstep.strategies import all_reduce
 from flockstep.strategies.all_reduce import AllReduce
+from flockstep.strategies.bucketed import Bucketed
 from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 STEPS = 15
@@ -108,3 +110,46 @@ def test_the_oracle_notices_another_rule(broken):
     run = run_strategy(broken, 3, STEPS)
     assert equal_bits(*run.replicas)
     assert not equal_bits(run.result, oracle(3))
+
+
+@dataclass(frozen=True)
+class Overlapping(AllReduce):
+    """As in a script's own loop: parts of the gradient are passed on, and one worker revises one of its gradients."""
+
+    revised: int = 10**6
+    """Number of steps of worker 1 before that gradient."""
+    sent: tuple[list[int], ...] = ()
+    """Sizes in bytes of the messages of each step."""
+
+    async def worker(self, me):
+        step, send = me.optimizer_step, me.port.send
+        me.overlaps = True
+
+        def stepped(gradient):
+            step(gradient)
+            me.revised = me.rank == 1 and me.step == self.revised
+
+        def counted(to, message):
+            self.sent[me.step].append(message.payload_bytes)
+            send(to, message)
+
+        me.optimizer_step, me.port.send = stepped, counted
+        await super().worker(me)
+
+
+@pytest.mark.parametrize("collective", ["ring", "recursive_doubling", "rabenseifner", "binomial_tree", "auto"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_parts_that_travel_early_give_the_mean_and_are_sent_again_if_one_is_revised(collective, n, monkeypatch):
+    monkeypatch.setattr(all_reduce, "SIZES", Bucketed(cap=28e-6, first=12e-6))
+    plain = run_strategy(f"all_reduce({collective})", n, STEPS)
+    sent = tuple([] for _ in range(STEPS + 1))
+    for revised in (10**6, 6):
+        strategy = Overlapping(AllReduce.parse(f"all_reduce({collective})").collective, revised=revised, sent=sent)
+        run = run_strategy(strategy, n, STEPS)
+        assert equal_bits(run.result, *run.replicas)
+        np.testing.assert_allclose(run.result, plain.result, rtol=1e-4, atol=1e-6)
+        assert max(map(max, filter(None, sent))) <= plain.result.nbytes, "no message is larger than the model"
+        early, late = (sum(map(len, sent[at : at + 3])) for at in (2, STEPS - 3))
+        assert (late < early / 2) == (revised == 6), "whole gradients take fewer messages than four buckets"
+        for step in sent:
+            step.clear()

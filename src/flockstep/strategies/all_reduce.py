@@ -81,13 +81,14 @@ class AllReduce(Strategy):
         `sent` (K+1,) holds the mean behind a number that is not zero if a worker's gradient was revised.
         """
         kept: AllReduceState = me.state
-        parts = buckets(len(me.params), me.params.itemsize, SIZES) if me.step else [slice(0, len(me.params))]
-        mean, tasks = sent[1:], []
-        async for part, gradient in me.gradient_parts(parts, tentative=True):
+        pieces, whole = buckets(len(me.params), me.params.itemsize, SIZES), slice(0, len(me.params))
+        first, mean, tasks = not me.step, sent[1:], []
+        async for part, gradient in me.gradient_parts([whole] if first else pieces, tentative=True):
             mean[part] = gradient[part]
             sent[0] = me.revised
-            piece = sent[part.start + (part.start > 0) : part.stop + 1]
-            tasks.append(me.background(f"bucket{part.start}", self.collective.average(me, piece)))
+            for piece in pieces if first else [part]:
+                values = sent[piece.start + (piece.start > 0) : piece.stop + 1]
+                tasks.append(me.background(f"bucket{piece.start}", self.collective.average(me, values)))
         for task in tasks:
             await me.finished(task)
         me.revised = False
