@@ -438,6 +438,7 @@ def test_a_header_that_is_nested_too_deep_is_refused(make: Make) -> None:
     while not first.traffic.rejected:
         first.poll(0.01)
     stranger.close()
+    assert first.traffic.rejected == 1
     still_works(first, second)
 
 

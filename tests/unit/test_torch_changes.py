@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import ClassVar
 
@@ -166,9 +167,8 @@ def test_another_policy_on_rank_0_is_refused():
             return Message(source, tag, np.zeros(1, np.uint8), {"policy": "mean"})
 
     with pytest.raises(ConfigurationError, match="got 'local' on rank 1 and 'mean' on rank 0; pass one of them"):
-        first_packed(Rank1(), np.zeros(1, np.uint8), "local").send(None)
-    with pytest.raises(StopIteration):
-        first_packed(Rank1(), np.zeros(1, np.uint8), "mean").send(None)
+        asyncio.run(first_packed(Rank1(), np.zeros(1, np.uint8), "local"))
+    assert asyncio.run(first_packed(Rank1(), np.ones(1, np.uint8), "mean")) == {0: np.zeros(1, np.uint8)}
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd(2)"])

@@ -344,6 +344,7 @@ def test_idle_strangers_are_closed_before_a_peer_in_its_handshake(make: Make, mo
         peer.sendall(handshake.out)
         while not any(one.established() for one in first._connections.values()):
             first.poll(0.01)
+        assert sum(one.established() for one in first._connections.values()) == 1
 
 
 def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
