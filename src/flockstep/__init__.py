@@ -102,14 +102,13 @@ def distribute(
             script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.drivers.node_spec import place_of_script, refuse, require_own_process, spec_from_environment
+    from flockstep.drivers.node_spec import enter_run, refuse, require_own_process
     from flockstep.errors import FlockstepError
     from flockstep.frameworks.job import import_components
     from flockstep.strategies.base import Strategy
 
-    place_of_script()
     require_own_process("distribute")
-    node_spec = spec_from_environment()
+    node_spec = enter_run()
     try:
         _require_torch("distribute")
         from flockstep.drivers.torch_loop import DistributedOptimizer

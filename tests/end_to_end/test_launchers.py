@@ -1,11 +1,15 @@
-"""torchrun, mpirun, srun and ssh themselves, on hosts in namespaces: what each tells the processes that it starts."""
+"""torchrun, mpirun, srun and ssh themselves, on hosts in namespaces: what each tells the processes that it starts, and
+runs of scripts that they have started.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,11 @@ from typing import Any
 import pytest
 
 from flockstep.drivers.place import host_names, port_of
+from flockstep.records.events import StepEvent
+from flockstep.records.folder import RunFolder
 from support import slurm, ssh
 from support.named_hosts import TOOLS, Host, connected, lacking
-from support.processes import PATIENCE, SOURCE
+from support.processes import COMMAND, PATIENCE, SOURCE, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -32,6 +38,34 @@ file.write_text(json.dumps(dict(asdict(place), host=host)))
 """
 ROOT = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 NAMES = ("home", "d0", "d1")
+
+
+TRAINING = f"""
+import os, signal, sys
+sys.path.insert(0, {str(SOURCE)!r})
+import numpy as np
+import flockstep
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Strategy
+
+strategy, dies = sys.argv[1], sys.argv[2:]
+params, gradient, target = np.zeros(20, np.float32), np.zeros(20, np.float32), np.arange(20, dtype=np.float32)
+arguments = Schema.of({{"w": (20,)}}), Strategy.parse(strategy), LocalOptimizer(SGD(lr=0.1), params), SGD(lr=0.1)
+loop = Loop(params, gradient, *arguments)
+random = np.random.default_rng(flockstep.rank())
+for step in range(60):
+    if dies == [str(flockstep.rank()), str(step)]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loop.gradients[:] = params - target + 0.01 * random.normal(size=20).astype(np.float32)
+    loop.step()
+loop.finish()
+print(f"rank {{flockstep.rank()}} of {{flockstep.workers()}} learned {{np.abs(params - target).max() < 0.1}}")
+"""
+"""Trains 20 numbers; with a rank and a step, that worker kills itself there."""
+SECRET = "a secret of these tests alone"
 
 
 def need(*tools: str) -> None:
@@ -112,14 +146,16 @@ def check(found: dict[str, list[dict[str, Any]]], by: str, expected: dict[str, i
     return str(heads[0]["run"])
 
 
-def together(commands: Sequence[Sequence[str]]) -> None:
-    """Carry out the commands at the same time; each must succeed."""
+def together(commands: Sequence[Sequence[str]]) -> str:
+    """Carry out the commands at the same time; each must succeed. Return what they printed."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [subprocess.Popen(command, **pipes) for command in commands]  # type: ignore[call-overload]
+    said = ""
     try:
         for one in started:
-            said, _ = one.communicate(timeout=PATIENCE)
+            said += one.communicate(timeout=PATIENCE)[0]
             assert one.returncode == 0, said
+        return said
     finally:
         for one in started:
             one.kill()
@@ -201,3 +237,123 @@ def test_torchrun_on_two_hosts(hosts: tuple[Host, ...], script: list[str]) -> No
 def test_mpirun_that_srun_has_started(hosts: tuple[Host, ...], srun: list[str], script: list[str]) -> None:
     hosts[0].run(*srun, "-n1", *ROOT, beside("mpirun"), "--oversubscribe", "-n", "2", *script)
     check(places(script), "mpirun", {"d0": 2})
+
+
+class Trial:
+    """A script that is started by a launcher, in a folder of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.scratch = Path(tempfile.mkdtemp(prefix="fs-", dir="/tmp"))  # short: a socket's path may not be long
+        (folder / "train.py").write_text(TRAINING)
+        self.variables = {"TMPDIR": str(self.scratch), "FLOCKSTEP_SECRET": SECRET}
+
+    def words(self, launcher: Sequence[str], *arguments: str, python: bool = True) -> list[str]:
+        """The command of a launcher that starts the script."""
+        variables = [f"{name}={value}" for name, value in self.variables.items()]
+        interpreter = [sys.executable] if python else []
+        return ["env", "-C", str(self.folder), *variables, *launcher, *interpreter, "train.py", *arguments]
+
+    def summary(self, workers: int) -> dict[str, Any]:
+        """The summary of the only record, which must be whole and hold the events of every worker."""
+        (record,) = (self.folder / "runs").iterdir()
+        found: dict[str, Any] = json.loads((record / "summary.json").read_text())
+        stepped = {event.rank for event in RunFolder(record).read_events() if isinstance(event, StepEvent)}
+        assert stepped == set(range(workers)) or found["status"] == "failed"
+        return found
+
+
+@pytest.fixture
+def trial(tmp_path: Path, hosts: tuple[Host, ...]) -> Iterator[Trial]:
+    """A script to be started; at the end nothing of it may be left on any host."""
+    before = [host.processes() for host in hosts]
+    one = Trial(tmp_path)
+    try:
+        yield one
+        after = [host.processes() for host in hosts]
+        wait_until(lambda: [host.processes() for host in hosts] == before, PATIENCE, f"{after} is left of {before}")
+        assert [path.name for path in one.scratch.iterdir() if not path.name.startswith(("ompi.", "prte"))] == []
+    finally:
+        shutil.rmtree(one.scratch, ignore_errors=True)
+
+
+def learned(out: str, workers: int) -> None:
+    """Every worker says that it has learned."""
+    assert sorted(re.findall("rank .* learned .*", out)) == [
+        f"rank {rank} of {workers} learned True" for rank in range(workers)
+    ]
+
+
+def test_a_run_under_mpirun_is_that_of_flockstep_launch(hosts: tuple[Host, ...], trial: Trial) -> None:
+    launcher = [*ROOT, beside("mpirun"), "--oversubscribe", "-n", "3"]
+    learned(hosts[1].run(*trial.words(launcher, "ps")), 3)
+    found = trial.summary(3)
+    assert (found["status"], found["workers"]) == ("finished", 3)
+    shutil.rmtree(trial.folder / "runs")
+    learned(hosts[1].run(*trial.words([*COMMAND, "launch", "-n", "3"], "ps", python=False)), 3)
+    assert trial.summary(3)["hashes"] == found["hashes"]
+
+
+def test_a_run_under_srun_on_two_hosts(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    learned(hosts[0].run(*trial.words([*srun, "-N2", "-n3"], "ps(shards=2)")), 3)
+    assert trial.summary(3)["status"] == "finished"
+
+
+@pytest.mark.full
+def test_a_run_under_mpirun_on_two_hosts(hosts: tuple[Host, ...], ssh_config: Path, trial: Trial) -> None:
+    passed = [
+        word for name in ("FLOCKSTEP_SECRET", "TMPDIR", "FLOCKSTEP_COORDINATOR=d0:21077") for word in ("-x", name)
+    ]
+    agent = ("--prtemca", "plm_ssh_agent", f"ssh -F {ssh_config}")
+    launcher = [*ROOT, beside("mpirun"), *agent, *passed, "--host", "d0:2,d1:2", "-n", "4"]
+    learned(hosts[0].run(*trial.words(launcher, "local_sgd")), 4)
+    assert trial.summary(4)["status"] == "finished"
+
+
+@pytest.mark.full
+def test_a_run_under_torchrun_on_two_hosts(hosts: tuple[Host, ...], trial: Trial) -> None:
+    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "d1:29412", "--rdzv-id", "run")
+    words = (beside("torchrun"), "--nnodes", "2", *meet, "--nproc-per-node", "2")
+    out = together([host.command(*trial.words(words, "all_reduce", python=False)) for host in hosts[1:]])
+    learned(out, 4)
+    assert trial.summary(4)["status"] == "finished"
+
+
+def test_a_killed_worker_ends_a_run_under_srun(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    code, said = hosts[0].ended(*trial.words([*srun, "-N2", "-n3"], "ps", "2", "20"))
+    assert code != 0
+    assert re.search(r"flockstep: worker 2 has ended at about step (20|1?[0-9])\b", said), said
+    assert trial.summary(3)["status"] == "failed"
+    assert "Traceback" not in said
+
+
+@pytest.mark.full
+def test_others_continue_where_the_strategy_lets_them(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    code, said = hosts[0].ended(*trial.words([*srun, "-N2", "-n3"], "asgd", "2", "20"))
+    assert code != 0, "srun itself tells that a task was killed"
+    learned("\n".join(line for line in said.splitlines() if "rank 2" not in line) + "\nrank 2 of 3 learned True", 3)
+    found = trial.summary(3)
+    assert found["status"] == "finished"
+
+
+@pytest.mark.full
+def test_a_killed_worker_ends_a_run_under_mpirun(hosts: tuple[Host, ...], trial: Trial) -> None:
+    launcher = [*ROOT, beside("mpirun"), "--oversubscribe", "-n", "2"]
+    code, said = hosts[1].ended(*trial.words(launcher, "ps", "1", "20"))
+    assert code != 0
+    assert re.search("flockstep: worker [01] has ended at about step", said), said
+
+
+@pytest.mark.full
+def test_what_a_run_over_hosts_needs(hosts: tuple[Host, ...], srun: list[str], ssh_config: Path, trial: Trial) -> None:
+    trial.variables["FLOCKSTEP_SECRET"] = ""
+    code, said = hosts[0].ended(*trial.words([*srun, "-N2", "-n2"], "all_reduce"))
+    assert code != 0
+    assert said.count("flockstep: a run over several hosts needs a secret, got none; set FLOCKSTEP_SECRET") == 2, said
+    assert "Traceback" not in said
+    assert not (trial.folder / "runs").exists()
+    agent = ("--prtemca", "plm_ssh_agent", f"ssh -F {ssh_config}")
+    launcher = [*ROOT, beside("mpirun"), *agent, "-x", "TMPDIR", "--host", "d0:1,d1:1", "-n", "2"]
+    code, said = hosts[0].ended(*trial.words(launcher, "all_reduce"))
+    assert code != 0
+    assert "flockstep: mpirun does not tell on which host rank 0 is; let it pass FLOCKSTEP_COORDINATOR" in said

@@ -175,11 +175,10 @@ comm = flockstep.join()
 
 
 FOREIGN = {
-    "torchrun": TORCHRUN,
     "another launcher": {"RANK": "1", "WORLD_SIZE": "4"},
-    "mpirun": OPENMPI,
-    "srun": SRUN,
+    "mpirun": {"PMI_SIZE": "4", "PMI_RANK": "1"},
 }
+KNOWN = {"torchrun": TORCHRUN, "mpirun": OPENMPI, "srun": SRUN}
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -198,7 +197,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in {name for foreign in FOREIGN.values() for name in foreign}:
+    for name in {name for one in (*FOREIGN.values(), *KNOWN.values()) for name in one}:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -210,9 +209,17 @@ def test_a_script_of_another_launcher_does_not_train_once_per_process(
 ) -> None:
     for name, value in FOREIGN[launcher].items():
         environment.setenv(name, value)
-    said = rf"this process is (one|rank 1) of 4 that {launcher} started.*flockstep launch -n 4 SCRIPT"
+    said = rf"this process is one of 4 that {launcher} started.*flockstep launch -n 4 SCRIPT"
     with pytest.raises(ConfigurationError, match=said):
         CALLS[call]()
+
+
+@pytest.mark.parametrize("launcher", KNOWN)
+def test_a_known_launcher_tells_the_rank_before_the_run(launcher: str, environment: pytest.MonkeyPatch) -> None:
+    for name, value in KNOWN[launcher].items():
+        environment.setenv(name, value)
+    assert (flockstep.rank(), flockstep.workers()) == (1, 4)
+    assert list(flockstep.shard(range(8))) == [1, 5]
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}], ids=len)

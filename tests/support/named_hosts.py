@@ -17,7 +17,6 @@ NETWORK = "10.77.0"
 TOOLS = ("ip", "unshare", "nsenter", "setpriv", "mount", "hostname")
 SET_UP = """
 set -e
-trap '' CHLD
 hostname {name}
 mount --bind {hosts} /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
@@ -26,7 +25,7 @@ ip link set lo up
 touch {ready}
 exec sleep infinity
 """
-"""First process of a host: with SIGCHLD ignored, the kernel removes what this host's daemons leave unreaped."""
+"""First process of a host, with which all others end."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,17 @@ class Host:
         done = subprocess.run(self.command(*words), check=False, capture_output=True, text=True, timeout=seconds)
         assert done.returncode == 0, f"{' '.join(words)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def ended(self, *words: str) -> tuple[int, str]:
+        """Carry out `words` on this host; return the exit code, and what was printed."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(self.command(*words), check=False, timeout=PATIENCE, **pipes)  # type: ignore[call-overload]
+        return done.returncode, done.stdout
+
+    def processes(self) -> list[str]:
+        """Names of the processes that run on this host, sorted."""
+        listed = [line.split() for line in self.run("ps", "-e", "-o", "stat=,comm=").splitlines()]
+        return sorted(name for state, name, *_ in listed if state[0] != "Z" and name != "ps")
 
     def start(self, output: Path, *words: str) -> None:
         """Start a daemon, which ends with the host; what it says is written to the file `output`."""

@@ -41,6 +41,7 @@ NODE = "NodeName={host.name} NodeHostname={host.name} NodeAddr={host.address} Po
 
 def start(folder: Path, hosts: Sequence[Host]) -> Path:
     """Start the daemons, and wait until every node is idle; return SLURM_CONF for srun and sbatch."""
+    folder.mkdir(parents=True, exist_ok=True)
     controller, *nodes = hosts
     settings = folder / "slurm.conf"
     lines = [NODE.format(host=host, cpus=CPUS) for host in nodes]
@@ -61,7 +62,7 @@ def start(folder: Path, hosts: Sequence[Host]) -> Path:
 
 def _authenticate(folder: Path, host: Host) -> None:
     """Start munged, whose socket all hosts reach through the file system."""
-    folder.mkdir(parents=True)
+    folder.mkdir()
     key = folder / "key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)

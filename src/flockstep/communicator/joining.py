@@ -21,7 +21,7 @@ from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
 from flockstep.drivers.membership import Membership, membership_here, set_membership
 from flockstep.drivers.node_metrics import NodeMetrics
-from flockstep.drivers.node_spec import claim_spec, place_of_script, require_own_process, spec_from_environment
+from flockstep.drivers.node_spec import claim_spec, enter_run, require_own_process
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.records.events import ClockEvent
 from flockstep.strategies.base import Strategy, Traits
@@ -140,9 +140,8 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
     """Return the communicator of this process; see `flockstep.join`."""
     if not 1 <= max_bytes < 1 << 62:
         raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
-    node_spec, membership = spec_from_environment(), membership_here()
+    node_spec, membership = enter_run(), membership_here()
     if node_spec is None:
-        place_of_script()
         require_own_process("join")
         return Communicator(Rank(0, 1, 0), Alone(), max_bytes)
     if membership is None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
-from types import TracebackType
 
 import msgspec
 
+from flockstep.drivers.adoption import adopt, say_nothing_of
 from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
 from flockstep.drivers.place import place_from
 from flockstep.errors import ConfigurationError, FlockstepError
@@ -50,9 +49,23 @@ def require_own_process(name: str) -> None:
         )
 
 
+def enter_run() -> NodeSpec | None:
+    """The node specification of this process; that of a process which torchrun, mpirun or srun has started comes from
+    the agent of its host.
+
+    Raises:
+        ConfigurationError: the run cannot begin.
+        RunError: the agent has ended.
+    """
+    place = None if NODE_SPEC in os.environ else place_from(os.environ)
+    if place is not None:
+        os.environ[NODE_SPEC] = spec_to_text(adopt(place, sys.argv[0]))
+    return spec_from_environment()
+
+
 def claim_spec() -> NodeSpec | None:
     """The node specification of this process, which can be claimed once."""
-    node_spec = spec_from_environment()
+    node_spec = enter_run()
     if node_spec is not None and node_spec.claimed:
         raise ConfigurationError(
             "this process is already part of a run; call flockstep.distribute once in a script, and flockstep.join "
@@ -72,23 +85,13 @@ def place_of_script() -> tuple[int, int]:
     """Rank of this process's script and number of workers; (0, 1) for a script that was not launched.
 
     Raises:
-        ConfigurationError: another launcher has started several processes, which would train independently.
+        ConfigurationError: a launcher that is not known has started several processes, which would train independently.
     """
     node_spec = _spec_of_script()
     if node_spec is not None:
         return node_spec.address, node_spec.workers
-    refuse_other_launchers(os.environ)
-    return 0, 1
-
-
-def refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    """Raise `ConfigurationError` in a process that another launcher has started together with others."""
-    place = None if NODE_SPEC in environment else place_from(environment)
-    if place is not None:
-        raise ConfigurationError(
-            f"this process is rank {place.rank} of {place.workers} that {place.by} started, and each of them would "
-            f"train alone on all data; start the script with flockstep launch -n {place.workers} SCRIPT"
-        )
+    place = place_from(os.environ)
+    return (0, 1) if place is None else (place.rank, place.workers)
 
 
 def refuse(error: FlockstepError) -> None:
@@ -96,13 +99,8 @@ def refuse(error: FlockstepError) -> None:
 
     The supervisor prints the error instead of Python.
     """
-    node_spec, hook = spec_from_environment(), sys.excepthook
+    node_spec = spec_from_environment()
     if node_spec is None or node_spec.claimed:
         return
     send_to_control(node_spec, failure_of(error, node_spec, None))
-
-    def quiet(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is not error:
-            hook(kind, raised, trace)
-
-    sys.excepthook = quiet
+    say_nothing_of(error)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from flockstep.drivers.epochs import count_of
 from flockstep.drivers.every_nth import ShardedBatches
-from flockstep.drivers.node_spec import place_of_script, require_own_process, spec_from_environment
+from flockstep.drivers.node_spec import place_of_script, require_own_process
 from flockstep.drivers.private_batches import PrivateBatches
 from flockstep.errors import ConfigurationError
 
@@ -41,10 +41,9 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
     """
     if epoch is not None and epoch < 0:
         raise ConfigurationError(f"epoch must be >= 0, got {epoch}; give the number of the next epoch")
-    place_of_script()
+    rank, workers = place_of_script()
     require_own_process("shard")
-    node_spec = spec_from_environment()
-    if node_spec is None or node_spec.workers == 1:
+    if workers == 1:
         return loader
     if not private and find_spec("torch") is not None:
         from torch.utils.data import DataLoader
@@ -52,12 +51,12 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
         from flockstep.drivers.torch_data import set_epoch, split
 
         if isinstance(loader, DataLoader):
-            part = split(loader, node_spec.address, node_spec.workers)
+            part = split(loader, rank, workers)
             if epoch is not None:
                 set_epoch(part, epoch)
             return part
     kind = PrivateBatches if private else ShardedBatches
-    plain = kind(loader, node_spec.address, node_spec.workers, count_of(loader))
+    plain = kind(loader, rank, workers, count_of(loader))
     if epoch is not None:
         plain.epoch = epoch
     return plain

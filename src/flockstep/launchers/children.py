@@ -31,6 +31,8 @@ LONGEST_LINE = 1 << 20
 """Length in bytes from which an unfinished line of output is passed on."""
 HOST_LOST = 1 << 16
 """Stands for the exit code of a process whose host was lost; no process has such a code."""
+ENDED = HOST_LOST + 1
+"""Stands for the unknown exit code of a process that another launcher has started."""
 UNGUARDED = 83
 """Exit code of a forked process that would start a run while it imports the program that started it."""
 NODE = "flockstep-node"
@@ -196,6 +198,8 @@ def how_it_ended(code: int) -> str:
     """How a process ended, from its exit code: "was killed by SIGKILL" or "exited with code 1"."""
     if code == HOST_LOST:
         return "was lost with its host"
+    if code == ENDED:
+        return "has ended"
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -87,9 +87,11 @@ class Gathering:
             ConfigurationError: it is not possible to listen there.
         """
         placement = self.placement(config.workers)
-        del placement[0]
+        own = placement.pop(0)
         others, heartbeat = range(1, self.nodes), config.heartbeat or HEARTBEAT
-        hosts = RemoteHosts(self.meeting, others, placement, config.workers, settings, config.to_toml(), heartbeat)
+        hosts = RemoteHosts(
+            self.meeting, others, placement, config.workers, settings, config.to_toml(), heartbeat, own=own
+        )
         stack.callback(hosts.close, "the run could not begin", 1)
         return hosts
 

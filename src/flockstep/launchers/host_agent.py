@@ -88,6 +88,8 @@ class HostAgent:
         self._children: dict[int, Child] = {}
         self._reported: set[int] = set()
         self._over: Over | None = None
+        self._early: list[tuple[AnyHostMessage, list[memoryview]]] = []
+        """Messages that arrived together with the coordinator's answer."""
         self._channel: HostChannel
         self._control: Control
         self._accepted: Accepted
@@ -109,6 +111,8 @@ class HostAgent:
             stack.callback(self._control.close)
             stack.callback(self._end)
             try:
+                for message, payloads in self._early:
+                    self._handle(message, payloads)
                 while self._over is None:
                     self._turn(POLL)
             except KeyboardInterrupt as stop:
@@ -170,11 +174,13 @@ class HostAgent:
         self._send(self._join)
         while True:
             self._meeting.wait(self._channel, RETRY)
-            for message, _ in self._received():
+            arrived = self._received()
+            for at, (message, _) in enumerate(arrived):
                 if isinstance(message, Refused | Over):
                     raise ConfigurationError(f"the coordinator at {self._meeting.where} refused: {message.reason}")
                 if isinstance(message, Accepted):
                     self._channel.keep_alive()
+                    self._early = arrived[at + 1 :]
                     return message
 
     def _send(self, message: HostMessage, *payloads: bytes | bytearray | memoryview) -> None:

@@ -36,6 +36,8 @@ class Join(HostMessage, frozen=True):
     """Name of the host."""
     settings: dict[str, str]
     """What all hosts must agree on, such as the hash of the script."""
+    watches: bool = False
+    """Whether the agent tells how the processes end that the host has already."""
 
 
 class Refused(HostMessage, frozen=True):

@@ -46,6 +46,8 @@ PROVING = 10.0
 """Seconds within which a new connection must prove that it knows the secret, and say which host it is."""
 STRANGERS = 32
 """Largest number of connections that have not done so; one more ends the oldest."""
+SHOWN = 16
+"""Most hosts or ranks that are named when they are waited for."""
 POLL = 0.05
 """Seconds between two looks at the connections while hosts are waited for."""
 LINGER = 2.0
@@ -135,6 +137,7 @@ class RemoteHosts:
         config: str,
         heartbeat: float,
         say: Callable[[str], None] = on_stderr,
+        own: Sequence[int] = (),
     ):
         """Listen for the agents of the other hosts.
 
@@ -144,6 +147,7 @@ class RemoteHosts:
             workers: workers of the whole run.
             settings: what every host must have set alike.
             config: the run's configuration as TOML.
+            own: ranks of the coordinator's host.
 
         Raises:
             ConfigurationError: it is not possible to listen at the meeting's address.
@@ -156,6 +160,7 @@ class RemoteHosts:
         self._config = config
         self._heartbeat = heartbeat
         self._say = say
+        self._own = own
         self._listener = meeting.listen()
         self._strangers: deque[tuple[float, HostChannel]] = deque()
         self._hosts: dict[int, Host] = {}
@@ -174,25 +179,30 @@ class RemoteHosts:
             ConfigurationError: some did not come in time.
         """
         until, reminded = time.monotonic() + self._meeting.timeout, time.monotonic()
-        while missing := [node for node in self._nodes if node not in self._hosts]:
+        while missing := self._missing():
             time.sleep(POLL)
             self.pump()
             self._require_hosts("before the run began")
-            names = ", ".join(map(str, missing))
             if time.monotonic() > until:
                 raise ConfigurationError(
-                    f"node{'s' * (len(missing) > 1)} {names} of {self._nodes.stop} did not come within "
-                    f"{self._meeting.timeout:g} s; start flockstep there with --coordinator {self._meeting.where}, or "
-                    "raise --timeout"
+                    f"{missing} did not come within {self._meeting.timeout:g} s; start flockstep there with "
+                    f"--coordinator {self._meeting.where}, or raise --timeout"
                 )
             if time.monotonic() - reminded > REMIND:
                 reminded = time.monotonic()
-                self._say(f"waiting for node{'s' * (len(missing) > 1)} {names} at {self._meeting.where}")
-        ranks = sorted(self._where)
+                self._say(f"waiting for {missing} at {self._meeting.where}")
+        ranks = sorted([*self._where, *self._own])
         if self._placement is None and ranks != list(range(self._workers)):
             raise ConfigurationError(
                 f"the hosts have the ranks {ranks}, and a run of {self._workers} workers needs each of them once"
             )
+
+    def _missing(self) -> str:
+        """Hosts that have not come, or ranks where the agents say which they have; empty if there are none."""
+        if self._placement is None:
+            ranks = [rank for rank in range(self._workers) if rank not in self._where and rank not in self._own]
+            return _listed("rank", ranks, self._workers)
+        return _listed("node", [node for node in self._nodes if node not in self._hosts], self._nodes.stop)
 
     def _require_hosts(self, when: str) -> None:
         for host in self._hosts.values():
@@ -201,7 +211,7 @@ class RemoteHosts:
 
     def takes_server(self, index: int) -> bool:
         """Whether that server runs on another host: servers are placed on all hosts with workers in turn."""
-        here = self._placement is not None
+        here = bool(self._own)
         return bool((index % (len(self._hosts) + here)) or not here)
 
     def has(self, address: Address) -> bool:
@@ -213,12 +223,12 @@ class RemoteHosts:
         already.
         """
         if server is not None:
-            here = self._placement is not None
+            here = bool(self._own)
             turn = server.index % (len(self._hosts) + here) - here
             self._where[spec.address] = self._hosts[sorted(self._hosts)[turn]]
         host = self._where[spec.address]
         host.send(Start(spec, server))
-        if server is None and self._placement is None:
+        if server is None and self._placement is None and not host.join.watches:
             return None
         child = host.children[spec.address] = RemoteChild(host, spec.address)
         return child
@@ -322,7 +332,7 @@ class RemoteHosts:
             return f"{said} has joined already; give every host its own --node-rank"
         if join.node not in self._nodes:
             return f"{said} is not one of the other hosts, which are {self._nodes.start} to {self._nodes.stop - 1}"
-        if taken := [rank for rank in self._ranks_of(join) if rank in self._where]:
+        if taken := [rank for rank in self._ranks_of(join) if rank in self._where or rank in self._own]:
             return f"{said} has the ranks {taken}, which another host has too"
         wrong = differing(self._settings, join.settings)
         return None if wrong is None else f"{said} differs: {wrong}; start every host alike"
@@ -389,3 +399,9 @@ class RemoteHosts:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+
+def _listed(what: str, numbers: Sequence[int], of: int) -> str:
+    """The numbers in words, as in "nodes 1, 2 of 3"; empty without numbers."""
+    shown = ", ".join(map(str, numbers[:SHOWN])) + ", …" * (len(numbers) > SHOWN)
+    return f"{what}{'s' * (len(numbers) > 1)} {shown} of {of}" if numbers else ""

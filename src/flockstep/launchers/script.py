@@ -84,7 +84,7 @@ def launch(
         hosts = None if gathering is None else gathering.hosts(config, settings_of(config), stack)
         stack.enter_context(record.created(config, overwrite))
         start = ScriptStarter(script, arguments, config, output, gathering)
-        _launch(start, config, record, hosts, show)
+        supervise(start, config, record, hosts, start.close, show)
     return record.read_summary()
 
 
@@ -153,13 +153,25 @@ class ScriptStarter:
             sink.close(failed=rank in self._scripts and bool(self._scripts[rank].exit_code()))
 
 
-def _launch(
-    start: ScriptStarter,
+def supervise(
+    start: Callable[[NodeSpec], Child],
     config: RunConfig,
     record: RunFolder,
     hosts: RemoteHosts | None,
-    show: Callable[[dict[Address, NodeProgress]], None],
+    ended: Callable[[], None] = lambda: None,
+    show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
 ) -> None:
+    """Supervise a run of scripts as the coordinator, and complete the record.
+
+    Args:
+        start: starts a worker of this host.
+        hosts: the other hosts; None: there are none.
+        ended: called when all processes have ended, before the record is completed.
+        show: called from time to time with the state of every node, by address.
+
+    Raises:
+        RunError: the run failed, or a part of its record was lost.
+    """
     supervisor = Supervisor(
         config.workers,
         Transport.parse(config.transport or "shared_memory"),
@@ -176,7 +188,7 @@ def _launch(
     )
     try:
         supervisor.run(result_of)
-        start.close()
+        ended()
         conclude(record, config, supervisor.outcome)
     finally:
         supervisor.forget()

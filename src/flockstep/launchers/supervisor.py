@@ -24,7 +24,7 @@ from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.expression import from_data
-from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
+from flockstep.launchers.children import ENDED, Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
 from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerprints
 from flockstep.launchers.evaluation import SnapshotHandler
@@ -535,5 +535,5 @@ class Supervisor:
     def _check_exits(self) -> None:
         for address, child in self.children.items():
             code = child.exit_code()
-            if code and address not in self._gone:
+            if code not in (0, None, ENDED) and address not in self._gone:
                 self.outcome.error = RunError(f"{node_name(address)} {how_it_ended(code)} after the run had ended")

@@ -1,0 +1,203 @@
+"""How a process that torchrun, mpirun or srun has started joins its run: by way of the agent of its host.
+
+The process with local rank 0 starts the agent. All processes of the host connect to the agent over a Unix socket in a
+folder that only this user may enter; each introduces itself, and gets its node specification when the run begins. The
+connection stays open, so that the agent sees the process's end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from flockstep import __version__
+from flockstep.drivers.member import NodeSpec
+from flockstep.drivers.place import Place
+from flockstep.errors import ConfigurationError, FlockstepError, RunError, of_kind
+
+PATIENCE = 600.0
+"""Seconds a process waits for the agent of its host."""
+REMIND = 10.0
+"""Seconds between two lines about what is waited for."""
+RETRY = 0.02
+"""Seconds between two attempts to reach the agent."""
+LAST = 30.0
+"""Seconds the process with local rank 0 waits at its end for the agent, which completes the record."""
+CRASHED, FINISHED = b"1", b"0"
+"""Last byte of a process that ends with an uncaught error, or without one."""
+_AGENT = """
+import sys
+sys.path.append(sys.argv.pop(1))
+from flockstep.experiments.folders import folder
+from flockstep.launchers.adopter import main
+main(folder)
+"""
+
+
+class Introduction(msgspec.Struct, forbid_unknown_fields=True):
+    """What a process tells the agent of its host."""
+
+    rank: int
+    workers: int
+    process: int
+    """Process id."""
+    version: str
+    """Version of flockstep."""
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True):
+    """What the agent answers: a node specification, or the kind and the reason of an error."""
+
+    spec: NodeSpec | None = None
+    kind: str = ""
+    reason: str = ""
+
+
+def folder_of(place: Place) -> Path:
+    """Folder of the agent's socket: that of this user and run on this host, even if hosts share the file system."""
+    name = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {place.run}".encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"flockstep-{name}"
+
+
+def adopt(place: Place, script: str) -> NodeSpec:
+    """Join the run of the processes that a launcher has started; the node specification of this one.
+
+    Raises:
+        ConfigurationError: the run cannot begin.
+        RunError: the agent of this host has ended.
+    """
+    folder = folder_of(place)
+    if place.local_rank == 0:
+        _start_agent(place, folder, script)
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(_connected(place, folder))
+        sock.sendall(_line(Introduction(place.rank, place.workers, os.getpid(), __version__)))
+        answer = _answer(sock)
+        if answer.spec is None:
+            error = of_kind(answer.kind, answer.reason)
+            say_nothing_of(error)
+            raise error
+        stack.pop_all()
+    atexit.register(_say_end, sock, os.getpid())
+    return dataclasses.replace(answer.spec, process=os.getpid())
+
+
+def say_nothing_of(error: FlockstepError) -> None:
+    """Let Python not print this error if it is not caught, because another process prints it."""
+    hook = sys.excepthook
+
+    def quiet(kind: type[BaseException], raised: BaseException, trace: object) -> None:
+        if raised is not error:
+            hook(kind, raised, trace)  # type: ignore[arg-type]
+
+    sys.excepthook = quiet
+
+
+def _start_agent(place: Place, folder: Path, script: str) -> None:
+    """Start the agent, which takes over a socket that listens already."""
+    with _listening(folder) as listener:
+        words = [sys.executable, "-P", "-c", _AGENT, str(Path(__file__).parents[2])]
+        words += [str(listener.fileno()), msgspec.json.encode(place).decode(), script]
+        agent = subprocess.Popen(  # in a session of its own: it outlives the processes, to complete the record
+            words, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()], start_new_session=True
+        )
+    atexit.register(functools.partial(_wait, agent, os.getpid()))
+
+
+def _listening(folder: Path) -> socket.socket:
+    """A socket that listens in the folder, which is made anew."""
+    with contextlib.suppress(FileNotFoundError):
+        _require_own(folder)
+        with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            sock.connect(str(folder / "agent"))
+            raise ConfigurationError(
+                f"another process with local rank 0 has begun the same run on this host ({folder}); let the launcher "
+                "start each rank once"
+            )
+        shutil.rmtree(folder)  # of processes that were killed
+    folder.mkdir(mode=0o700)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "agent"))
+    listener.listen(1024)
+    return listener
+
+
+def _require_own(folder: Path) -> None:
+    """Check that nobody else may enter the folder.
+
+    Raises:
+        ConfigurationError: it is another user's, or others may enter it.
+        FileNotFoundError: there is none.
+    """
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigurationError(f"{folder} belongs to another user; remove it, or set TMPDIR to a folder of your own")
+
+
+def _connected(place: Place, folder: Path) -> socket.socket:
+    """A connection to the agent of this host, as soon as it is there."""
+    until, reminded = time.monotonic() + PATIENCE, time.monotonic()
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            _require_own(folder)
+            sock.connect(str(folder / "agent"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+        now = time.monotonic()
+        if now > until:
+            raise ConfigurationError(
+                f"rank {place.rank} has waited {PATIENCE:g} s for the process with local rank 0 of this host, which "
+                f"{place.by} should have started; every process must call flockstep.distribute or flockstep.join"
+            )
+        if now - reminded > REMIND:
+            reminded = now
+            sys.stderr.write(f"flockstep: rank {place.rank} waits for local rank 0 of its host\n")
+        time.sleep(RETRY)
+
+
+def _answer(sock: socket.socket) -> Answer:
+    data = b""
+    while not data.endswith(b"\n"):
+        with contextlib.suppress(ConnectionResetError):
+            chunk = sock.recv(1 << 16)
+            data += chunk
+            if chunk:
+                continue
+        raise RunError("the agent of this host has ended before the run began; see what it printed")
+    return msgspec.json.decode(data, type=Answer)
+
+
+def _line(words: Introduction | Answer) -> bytes:
+    return msgspec.json.encode(words) + b"\n"
+
+
+def _say_end(sock: socket.socket, process: int) -> None:
+    """Tell the agent how this process ends; in a forked child, do nothing."""
+    if os.getpid() == process:
+        with contextlib.suppress(OSError):
+            sock.sendall(CRASHED if getattr(sys, "last_value", None) is not None else FINISHED)
+
+
+def _wait(agent: subprocess.Popen[bytes], process: int) -> None:
+    if os.getpid() == process:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(LAST)

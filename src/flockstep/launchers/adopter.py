@@ -1,0 +1,258 @@
+"""The agent of a host whose processes torchrun, mpirun or srun has started; see `flockstep.drivers.adoption`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from flockstep import __version__
+from flockstep.drivers.adoption import Answer, Introduction, folder_of
+from flockstep.drivers.member import NodeSpec
+from flockstep.drivers.place import COORDINATOR, Place
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, RunError
+from flockstep.launchers.children import ENDED, Child
+from flockstep.launchers.entry import start_server
+from flockstep.launchers.gathering import BETWEEN_HOSTS, HEARTBEAT, settings_of
+from flockstep.launchers.host_agent import REMIND, HostAgent, host_name, on_host
+from flockstep.launchers.host_messages import Accepted, Join
+from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.meeting import TIMEOUT, Meeting, meeting_at, read_secret
+from flockstep.launchers.script import supervise
+from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
+from flockstep.transports.base import Transport
+from flockstep.transports.wire import PROTOCOL
+
+LONGEST = 1 << 12
+"""Most bytes of an introduction."""
+
+
+class Adopted:
+    """A process of this host that a launcher has started, as a child of the run."""
+
+    def __init__(self, sock: socket.socket, introduction: Introduction):
+        self.pid = introduction.process
+        self.rank = introduction.rank
+        self._socket = sock
+        self._code: int | None = None
+        self._answered = False
+        with contextlib.suppress(ProcessLookupError):
+            self._process = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
+
+    def begin(self, node_spec: NodeSpec) -> Child:
+        """Give the process its node specification.
+
+        The process is not bound to end with this one: with local rank 0 it waits for the end of the agent.
+        """
+        self._answer(Answer(spec=dataclasses.replace(node_spec, supervisor=0)))
+        return self
+
+    def refuse(self, error: FlockstepError) -> None:
+        """Tell the process why the run cannot begin, unless the run has begun."""
+        if not self._answered:
+            self._answer(Answer(kind=type(error).__name__, reason=str(error)))
+
+    def _answer(self, answer: Answer) -> None:
+        self._answered = True
+        with contextlib.suppress(OSError):  # it has ended, which is noticed
+            self._socket.setblocking(True)
+            self._socket.sendall(msgspec.json.encode(answer) + b"\n")
+
+    def exit_code(self) -> int | None:
+        """0 or 1 from the time at which the process said so, `ENDED` if it ended without a word; None before."""
+        if self._code is None:
+            ended = bool(self._process is not None and select.select([self._process], [], [], 0)[0])
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    self._socket.setblocking(False)
+                    said = self._socket.recv(1)
+                except ConnectionResetError:
+                    said = b""
+                self._code = int(said) if said in (b"0", b"1") else ENDED
+            if ended and self._code is None:
+                self._code = ENDED
+        return self._code
+
+    def kill(self) -> None:
+        """End the process at once, if it runs."""
+        if self.exit_code() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Adopter:
+    """What the agent knows of its host's part in the run."""
+
+    place: Place
+    """The place of the process that has started the agent."""
+    script: str
+    """The script's path."""
+    folder: Callable[[None, str], Path]
+    """Returns the folder for the record of a run that is called so."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        return RunConfig(
+            kind="launch",
+            job=self.script,
+            strategy="as the script says",
+            workers=self.place.workers,
+            transport="shared_memory" if self.place.all_here else BETWEEN_HOSTS,
+        )
+
+    def run(self, processes: Mapping[int, Adopted]) -> None:
+        """Coordinate the run, or take part in the run of another host's coordinator, until it ends.
+
+        Raises:
+            ConfigurationError: the run cannot begin.
+            RunError: the run failed.
+        """
+        if self.place.all_here:
+            self._coordinate(processes, self.config, None)
+            return
+        meeting = self._meeting()
+        node = min(processes) if self.place.node_rank is None else self.place.node_rank
+        nodes = self.place.nodes or self.place.workers  # without numbers of hosts, each has that of its lowest rank
+        if node > 0:
+            self._join(processes, meeting, node, nodes)
+            return
+        config, own = self.config, sorted(processes)
+        _, (address, _) = meeting.resolved()
+        if address.startswith("127.") or address == "::1":
+            raise ConfigurationError(
+                f"the coordinator's host {meeting.host} has the address {address} on itself, which other hosts cannot "
+                f"reach; set {COORDINATOR}=ADDRESS:{meeting.port} on every host"
+            )
+        here = on_host(Transport.parse(BETWEEN_HOSTS), address)
+        settings, text = settings_of(config), config.to_toml()
+        hosts = RemoteHosts(meeting, range(1, nodes), None, config.workers, settings, text, HEARTBEAT, own=own)
+        try:
+            self._coordinate(processes, dataclasses.replace(config, transport=str(here)), hosts)
+        finally:
+            hosts.close("the run could not begin", 1)
+
+    def _meeting(self) -> Meeting:
+        if self.place.coordinator is None:
+            raise ConfigurationError(
+                f"{self.place.by} does not tell on which host rank 0 is; let it pass {COORDINATOR}=HOST:PORT, with an "
+                "address of that host and a free port there, and FLOCKSTEP_SECRET to every process (Open MPI: -x NAME; "
+                "MPICH: -genv NAME VALUE)"
+            )
+        return meeting_at(self.place.coordinator, read_secret(None))
+
+    def _coordinate(self, processes: Mapping[int, Adopted], config: RunConfig, hosts: RemoteHosts | None) -> None:
+        place = self.folder(None, f"launch-{Path(self.script).stem}")
+        record = RunFolder(place)
+        with record.created(config, False):
+            supervise(lambda node_spec: processes[node_spec.address].begin(node_spec), config, record, hosts)
+        on_stderr(f"the record is in {place}")
+
+    def _join(self, processes: Mapping[int, Adopted], meeting: Meeting, node: int, nodes: int) -> None:
+        config = self.config
+        ranks = tuple(sorted(processes))
+        words = (PROTOCOL, __version__, node, nodes, config.workers, ranks, host_name(), settings_of(config))
+
+        def begin(node_spec: NodeSpec, accepted: Accepted) -> Child:
+            return processes[node_spec.address].begin(node_spec)
+
+        HostAgent(meeting, Join(*words, watches=True), begin, start_server, HEARTBEAT).run()
+
+
+def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted]) -> None:
+    """Wait until all processes of this host have introduced themselves.
+
+    Raises:
+        ConfigurationError: they do not belong to one run, or some do not come in time.
+        RunError: one has ended.
+    """
+    listener.settimeout(0.05)
+    until, reminded = time.monotonic() + TIMEOUT, time.monotonic()
+    while len(found) < place.local_workers:
+        with contextlib.suppress(TimeoutError):
+            one = _introduced(listener.accept()[0], place)
+            if one.rank in found:
+                raise ConfigurationError(f"rank {one.rank} has come twice; call flockstep.distribute in one process")
+            found[one.rank] = one
+        for one in found.values():
+            if one.exit_code() is not None:
+                raise RunError(f"worker {one.rank} has ended before all workers of its host had come")
+        now, missing = time.monotonic(), f"{place.local_workers - len(found)} of {place.local_workers} processes"
+        if now > until:
+            raise ConfigurationError(
+                f"{missing} of this host did not come within {TIMEOUT:g} s; every process must call "
+                "flockstep.distribute or flockstep.join"
+            )
+        if now - reminded > REMIND:
+            reminded = now
+            on_stderr(f"waiting for {missing} of this host; ranks {', '.join(map(str, sorted(found)))} are here")
+
+
+def _introduced(sock: socket.socket, place: Place) -> Adopted:
+    sock.settimeout(10.0)
+    data = b""
+    while not data.endswith(b"\n") and len(data) < LONGEST:
+        if not (chunk := sock.recv(LONGEST)):
+            raise RunError("a process of this host has ended before all had come")
+        data += chunk
+    words = msgspec.json.decode(data, type=Introduction)
+    one = Adopted(sock, words)
+    if (words.workers, words.version) != (place.workers, __version__):
+        error = ConfigurationError(
+            f"rank {words.rank} has flockstep {words.version} and {words.workers} workers, where another process of "
+            f"its host has {__version__} and {place.workers}; let one launcher start all, with one Python"
+        )
+        one.refuse(error)
+        raise error
+    return one
+
+
+def _stop(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt(f"stopped by {signal.Signals(signum).name}")
+
+
+@contextlib.contextmanager
+def _told(found: Mapping[int, Adopted]) -> Iterator[None]:
+    """Print an error in a sentence, tell it to the processes that still wait, and exit with its code."""
+    try:
+        yield
+    except (FlockstepError, KeyboardInterrupt, OSError) as error:
+        ours = error if isinstance(error, FlockstepError) else RunError(str(error) or "interrupted")
+        ours = Interrupted(str(ours)) if isinstance(error, KeyboardInterrupt) else ours
+        on_stderr(str(ours))
+        for one in found.values():
+            one.refuse(ours)
+        sys.exit(ours.exit_code)
+
+
+def main(folder: Callable[[None, str], Path]) -> None:
+    """Be the agent: arguments are the descriptor of a listening Unix socket, the place as JSON, and the script.
+
+    `folder` returns the folder for the record of a run that is called so.
+    """
+    descriptor, text, script = sys.argv[1:]
+    for kind in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(kind, _stop)
+    place = msgspec.json.decode(text, type=Place)
+    found: dict[int, Adopted] = {}
+    with _told(found):
+        try:
+            with socket.socket(fileno=int(descriptor)) as listener:
+                adopted(listener, place, found)
+        finally:
+            shutil.rmtree(folder_of(place), ignore_errors=True)
+        Adopter(place, script, folder).run(found)
