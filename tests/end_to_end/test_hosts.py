@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from flockstep.records.events import ClockEvent, StepEvent
+from flockstep.records.folder import RunFolder
 from support.hosts import PORT, SECRET, Ended, Host, network, on_all
 from support.processes import PATIENCE, RealRun, wait_until
 
@@ -54,6 +56,24 @@ def test_memory_within_a_host_and_tcp_between_hosts(two: list[Host], tmp_path: P
     assert alone.summary is not None
     assert alone.summary["hashes"] == run["hashes"]
     assert not any(host.processes() for host in two)
+
+
+def test_times_of_hosts_whose_clocks_differ_are_comparable(two: list[Host], tmp_path: Path) -> None:
+    """The record has one clock: no worker ends a step before the others have ended the step before."""
+    two[1].ahead = 1000
+    if subprocess.run([*two[1].enter(), "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this machine allows no time namespaces")
+    arguments = ["train", JOB, "-s", "all_reduce", "-n", "2", "--steps", str(STEPS), "--evaluate-every", str(STEPS)]
+    require(on_all(two, *arguments, first=["--out", tmp_path / "run"]), 0, 0)
+    events = RunFolder(tmp_path / "run").read_events()
+    clocks = {event.node: event for event in events if isinstance(event, ClockEvent)}
+    errors = [clocks[rank].uncertainty_seconds for rank in range(2)]
+    assert abs(clocks[0].offset_seconds) <= errors[0] < 500
+    assert abs(clocks[1].offset_seconds + 1000) <= errors[1] < 500
+    steps = {(event.rank, event.step): event.seconds for event in events if isinstance(event, StepEvent)}
+    assert len(steps) == 2 * STEPS
+    for (rank, step), seconds in steps.items():
+        assert seconds + sum(errors) >= steps.get((1 - rank, step - 1), 0.0)
 
 
 @pytest.mark.full

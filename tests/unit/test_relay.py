@@ -131,9 +131,7 @@ def test_a_hidden_script_is_heard_only_if_it_fails(
 ) -> None:
     words = f"import os, sys; print('out'); sys.stderr.write('x' * {LAST_WORDS} + 'err'); "
     words += f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
-    sink, *others = reversed(Output(ranks, prefix=True, folder=tmp_path).sinks(range(3)))
-    for other in others:
-        other.close(failed=False)
+    sink = Output(ranks, prefix=True, folder=tmp_path).sinks(range(2, 3), 3)[2]
     script = Script([sys.executable, "-c", words], dict(os.environ), sink)
     while script.exit_code() is None:
         pass
@@ -147,41 +145,47 @@ def test_a_hidden_script_is_heard_only_if_it_fails(
 
 
 def test_files_of_an_earlier_run_are_kept_unless_they_may_go(tmp_path: Path) -> None:
-    first = Output(folder=tmp_path / "new" / "out").sinks(range(3))
-    for sink in first:
-        sink(OUT, b"earlier\n")
-        sink.close(failed=False)
+    """Two hosts of a run may share the folder: each cares for its own ranks, and for those that are none any more."""
     folder = tmp_path / "new" / "out"
+    write(Output(folder=folder), range(4), 4, b"earlier\n")
     (folder / "notes.txt").write_text("mine")
     again = Output(folder=folder)
     with pytest.raises(
-        ConfigurationError, match=r"holds the output of an earlier run, such as rank-0\.err; choose .*--ov"
+        ConfigurationError, match=r"holds the output of an earlier run, such as rank-0\.err; choose .*--overwrite"
     ):
-        again.require_folder(overwrite=False)
+        again.require_folder(range(1), 3, overwrite=False)
     assert (folder / "rank-1.out").read_text() == "earlier\n"
-    again.require_folder(overwrite=True)
-    for sink in again.sinks(range(2)):
+    again.require_folder(range(1), 3, overwrite=True)
+    write(again, range(1), 3, b"later\n")
+    names = {f"rank-{rank}.{name}" for rank in range(3) for name in ("out", "err")}
+    assert {file.name for file in folder.iterdir()} == {*names, "notes.txt"}
+    assert [(folder / f"rank-{rank}.out").read_text() for rank in range(2)] == ["later\n", "earlier\n"]
+    (folder / "rank-2.out").unlink()
+    (folder / "rank-2.err").unlink()
+    again.require_folder(range(2, 3), 3, overwrite=False)
+
+
+def write(output: Output, ranks: range, workers: int, data: bytes) -> None:
+    """Write what each rank says."""
+    for sink in output.sinks(ranks, workers).values():
+        sink(OUT, data)
         sink.close(failed=False)
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "notes.txt", "rank-0.err", "rank-0.out", "rank-1.err", "rank-1.out"
-    ]  # fmt: skip
-    assert (folder / "rank-1.out").read_text() == ""
 
 
 def test_a_folder_that_is_none_or_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="file is a file, not a folder"):
-        Output(folder=tmp_path / "file").require_folder(overwrite=False)
+        Output(folder=tmp_path / "file").require_folder(range(1), 1, overwrite=False)
     with pytest.raises(ConfigurationError, match=r"file/in could not be written: Not a directory; choose another"):
-        Output(folder=tmp_path / "file" / "in").sinks(range(1))
-    Output(folder=tmp_path / "absent").require_folder(overwrite=False)
+        Output(folder=tmp_path / "file" / "in").sinks(range(1), 1)
+    Output(folder=tmp_path / "absent").require_folder(range(1), 1, overwrite=False)
 
 
 def test_where_the_disk_is_full_the_script_continues_and_is_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "small") as disk:
-        sink = Output(folder=disk).sinks(range(1))[0]
+        sink = Output(folder=disk).sinks(range(1), 1)[0]
         line = b"x" * 99 + b"\n"
         for _ in range(10_000):
             sink(OUT, line)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import write
 from pathlib import Path
@@ -57,8 +58,8 @@ class Output:
     show: Sink = to_terminal
     """Shows whole lines."""
 
-    def require_folder(self, overwrite: bool) -> None:
-        """Check that the files can be new ones.
+    def require_folder(self, ranks: range, workers: int, overwrite: bool) -> None:
+        """Check that the files of `ranks`, those of this host's workers, can be new ones.
 
         Raises:
             ConfigurationError: the folder is a file, or it holds the output of an earlier run and `overwrite` is false.
@@ -67,14 +68,14 @@ class Output:
             return
         if not self.folder.is_dir():
             raise ConfigurationError(f"{self.folder} is a file, not a folder; choose another --rank-output folder")
-        if not overwrite and (there := _files_in(self.folder)):
+        if not overwrite and (there := _earlier(self.folder, ranks, workers)):
             raise ConfigurationError(
                 f"{self.folder} holds the output of an earlier run, such as {there[0].name}; choose another "
                 "--rank-output folder, or replace the files with --overwrite"
             )
 
-    def sinks(self, ranks: Iterable[int]) -> list[RankOutput]:
-        """A sink for each rank; with a folder, the files of an earlier run are removed and new ones are created.
+    def sinks(self, ranks: range, workers: int) -> dict[int, RankOutput]:
+        """A sink for each of `ranks`; with a folder, the files of an earlier run are removed and new ones are created.
 
         Raises:
             ConfigurationError: a file cannot be created.
@@ -82,9 +83,9 @@ class Output:
         try:
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for file in _files_in(self.folder):
-                    file.unlink()
-            return [RankOutput(rank, self) for rank in ranks]
+                for file in _earlier(self.folder, ranks, workers):
+                    file.unlink(missing_ok=True)
+            return {rank: RankOutput(rank, self) for rank in ranks}
         except OSError as error:
             raise ConfigurationError(
                 f"{error.filename} could not be written: {error.strerror}; choose another --rank-output folder"
@@ -95,8 +96,13 @@ SHOWN = Output()
 """All output is shown as it is."""
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(file for name in NAMES.values() for file in folder.glob(f"rank-*.{name}"))
+def _earlier(folder: Path, ranks: range, workers: int) -> list[Path]:
+    """Files of an earlier run: of `ranks`, and of ranks that this run of `workers` workers does not have.
+
+    Files of other ranks belong to other hosts of this run, if all hosts write to one folder.
+    """
+    found = [(re.fullmatch(r"rank-([0-9]+)\.(out|err)", file.name), file) for file in sorted(folder.iterdir())]
+    return [file for its, file in found if its is not None and (int(its[1]) in ranks or int(its[1]) >= workers)]
 
 
 class RankOutput:

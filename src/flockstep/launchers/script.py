@@ -78,7 +78,7 @@ def launch(
     if gathering is not None:
         config = gathering.over(config)
     require_open_files(config.workers)
-    output.require_folder(overwrite)
+    output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
     with contextlib.ExitStack() as stack:
         hosts = None if gathering is None else gathering.hosts(config, settings_of(config), stack)
@@ -106,7 +106,7 @@ def launch_for(
         RunError: the run failed.
     """
     _require_script(script)
-    output.require_folder(overwrite)
+    output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     start = ScriptStarter(script, arguments, config, output, gathering)
     try:
         gathering.serve(config, lambda node_spec, accepted: start(node_spec))
@@ -118,6 +118,11 @@ def _require_script(script: Path) -> None:
     refuse_program()
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
+
+
+def _ranks_here(config: RunConfig, gathering: Gathering | None) -> range:
+    """The ranks of this host's workers."""
+    return range(config.workers) if gathering is None else gathering.ranks(config.workers)
 
 
 class ScriptStarter:
@@ -134,8 +139,8 @@ class ScriptStarter:
         self._script = script
         self._arguments = arguments
         self._threads = config.threads
-        self._ranks = range(config.workers) if gathering is None else gathering.ranks(config.workers)
-        self._sinks = dict(zip(self._ranks, output.sinks(self._ranks), strict=True))
+        self._ranks = _ranks_here(config, gathering)
+        self._sinks = output.sinks(self._ranks, config.workers)
         self._scripts: dict[int, Script] = {}
 
     def __call__(self, node_spec: NodeSpec) -> Child:
