@@ -323,18 +323,15 @@ class StreamBus(Bus):
         if isinstance(place, np.ndarray) and place.ndim == 1 and place.flags.c_contiguous:
             self._wanted = wanted
         try:
-            self._move(self._pause(now, until))
-            while not (self._inbox or self._woken) and (now := time.monotonic()) < until:
+            while True:
+                end = min(until, self._next_look)
+                self._move(None if end == math.inf else max(0.0, end - now))
+                if self._inbox or self._woken or (now := time.monotonic()) >= until:
+                    break
                 self._look(now)
-                self._move(self._pause(now, until))
         finally:
             if self._wanted is not None:
                 self._settle()
-
-    def _pause(self, now: float, until: float) -> float | None:
-        """Seconds to wait for the sockets at most, until `until` or the next `_look`; None: without limit."""
-        end = min(until, self._next_look)
-        return None if end == math.inf else max(0.0, end - now)
 
     def _settle(self) -> None:
         """Move arrays that arrive in the wanted place, but are not returned to the program now, to other memory."""
