@@ -163,6 +163,24 @@ print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL
 
 
 @pytest.mark.full
+def test_workers_of_two_hosts_with_data_of_their_own(two: list[Host], tmp_path: Path) -> None:
+    """The loop of docs/how-to/loops.md: 4, 5, 7 and 8 batches; each epoch ends on all workers after 8 steps."""
+    page = (EXAMPLES.parent / "docs" / "how-to" / "loops.md").read_text()
+    (loop,) = (
+        text for text in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "100 + 50" in text
+    )
+    script, folder = tmp_path / "script.py", tmp_path / "said"
+    said = "print(optimizer.loop.steps, [p.tolist() for p in model.parameters()])"
+    script.write_text(f"import torch\nfrom torch import nn\nimport flockstep\n{loop}{said}\n")
+    own = ["--output", "none", "--rank-output", folder]
+    require(on_all(two, "launch", "-n", "4", *own, script, first=["--out", tmp_path / "run"]), 0, 0)
+    lines = [(folder / f"rank-{rank}.out").read_text() for rank in range(4)]
+    assert lines[0].startswith("24 [[[")
+    assert lines == lines[:1] * 4
+    assert [worker["steps"] for worker in summary(tmp_path / "run")["per_worker"]] == [24] * 4
+
+
+@pytest.mark.full
 def test_the_commands_of_the_page(two: list[Host], tmp_path: Path) -> None:
     """As they stand in docs/how-to/several-hosts.md, in a folder with the example."""
     page = (EXAMPLES.parent / "docs" / "how-to" / "several-hosts.md").read_text()
