@@ -19,6 +19,7 @@ from flockstep import __version__
 from flockstep.cli import bench, listing
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
+from flockstep.cli.manifest import manifest
 from flockstep.cli.plan import plan
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, UnknownName
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
@@ -314,6 +315,11 @@ def launch(
         return
     place = o.folder(out, f"launch-{script.stem}")
     launch_one(script, arguments or [], config, place, as_json, shown, overwrite, gathering)
+
+
+app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    manifest
+)
 
 
 @app.command("list", rich_help_panel=LOOK_UP)

@@ -1,0 +1,72 @@
+"""`flockstep manifest`: the objects of Kubernetes that run a command in pods."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flockstep.cli import options as o
+from flockstep.cli import show
+from flockstep.errors import ConfigurationError
+
+PLACE = ("on", "nodes", "node_rank", "coordinator", "secret_file", "host_address")
+"""Options that tell a host its place in a run."""
+
+
+def manifest(
+    context: typer.Context,
+    command: Annotated[
+        list[str],
+        typer.Argument(help="The command of the run, as on one host: launch -n 4 train.py, or train JOB -s …."),
+    ],
+    image: Annotated[str, typer.Option(help="Container image with flockstep and what the command needs.")],
+    nodes: Annotated[int, typer.Option(help="Number of pods, each a host of the run.")] = 2,
+    name: Annotated[str, typer.Option(help="Name of the Job, the Service and the Secret.")] = "flockstep",
+    port: Annotated[int, typer.Option(help="Port at which pod 0 coordinates.")] = 29400,
+    cpu: Annotated[str | None, typer.Option(help="Cores of each pod, such as 4 or 500m.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each pod, such as 8Gi.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs of each pod.")] = 0,
+    claim: Annotated[
+        str | None,
+        typer.Option(help="PersistentVolumeClaim (ReadWriteMany) for the record (default: it ends with pod 0)."),
+    ] = None,
+    secret: Annotated[
+        str | None, typer.Option(help="Secret that exists, with the key secret (default: a new one is printed).")
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Print a manifest for Kubernetes: an indexed Job whose pods are the hosts of a run; for kubectl apply -f -."""
+    from flockstep.launchers.kubernetes import Pods, require_trains, to_yaml
+    from flockstep.launchers.kubernetes import manifest as objects_of
+
+    require_trains(command)
+    pods = Pods(image, nodes, name, port, cpu, memory, gpus, claim, secret)
+    _require_understood(context, command, pods.nodes)
+    objects = objects_of(pods, command)
+    if as_json:
+        show.json({"apiVersion": "v1", "kind": "List", "items": objects})
+    else:
+        print(to_yaml(objects), end="")
+
+
+def _require_understood(context: typer.Context, words: list[str], nodes: int) -> None:
+    """Parse the command here, rather than in every pod.
+
+    Raises:
+        ConfigurationError: the command says which host it is for, or there are fewer workers than pods.
+    """
+    root = context.find_root()
+    group = root.command
+    assert isinstance(group, typer.core.TyperGroup)
+    _, command, rest = group.resolve_command(root, words)
+    assert command is not None
+    inner: Any = command.make_context(words[0], list(rest), parent=root)
+    for name, _ in o.given(inner, PLACE):
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigurationError(f"the manifest gives every pod its own {option}; leave it out of the command")
+    if (workers := inner.params["workers"]) < nodes:
+        raise ConfigurationError(
+            f"a run in {nodes} pods needs at least as many workers, got {workers}; raise -n, which counts the workers "
+            "of all pods"
+        )

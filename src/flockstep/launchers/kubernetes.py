@@ -1,0 +1,246 @@
+"""Kubernetes: the manifest of a run whose hosts are the pods of one indexed Job.
+
+The manifest is three objects: a Secret with the secret of the run, a headless Service that gives every pod a name, and
+an indexed Job, each of whose pods runs the same `flockstep` command as its index says. Pod 0 coordinates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.meeting import SECRET
+
+PORT = 29400
+"""Default port at which pod 0 coordinates."""
+LONGEST_NAME = 63
+"""Most characters of a name in DNS (RFC 1123); a pod's name is the Job's name, "-" and the index."""
+INDEX = "JOB_COMPLETION_INDEX"
+"""Environment variable that the Job controller sets to the index of the pod."""
+KEY = "secret"
+"""Key of the secret in its Secret."""
+RUNS = "/runs"
+"""Folder in the pods where the volume of the records is mounted."""
+RESOLVE = """import socket, sys, time
+end = time.monotonic() + 300
+while True:
+    try:
+        sys.exit(not socket.getaddrinfo(sys.argv[1], None))
+    except OSError as error:
+        if time.monotonic() > end:
+            sys.exit(f"{sys.argv[1]} does not resolve: {error}; does pod 0 run, and the DNS of the cluster?")
+    time.sleep(0.5)"""
+"""Program that waits until a name resolves: the name of a pod takes seconds to become known."""
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([numkMGTPE]|[KMGTPE]i)?")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+Object = dict[str, Any]
+"""An object of Kubernetes, as plain data."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """The pods of a run.
+
+    Args:
+        image: container image with Python, flockstep and what the command needs.
+        nodes: number of pods.
+        name: name of the Job, the Service and the Secret.
+        port: port at which pod 0 coordinates.
+        cpu: cores of each pod, such as "4" or "500m"; None requests none.
+        memory: memory of each pod, such as "8Gi"; None requests none.
+        gpus: GPUs of each pod.
+        claim: name of a PersistentVolumeClaim, mounted in every pod, for the records; None keeps the record in pod 0.
+        secret: name of a Secret that exists, with the key "secret"; None makes a Secret.
+
+    Raises:
+        ConfigurationError: a value that Kubernetes would refuse.
+    """
+
+    image: str
+    nodes: int
+    name: str = "flockstep"
+    port: int = PORT
+    cpu: str | None = None
+    memory: str | None = None
+    gpus: int = 0
+    claim: str | None = None
+    secret: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.image or self.image != self.image.strip():
+            raise ConfigurationError(
+                f"--image must name a container image, got {self.image!r}; write REGISTRY/NAME:TAG"
+            )
+        if self.nodes < 2:
+            raise ConfigurationError(f"--nodes must be >= 2, got {self.nodes}; one pod needs no manifest of a run")
+        if not 0 < self.port < 1 << 16:
+            raise ConfigurationError(f"--port must be >= 1 and <= 65535, got {self.port}; {PORT} is the default")
+        if self.gpus < 0:
+            raise ConfigurationError(f"--gpus must be >= 0, got {self.gpus}; 0 requests none")
+        for option, name in (("--name", self.name), ("--claim", self.claim), ("--secret", self.secret)):
+            longest = LONGEST_NAME - len(f"-{self.nodes - 1}") if option == "--name" else LONGEST_NAME
+            if name is not None and not (_NAME.fullmatch(name) and len(name) <= longest):
+                raise ConfigurationError(
+                    f"{option} must be 1 to {longest} lower-case letters, digits and hyphens, without a hyphen at "
+                    f"either end, got {name!r}; Kubernetes takes no other name"
+                )
+        for option, amount in (("--cpu", self.cpu), ("--memory", self.memory)):
+            if amount is not None and not _QUANTITY.fullmatch(amount):
+                raise ConfigurationError(f"{option} must be a quantity such as 500m, 4 or 8Gi, got {amount!r}")
+
+    @property
+    def first(self) -> str:
+        """Name of pod 0 in the DNS of the cluster."""
+        return f"{self.name}-0.{self.name}"
+
+
+def manifest(pods: Pods, command: Sequence[str]) -> list[Object]:
+    """Return the objects of a run: a Secret unless one exists, a Service and a Job.
+
+    Args:
+        pods: the pods.
+        command: the words of a `flockstep` command, such as ["launch", "-n", "4", "train.py"]; the words that tell a
+            pod its place are inserted after the first.
+
+    Raises:
+        ConfigurationError: the command does not train.
+    """
+    require_trains(command)
+    made = [] if pods.secret is not None else [_secret(pods.name)]
+    return [*made, _service(pods), _job(pods, command)]
+
+
+def require_trains(command: Sequence[str]) -> None:
+    """Raise `ConfigurationError` unless a command may be run by several pods."""
+    if not command or command[0] not in ("launch", "train"):
+        raise ConfigurationError(
+            f"a run in pods is a flockstep command that trains, got {command[0] if command else 'none'!r}; write "
+            "launch or train, as for one host, such as: launch -n 4 train.py"
+        )
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "flockstep", "app.kubernetes.io/instance": name}
+
+
+def _metadata(name: str) -> Object:
+    return {"name": name, "labels": _labels(name)}
+
+
+def _secret(name: str) -> Object:
+    text = secrets.token_hex(32)
+    kind = {"apiVersion": "v1", "kind": "Secret"}
+    return {**kind, "metadata": _metadata(name), "type": "Opaque", "stringData": {KEY: text}}
+
+
+def _service(pods: Pods) -> Object:
+    """The headless Service; pods find each other before they are ready."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": _labels(pods.name),
+        "ports": [{"name": "coordinator", "port": pods.port}],
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(pods.name), "spec": spec}
+
+
+def _job(pods: Pods, command: Sequence[str]) -> Object:
+    """The Job: a failed pod does not end the others, and the run is over when pod 0, the coordinator, is."""
+    spec = {
+        "completionMode": "Indexed",
+        "completions": pods.nodes,
+        "parallelism": pods.nodes,
+        "backoffLimitPerIndex": 0,
+        "maxFailedIndexes": pods.nodes - 1,
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "template": {"metadata": {"labels": _labels(pods.name)}, "spec": _pod(pods, command)},
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(pods.name), "spec": spec}
+
+
+def _pod(pods: Pods, command: Sequence[str]) -> Object:
+    spec: Object = {
+        "restartPolicy": "Never",
+        "subdomain": pods.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "initContainers": [
+            {
+                "name": "resolve",
+                "image": pods.image,
+                "command": ["python3", "-c", RESOLVE, pods.first],
+                "securityContext": CONFINED,
+            }
+        ],
+        "containers": [_container(pods, command)],
+    }
+    if pods.claim is not None:
+        spec["volumes"] = [{"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}}]
+    return spec
+
+
+def _container(pods: Pods, command: Sequence[str]) -> Object:
+    place = ["--nodes", str(pods.nodes), "--node-rank", f"$({INDEX})", "--coordinator", f"{pods.first}:{pods.port}"]
+    out = [] if pods.claim is None or "--out" in command else ["--out", f"{RUNS}/{pods.name}"]
+    words = [*place, *out, *(word.replace("$", "$$") for word in command[1:])]
+    reference = {"name": pods.secret or pods.name, "key": KEY}
+    container: Object = {
+        "name": "flockstep",
+        "image": pods.image,
+        "command": ["flockstep", command[0]],
+        "args": words,
+        "env": [{"name": SECRET, "valueFrom": {"secretKeyRef": reference}}],
+        "ports": [{"name": "coordinator", "containerPort": pods.port}],
+        "securityContext": CONFINED,
+    }
+    if resources := _resources(pods):
+        container["resources"] = resources
+    if pods.claim is not None:
+        container["volumeMounts"] = [{"name": "runs", "mountPath": RUNS}]
+    return container
+
+
+def _resources(pods: Pods) -> Object:
+    wanted = {"cpu": pods.cpu, "memory": pods.memory}
+    requests = {name: amount for name, amount in wanted.items() if amount is not None}
+    limits = {name: amount for name, amount in requests.items() if name == "memory"}
+    if pods.gpus:
+        limits["nvidia.com/gpu"] = str(pods.gpus)
+    return {name: amounts for name, amounts in (("requests", requests), ("limits", limits)) if amounts}
+
+
+def to_yaml(objects: Sequence[Object]) -> str:
+    """The objects as one YAML text, with "---" between them; texts are quoted as in JSON."""
+    return "---\n".join("".join(f"{line}\n" for line in _lines(one)) for one in objects)
+
+
+def _lines(value: Any) -> list[str]:
+    """The lines of a mapping or a sequence in YAML's block style."""
+    lines: list[str] = []
+    items = value.items() if isinstance(value, Mapping) else ((None, one) for one in value)
+    for name, one in items:
+        start = "-" if name is None else f"{_scalar(name)}:"
+        if isinstance(one, str) and "\n" in one:
+            lines += [f"{start} |-", *(f"  {line}" for line in one.split("\n"))]
+        elif not isinstance(one, Mapping | list) or not one:
+            lines.append(f"{start} {_scalar(one)}")
+        elif name is None:
+            first, *rest = _lines(one)
+            lines += [f"- {first}", *(f"  {line}" for line in rest)]
+        else:
+            lines += [start, *(f"  {line}" for line in _lines(one))]
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    """A value in YAML; a word that nothing could take for another kind of value stays bare."""
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z./-]*[A-Za-z]", value)
+    ambiguous = str(value).lower() in ("true", "false", "yes", "no", "on", "off", "null", "none")
+    return str(value) if plain and not ambiguous else json.dumps(value)

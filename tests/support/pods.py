@@ -1,0 +1,28 @@
+"""What Kubernetes does with the objects of a manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def object_of(objects: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The only object of a kind."""
+    (found,) = (one for one in objects if one["kind"] == kind)
+    return found
+
+
+def container_of(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The container of the Job's pods."""
+    found: dict[str, Any] = object_of(objects, "Job")["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def expanded(word: str, environment: Mapping[str, str]) -> str:
+    """A word of a container's command as Kubernetes expands it: $(NAME) of the environment, $$ for a dollar."""
+    return re.sub(
+        r"\$\$|\$\(([A-Z_]+)\)",
+        lambda found: "$" if found[0] == "$$" else environment.get(found[1], found[0]),
+        word,
+    )
