@@ -272,7 +272,8 @@ def trial(tmp_path: Path, hosts: tuple[Host, ...]) -> Iterator[Trial]:
         yield one
         after = [host.processes() for host in hosts]
         wait_until(lambda: [host.processes() for host in hosts] == before, PATIENCE, f"{after} is left of {before}")
-        assert [path.name for path in one.scratch.iterdir() if not path.name.startswith(("ompi.", "prte"))] == []
+        theirs = ("ompi.", "prte", "torchelastic_")
+        assert [path.name for path in one.scratch.iterdir() if not path.name.startswith(theirs)] == []
     finally:
         shutil.rmtree(one.scratch, ignore_errors=True)
 

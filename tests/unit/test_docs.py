@@ -106,7 +106,7 @@ def _parse(words: list[str]) -> None:
         load_cluster(given["cluster"] or "laptop")
         assert set(given["require"] or ()) <= set(REQUIREMENTS)
     if "script" in given:
-        assert Path(given["script"]).is_file() or (ROOT / given["script"]).is_file()
+        assert any((folder / given["script"]).is_file() for folder in (Path(), ROOT, ROOT / "examples"))
 
 
 FEW_PLANNED = """
