@@ -31,6 +31,8 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
         bus=bus,
         receive=lambda *_: coming.popleft(),
         tell=lambda *_: None,
+        seconds=lambda: 0.0,
+        clock=(0.0, 0.0),
     )
     stepper: Any = SimpleNamespace()
     worker = Worker(0, Cluster(2, 2), np.zeros(2), np.random.default_rng(0), stepper, None)

@@ -177,10 +177,10 @@ def test_sizes_shrink_with_the_stand_in(text: str) -> None:
 
 def test_what_no_stand_in_can_say_is_refused() -> None:
     site = dataclasses.replace(cluster(), task=LARGE)
-    with pytest.raises(ConfigurationError, match="depends on the shapes of matrices"):
+    with pytest.raises(ConfigurationError, match="the messages depend on the shapes of matrices"):
         rehearse(Strategy.parse("powersgd"), 4, LARGE.nbytes, site.compute(4), site.cluster.network(4),
                  tensors=LARGE.tensors)  # fmt: skip
-    with pytest.raises(ConfigurationError, match="only sizes are known"):
+    with pytest.raises(ConfigurationError, match="only the size of this model is known"):
         predict_step(Strategy.parse("sufficient_factors"), site, 4)
 
 
