@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from flockstep.drivers.torch_buffers import Policy
     from flockstep.drivers.torch_loop import DistributedOptimizer
     from flockstep.errors import ConfigurationError as ConfigurationError
+    from flockstep.experiments.clusters import on_ray as on_ray
+    from flockstep.experiments.clusters import on_spark as on_spark
     from flockstep.experiments.comparison import Comparison as Comparison
     from flockstep.experiments.comparison import compare as compare
     from flockstep.experiments.planned import PlanResult as PlanResult
@@ -46,6 +48,8 @@ _HOMES = {
     "Worker": "nodes",
     "check_strategy": "testing.strategies",
     "compare": "experiments.comparison",
+    "on_ray": "experiments.clusters",
+    "on_spark": "experiments.clusters",
     "plan": "experiments.planned",
     "register": "registry",
     "run": "experiments.single",
@@ -69,6 +73,8 @@ __all__ = [
     "compare",
     "distribute",
     "join",
+    "on_ray",
+    "on_spark",
     "plan",
     "rank",
     "register",

@@ -172,6 +172,9 @@ def usual() -> Iterator[SelfTest]:
     yield SelfTest("torchrun", "launchers", command, False, fix, "torch", needs=("torch",), judge=_two_places)
     for program, fix in _LAUNCHERS.items():
         yield SelfTest(program, "launchers", ("-n", "2", *_PLACE), False, fix, program=program, judge=_two_places)
+    for extra, module, code, more in _CLUSTERS:
+        fix = f"only for runs on its clusters: pip install 'flockstep[{extra}]'{more}"
+        yield SelfTest(extra, "launchers", ("-c", code), False, fix, module)
     fix = "only to start runs on other hosts: install the client of OpenSSH"
     yield SelfTest("ssh", "launchers", ("-G", "localhost"), False, fix, program="ssh", judge=_read_settings)
 
@@ -215,6 +218,28 @@ study.tell(study.ask(), 1.0)
 assert study.best_value == 1.0
 print("optuna", optuna.__version__)
 """
+_RAY = """
+import os
+import ray
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=os.getcwd())
+place = ray.remote(lambda: ray.get_runtime_context().get_node_id())
+assert ray.get(place.remote()) == ray.get_runtime_context().get_node_id()
+print("ray", ray.__version__, "on a node of its own")
+ray.shutdown()
+"""
+_SPARK = """
+import os, sys
+os.environ["PYSPARK_PYTHON"] = sys.executable
+from pyspark import BarrierTaskContext, SparkConf, SparkContext, __version__
+settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.local.dir": os.getcwd()}
+context = SparkContext(conf=SparkConf().setMaster("local[2]").setAll(settings.items()))
+stage = context.parallelize(range(2), 2).barrier()
+found = stage.mapPartitions(lambda rows: [BarrierTaskContext.get().allGather(str(sum(rows)))]).collect()
+assert found == [["0", "1"], ["0", "1"]], f"a barrier stage gave {found}"
+print("pyspark", __version__, "with a barrier stage of 2 tasks")
+context.stop()
+"""
+_CLUSTERS = (("ray", "ray", _RAY, ""), ("spark", "pyspark", _SPARK, ", and install Java 17 or newer"))
 _EXTRAS = (
     ("torch", "torch", _TORCH),
     ("workloads", "sklearn", _DIGITS),

@@ -162,6 +162,9 @@ def train(
     step_timeout: o.StepTimeout = None,
     threads: o.Threads = 1,
     imports: o.Imports = None,
+    on: o.On = "local",
+    cpus_per_worker: o.CpusPerWorker = 1.0,
+    gpus_per_worker: o.GpusPerWorker = 0.0,
     nodes: o.Nodes = None,
     node_rank: o.NodeRank = None,
     coordinator: o.CoordinatorAddress = None,
@@ -175,15 +178,16 @@ def train(
     """Train for real, on processes of this machine or of several."""
     from flockstep.cli.runs import run_one
 
-    config, gathering = o.configured("train", locals()), o.gathering(context, locals())
-    if gathering is not None:
-        config = o.over_hosts(context, config)
-    if gathering is not None and not gathering.coordinates:
-        from flockstep.launchers.train import train_for
+    config = o.configured("train", locals())
+    with o.gathered(context, locals()) as gathering:
+        if gathering is not None:
+            config = o.over_hosts(context, config)
+        if gathering is not None and not gathering.coordinates:
+            from flockstep.launchers.train import train_for
 
-        train_for(gathering, config)
-        return
-    run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite, gathering)
+            train_for(gathering, config)
+            return
+        run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite, gathering)
 
 
 @app.command(rich_help_panel=RUN)
@@ -287,6 +291,9 @@ def launch(
     output: o.Ranks = "all",
     prefix: o.Prefix = False,
     rank_output: o.RankOutputFolder = None,
+    on: o.On = "local",
+    cpus_per_worker: o.CpusPerWorker = 1.0,
+    gpus_per_worker: o.GpusPerWorker = 0.0,
     nodes: o.Nodes = None,
     node_rank: o.NodeRank = None,
     coordinator: o.CoordinatorAddress = None,
@@ -303,18 +310,18 @@ def launch(
     from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
-    gathering = o.gathering(context, locals())
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
-    if gathering is not None:
-        config = o.over_hosts(context, config)
     shown = Output(output, prefix, rank_output)
-    if gathering is not None and not gathering.coordinates:
-        from flockstep.launchers.script import launch_for
+    with o.gathered(context, locals(), arguments or [], shown) as gathering:
+        if gathering is not None:
+            config = o.over_hosts(context, config)
+        if gathering is not None and not gathering.coordinates:
+            from flockstep.launchers.script import launch_for
 
-        launch_for(gathering, script, arguments or [], config, shown, overwrite)
-        return
-    place = o.folder(out, f"launch-{script.stem}")
-    launch_one(script, arguments or [], config, place, as_json, shown, overwrite, gathering)
+            launch_for(gathering, script, arguments or [], config, shown, overwrite)
+            return
+        place = o.folder(out, f"launch-{script.stem}")
+        launch_one(script, arguments or [], config, place, as_json, shown, overwrite, gathering)
 
 
 app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(

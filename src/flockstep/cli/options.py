@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from flockstep.experiments.folders import folder as folder
 if TYPE_CHECKING:
     from flockstep.costs.cluster import ClusterShape
     from flockstep.launchers.gathering import Gathering
+    from flockstep.launchers.output import Output
     from flockstep.records.config import Kind, RunConfig
 
 TRAINING, PROCESSES, HOSTS, VIRTUAL, OUTPUT = "Training", "Processes", "Several hosts", "Virtual time", "Output"
@@ -175,6 +177,21 @@ HostAddress = Annotated[
         rich_help_panel=HOSTS,
     ),
 ]
+On = Annotated[
+    Literal["local", "ray"],
+    typer.Option(
+        "--on",
+        help="Where the processes run: local, on this machine and the hosts of --nodes, or ray, on a Ray cluster.",
+        rich_help_panel=HOSTS,
+    ),
+]
+CpusPerWorker = Annotated[
+    float,
+    typer.Option("--cpus-per-worker", help="Cores that each worker reserves (--on ray).", rich_help_panel=HOSTS),
+]
+GpusPerWorker = Annotated[
+    float, typer.Option("--gpus-per-worker", help="GPUs that each worker reserves (--on ray).", rich_help_panel=HOSTS)
+]
 Threads = Annotated[
     int, typer.Option(help="Threads of the numerical libraries in each process.", rich_help_panel=PROCESSES)
 ]
@@ -268,6 +285,40 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     chosen = {name: value for name, value in given.items() if name in names}
     faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
     return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})
+
+
+@contextlib.contextmanager
+def gathered(
+    context: typer.Context, options: Mapping[str, Any], arguments: Sequence[str] = (), output: Output | None = None
+) -> Iterator[Gathering | None]:
+    """Context manager: this process's part in a run over several hosts; None if all processes are on this host.
+
+    Args:
+        context: the command.
+        options: the command's options by name.
+        arguments: arguments of a launched script.
+        output: which of the scripts' output is shown, and how.
+
+    Raises:
+        ConfigurationError: options are missing, or do not go together.
+    """
+    if options["on"] == "local":
+        for name, value in given(context, ("cpus_per_worker", "gpus_per_worker")):
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value:g} is for a Ray cluster; add --on ray")
+        yield gathering(context, options)
+        return
+    for name, value in given(context, ("node_rank", "coordinator", "secret_file", "host_address")):
+        raise ConfigurationError(
+            f"--{name.replace('_', '-')} {value} is for hosts that you start yourself; leave it out with --on ray"
+        )
+    from flockstep.launchers.output import SHOWN
+    from flockstep.launchers.ray import ray_cluster
+
+    reserved = options["cpus_per_worker"], options["gpus_per_worker"]
+    with ray_cluster(
+        options["workers"], options["nodes"], *reserved, options["timeout"], arguments, output or SHOWN
+    ) as found:
+        yield found
 
 
 def gathering(context: typer.Context, options: Mapping[str, Any]) -> Gathering | None:

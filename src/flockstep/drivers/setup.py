@@ -12,7 +12,7 @@ from typing import Any
 
 from flockstep import registry
 from flockstep.drivers.plan import Plan
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine
 from flockstep.nodes import Cluster
@@ -27,6 +27,7 @@ from flockstep.strategies.base import Strategy, choose_result
 from flockstep.systems import catalog
 from flockstep.transports.base import Transport
 from flockstep.workloads.base import Workload
+from flockstep.workloads.own_data import OwnData
 from flockstep.workloads.sampler import steps_for
 from flockstep.workloads.split import Split
 
@@ -117,16 +118,24 @@ def overridden(job: Job, config: RunConfig) -> Job:
     return dataclasses.replace(job, **changes)
 
 
-def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
+def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan, RunConfig]:
     """Build the engine and the plan of one process; also return the configuration with all defaults filled in.
+
+    `own`: the samples of this process, in place of the job's.
 
     Raises:
         ConfigurationError: the configuration is invalid, or facts of the job differ from the recorded ones.
+        CompositionError: workers of the strategy compute on each other's samples, and each has its `own`.
     """
     strategy = check(config)
     config = canonical(config)
     job = overridden(load_job(config.job, config.seed), config)
+    if own is not None:
+        require_own_samples(strategy)
+        job = own.job(job)
     engine = make_engine(job, config.seed)
+    if own is not None:
+        engine.train_size = sum(own.sizes)
     for fact, value in config.facts.items():
         if job.facts.get(fact) != value:
             raise ConfigurationError(f"{fact} is {job.facts.get(fact)}, the record says {value}; the data has changed")
@@ -141,7 +150,9 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
     if timetable is not None:
         steps = config.steps or timetable.steps
     every = int(config.evaluate_every or max(1, steps // EVALUATIONS))
-    parts = Split.parse(config.split).assign(engine.labels, engine.train_size, config.workers, config.seed)
+    split = Split.parse(config.split)
+    size, labels = engine.train_size, engine.labels
+    parts = split.assign(labels, size, config.workers, config.seed) if own is None else own.parts
     result = choose_result(strategy, config.result)  # type: ignore[arg-type]
     cluster = Cluster(config.workers, strategy.servers_for(config.workers))
     plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every, timetable)
@@ -160,6 +171,15 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
         versions=versions() | ({JOB_FILE: digest(Path(config.job))} if config.job.endswith(".py") else {}),
     )
     return engine, plan, resolved
+
+
+def require_own_samples(strategy: Strategy) -> None:
+    """Raise `CompositionError` if workers compute gradients on samples of other workers."""
+    if strategy.traits.samples == "others":
+        raise CompositionError(
+            f"workers of {strategy} compute gradients on samples of other workers, which stay where they are; use a "
+            "strategy whose workers need their own only, such as all_reduce"
+        )
 
 
 def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: int) -> Timetable | None:

@@ -14,15 +14,20 @@ from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.scratch import fork_servers_folder
 from flockstep.launchers.threads import limit_threads
 from flockstep.records.config import RunConfig
+from flockstep.workloads.own_data import OwnData
 
 
-def worker_main(node_spec: NodeSpec, threads: int, config: str) -> None:
-    """Entry point of a worker process: rebuild the job from the run's configuration and train."""
-    die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder())
+def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | None = None) -> None:
+    """Entry point of a worker process: rebuild the job from the run's configuration and train.
+
+    `own`: the samples of this worker, in place of its part of the job's.
+    """
+    folders = [] if own is None else [own.folder]
+    die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder(), *folders)
     limit_process(threads)
 
     def make():  # type: ignore[no-untyped-def]
-        engine, plan, _ = prepare(RunConfig.from_toml(config, "the run's configuration"))
+        engine, plan, _ = prepare(RunConfig.from_toml(config, "the run's configuration"), own)
         return engine, plan
 
     sys.exit(run_worker(node_spec, make))

@@ -35,6 +35,7 @@ from flockstep.messages import Address
 from flockstep.records.events import ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SNAPSHOTS, Snapshot
+from flockstep.workloads.own_data import OwnData
 
 BACKLOG = 1 << 30
 """Bytes of snapshots that may wait for their evaluation."""
@@ -74,9 +75,10 @@ class EvaluationOutcome(msgspec.Struct):
 class Evaluator(SnapshotHandler):
     """Sends snapshots to the evaluating process, which starts with the first snapshot."""
 
-    def __init__(self, record: Path, threads: int):
+    def __init__(self, record: Path, threads: int, own: OwnData | None = None):
+        """`own`: the test set, in place of the job's."""
         self.skipped: set[float] = set()
-        self._arguments = str(record), threads
+        self._arguments = str(record), threads, own
         self._child: Child | None = None
         self._feed: socket.socket
         self._unsent = bytearray()
@@ -145,14 +147,14 @@ class Evaluator(SnapshotHandler):
         return sum(item.nbytes for item in self._waiting) > BACKLOG
 
 
-def evaluate(folder: str, threads: int, feed: socket.socket) -> None:
+def evaluate(folder: str, threads: int, own: OwnData | None, feed: socket.socket) -> None:
     """Entry point of the evaluating process: evaluate snapshots until the supervisor reports the end of the run or
     dies.
     """
     limit_process(threads)
     outcome = EvaluationOutcome()
     try:
-        _evaluate(RunFolder(folder), feed)
+        _evaluate(RunFolder(folder), own, feed)
     except FlockstepError as error:
         outcome = _said(error, error)
     except Exception as error:  # noqa: BLE001 - of the job's loss or metric
@@ -165,8 +167,8 @@ def _said(error: FlockstepError, cause: Exception) -> EvaluationOutcome:
     return EvaluationOutcome(type(error).__name__, str(error), "".join(traceback.format_exception(cause)))
 
 
-def _evaluate(record: RunFolder, feed: socket.socket) -> None:
-    engine, plan, _ = prepare(record.read_config())
+def _evaluate(record: RunFolder, own: OwnData | None, feed: socket.socket) -> None:
+    engine, plan, _ = prepare(record.read_config(), own)
     release()
 
     def keep(tick: SnapshotTick, params: FlatArray) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import util
+from multiprocessing import forkserver, util
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
@@ -84,6 +84,16 @@ def house_fork_server() -> None:
         util.get_temp_dir()
     finally:
         tempfile.tempdir = before
+
+
+def end_fork_server() -> None:
+    """End this process's fork server and remove its folder, in a process that may end without exit handlers.
+
+    The next fork starts another server.
+    """
+    forkserver._forkserver._stop()  # type: ignore[attr-defined] # multiprocessing has no public way
+    util._run_finalizers()  # type: ignore[attr-defined]
+    house_fork_server.cache_clear()
 
 
 def fork_servers_folder() -> list[str]:

@@ -33,6 +33,7 @@ from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Status, Summary, reaches, summarize
 from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
+from flockstep.workloads.own_data import OwnData
 
 Show = Callable[[dict[Address, NodeProgress], int], None]
 
@@ -43,6 +44,7 @@ def train(
     show: Show = lambda standings, steps: None,
     overwrite: bool = False,
     gathering: Gathering | None = None,
+    test: OwnData | None = None,
 ) -> Summary:
     """Train a declared job on `config.workers` processes, and write the record.
 
@@ -57,6 +59,7 @@ def train(
         show: called from time to time with the state of every node, by address, and with the steps of each worker.
         overwrite: replace the run that the folder holds.
         gathering: the hosts of the run, of which this one coordinates; None: all processes are on this machine.
+        test: the test set, if each worker of the `gathering` has samples of its own; None: the job's data are used.
 
     Returns:
         The summary of the record.
@@ -69,7 +72,7 @@ def train(
     if gathering is not None:
         config = gathering.over(config)
     settings = settings_of(config)
-    engine, plan, config = prepare(config)
+    engine, plan, config = prepare(config, test)
     require_open_files(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
@@ -78,7 +81,7 @@ def train(
     with contextlib.ExitStack() as stack:
         hosts = None if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
-        _train(config, record, every, policy, lambda standings: show(standings, steps), hosts)
+        _train(config, record, every, policy, lambda standings: show(standings, steps), hosts, test)
     return record.read_summary()
 
 
@@ -106,8 +109,9 @@ def _train(
     policy: ResultPolicy,
     show: Callable[[dict[Address, NodeProgress]], None],
     hosts: RemoteHosts | None,
+    test: OwnData | None,
 ) -> None:
-    evaluation = Evaluator(record.path.resolve(), config.threads or 1)
+    evaluation = Evaluator(record.path.resolve(), config.threads or 1, test)
     transport = Transport.parse(config.transport or "shared_memory")
 
     def start_worker(node_spec: NodeSpec) -> Child:

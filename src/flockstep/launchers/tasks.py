@@ -1,0 +1,157 @@
+"""Runs whose hosts are tasks of a cluster manager: this process coordinates, every task is the agent of one host."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flockstep.drivers.member import NodeSpec
+from flockstep.errors import RunError
+from flockstep.launchers.children import Child, fork
+from flockstep.launchers.entry import worker_main
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
+from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.meeting import Meeting
+from flockstep.launchers.output import SHOWN, Output
+from flockstep.launchers.scratch import end_fork_server
+from flockstep.launchers.script import ScriptStarter
+from flockstep.records.config import RunConfig
+from flockstep.workloads.own_data import OwnData
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A Python file of the run: its path at the coordinator, and its content."""
+
+    path: str
+    content: bytes
+
+    def found(self, folder: Path) -> str:
+        """Path of the same file here: where the coordinator has it, so that it finds its neighbors, or a copy in
+        `folder`.
+        """
+        path = Path(self.path)
+        if path.is_file() and path.read_bytes() == self.content:
+            return self.path
+        copy = folder / path.name
+        copy.write_bytes(self.content)
+        return str(copy)
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """What the task of one host is told; the cluster manager carries it there."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+    timeout: float
+    nodes: int
+    node: int
+    config: str
+    """The run's configuration as TOML."""
+    files: tuple[TaskFile, ...]
+    """The job's or the script's file, if it is one, and those that register components."""
+    arguments: tuple[str, ...]
+    """Arguments of the script."""
+    output: Output
+
+
+def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
+    """Be the agent of a host until the run ends; `own`: samples of this host's only worker.
+
+    Raises:
+        ConfigurationError: the coordinator refused, or cannot be reached.
+        RunError: the run failed.
+    """
+    with ExitStack() as stack:
+        stack.callback(end_fork_server)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flockstep-files-"))
+        here = {file.path: file.found(Path(folder)) for file in spec.files}
+        config = RunConfig.from_toml(spec.config, "the run's configuration")
+        imports = tuple(here[file] for file in config.imports)
+        config = dataclasses.replace(config, job=here.get(config.job, config.job), imports=imports)
+        meeting = Meeting(spec.host, spec.port, spec.secret, spec.timeout)
+        gathering = TaskPart(meeting, spec.nodes, spec.node)
+        if config.kind == "train":
+            gathering.serve(config, lambda node_spec, accepted: _worker(node_spec, config, own))
+            return
+        start = ScriptStarter(Path(config.job), spec.arguments, config, spec.output, gathering)
+        try:
+            gathering.serve(config, lambda node_spec, accepted: start(node_spec))
+        finally:
+            start.close()
+
+
+def _worker(node_spec: NodeSpec, config: RunConfig, own: OwnData | None) -> Child:
+    return fork(worker_main, (node_spec, config.threads or 1, config.to_toml(), own), kernels=True)
+
+
+class TaskHosts(RemoteHosts):
+    """Hosts whose agents are tasks. A task that fails before all have joined ends the run."""
+
+    failed: Callable[[], str | None] = staticmethod(lambda: None)
+    """Returns why a task failed; None if none has."""
+
+    @property
+    def port(self) -> int:
+        """Port at which the coordinator listens."""
+        return int(self._listener.getsockname()[1])
+
+    def pump(self) -> None:
+        """Handle what has arrived, and look after the tasks until all have joined.
+
+        Raises:
+            RunError: a task failed.
+        """
+        super().pump()
+        if len(self._hosts) < len(self._nodes) and (reason := self.failed()) is not None:
+            raise RunError(reason)
+
+
+@dataclass(frozen=True)
+class TaskPart(Gathering):
+    """The part of a task in a run over several, or over one."""
+
+    def __post_init__(self) -> None:
+        """Unlike hosts that a user names, tasks are counted by their cluster manager."""
+
+
+@dataclass(frozen=True)
+class TaskGathering(TaskPart, ABC):
+    """The part of the coordinator, which has no workers itself."""
+
+    node: int = 0
+    arguments: tuple[str, ...] = ()
+    output: Output = SHOWN
+
+    def ranks(self, workers: int) -> range:
+        """Ranks of this process's own host: none."""
+        return range(0)
+
+    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> TaskHosts:
+        """Listen for the tasks, and start them; `stack` ends what is left of them."""
+        nodes, placement, text = range(self.nodes), self.placement(config.workers), config.to_toml()
+        settings, heartbeat = settings_of(config), config.heartbeat or HEARTBEAT  # as the tasks are given them
+        hosts = TaskHosts(self.meeting, nodes, placement, config.workers, settings, text, heartbeat)
+        stack.callback(hosts.close, "the run could not begin", 1)
+        hosts.failed = self.start([self._spec(config, hosts.port, node) for node in nodes], stack)
+        return hosts
+
+    def _spec(self, config: RunConfig, port: int, node: int) -> TaskSpec:
+        paths = [path for path in (config.job, *config.imports) if Path(path).is_file()]
+        return TaskSpec(
+            self.meeting.host, port, self.meeting.secret, self.meeting.timeout, self.nodes, node, config.to_toml(),
+            tuple(TaskFile(path, Path(path).read_bytes()) for path in paths), self.arguments, self.output,
+        )  # fmt: skip
+
+    @abstractmethod
+    def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
+        """Start a task for each host, and end what is left of them with `stack`; return a function that says why a
+        task has failed, or None.
+        """

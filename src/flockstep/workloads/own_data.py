@@ -1,0 +1,52 @@
+"""Samples that one process of a run has in files, in place of the job's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.frameworks.base import Data, Indices, Job
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """The samples of one worker, which no other process has; or the test set, for the process that evaluates."""
+
+    folder: str
+    """Folder with the samples in `x.npy` and `y.npy`, first axis over samples."""
+    sizes: tuple[int, ...]
+    """Number of training samples of every worker."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Facts that must be the same when the run is repeated, such as a hash of the samples."""
+
+    @property
+    def parts(self) -> list[Indices]:
+        """Every worker's indices into its own samples."""
+        return [np.arange(size) for size in self.sizes]
+
+    def job(self, job: Job) -> Job:
+        """The job on these samples. They are training and test set: a process uses one of the two."""
+        return dataclasses.replace(job, data=self._data, facts=self.facts)
+
+    def _data(self) -> Data:
+        x, y = (np.load(Path(self.folder) / f"{name}.npy", allow_pickle=False) for name in "xy")
+        return Data(x, y, x, y)
+
+
+def write_samples(folder: Path, x: FlatArray, y: FlatArray) -> None:
+    """Write samples where `OwnData` reads them."""
+    np.save(folder / "x.npy", x, allow_pickle=False)
+    np.save(folder / "y.npy", y, allow_pickle=False)
+
+
+def digest_of(x: FlatArray, y: FlatArray) -> str:
+    """Return 16 hexadecimal digits of the samples' SHA-256, which depends on their order, shape and type."""
+    found = hashlib.sha256(f"{x.shape} {x.dtype} {y.shape} {y.dtype}".encode())
+    for array in (x, y):
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()[:16]
