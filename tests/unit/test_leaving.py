@@ -33,7 +33,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
         tell=lambda *_: None,
         seconds=lambda: 0.0,
         clock=(0.0, 0.0),
-        hosts=(0, 0),
+        hosts=((0, 1),),
     )
     stepper: Any = SimpleNamespace()
     worker = Worker(0, Cluster(2, 2), np.zeros(2), np.random.default_rng(0), stepper, None)
