@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output
-from flockstep.launchers.scratch import end_fork_server
+from flockstep.launchers.scratch import end_fork_server, scratch
 from flockstep.launchers.script import ScriptStarter
 from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
@@ -71,8 +70,8 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
     """
     with ExitStack() as stack:
         stack.callback(end_fork_server)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flockstep-files-"))
-        here = {file.path: file.found(Path(folder)) for file in spec.files}
+        folder = stack.enter_context(scratch())
+        here = {file.path: file.found(folder) for file in spec.files}
         config = RunConfig.from_toml(spec.config, "the run's configuration")
         imports = tuple(here[file] for file in config.imports)
         config = dataclasses.replace(config, job=here.get(config.job, config.job), imports=imports)
