@@ -186,7 +186,8 @@ def test_the_commands_of_the_page(two: list[Host], tmp_path: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "how-to" / "several-hosts.md").read_text()
     found = re.findall(r"^```sh title=.*\nflockstep (.*)$", page, re.MULTILINE)
     assert len(found) == 2
-    (tmp_path / "own_loop.py").write_text((EXAMPLES / "own_loop.py").read_text())
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "own_loop.py").write_text((EXAMPLES / "own_loop.py").read_text())
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef" * 4)
     secret.chmod(0o600)
@@ -218,7 +219,7 @@ def test_a_host_that_vanishes_ends_the_run_with_a_sentence(two: list[Host], tmp_
     ended = [Ended.of(process) for process in processes]
     require(ended, 1, 1)
     assert re.search(r"node 1 \(.*\) is lost: it has not answered for 1 s", ended[0].err)
-    assert re.search(r"flockstep: worker [23] was lost with its host at about step \d+", ended[0].err)
+    assert re.search(r"flockstep: worker [23] was lost with its host", ended[0].err)
     assert "has not answered for 1 s; its host is stopped, or the network is down" in ended[1].err
     assert summary(tmp_path / "run")["status"] == "failed"
     assert not any(host.processes() for host in two)

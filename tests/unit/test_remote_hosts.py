@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from flockstep import __version__
-from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.launchers.host_messages import Accepted, Join, Refused, decoded, encoded
+from flockstep.drivers.member import NodeSpec
+from flockstep.errors import ConfigurationError, Interrupted, PeerLost
+from flockstep.launchers.children import HOST_LOST
+from flockstep.launchers.host_messages import Accepted, Heard, Join, Refused, Stopped, decoded, encoded
 from flockstep.launchers.hosts import STRANGERS, RemoteHosts
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
@@ -151,6 +153,66 @@ def test_garbage_is_turned_away_before_it_is_stored(hosts: RemoteHosts, data: by
     assert hosts.said == []  # type: ignore[attr-defined]  # no host of ours: only counted
 
 
+def test_an_agent_of_another_version_is_refused_in_a_sentence(hosts: RemoteHosts) -> None:
+    """Its first message has a field more."""
+    channel = knock(hosts)
+    fields = {**msgspec.structs.asdict(JOIN), "type": "Join", "newer": 1}
+    channel.send(msgspec.msgpack.encode(fields))
+    found: list[object] = []
+
+    def heard() -> bool:
+        channel.flush()
+        hosts.pump()
+        found.extend(decoded(header) for header, _ in channel.receive())
+        return bool(found)
+
+    wait_until(heard, PATIENCE, "an answer")
+    assert isinstance(found[0], Refused)
+    assert "install the same version on every host" in found[0].reason
+    channel.close()
+
+
+def test_a_payload_before_the_join_is_not_stored(hosts: RemoteHosts) -> None:
+    channel = knock(hosts)
+    channel.send(b"x", [bytes(1 << 20)])
+    with contextlib.suppress(PeerLost):
+        channel.flush()
+    wait_until(lambda: hosts.pump() or hosts.rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
+    channel.close()
+
+
+def test_who_stops_while_the_run_ends_is_heard_later(hosts: RemoteHosts) -> None:
+    """`pump` raises nothing, so that what has arrived with it is handled; `require_running` raises it."""
+    channel = knock(hosts)
+    assert isinstance(answer(hosts, channel, JOIN), Accepted)
+    channel.send(encoded(Stopped("stopped there")))
+    channel.send(encoded(Heard()), [b"and this"])
+    heard: list[bytes] = []
+
+    def both() -> bool:
+        channel.flush()
+        hosts.pump()
+        heard.extend(hosts.heard())
+        return bool(heard)
+
+    wait_until(both, PATIENCE, "both messages")
+    with pytest.raises(Interrupted, match="stopped there"):
+        hosts.require_running()
+    channel.close()
+
+
+def test_processes_that_nobody_ends_are_lost_with_their_host(hosts: RemoteHosts) -> None:
+    """A host whose beats go on, and that does nothing else; also where the run is closed without waiting."""
+    channel = knock(hosts)
+    assert isinstance(answer(hosts, channel, JOIN), Accepted)
+    child = hosts.start(NodeSpec("run", 2, "", "", "tcp", 5.0, "", 4, 0))
+    assert child is not None
+    assert child.exit_code() is None
+    hosts.abandon()
+    assert child.exit_code() == HOST_LOST
+    channel.close()
+
+
 def test_what_a_host_announces_is_bounded(hosts: RemoteHosts) -> None:
     channel = knock(hosts)
     channel.send(bytes(MAX_HEADER + 1))
@@ -189,8 +251,9 @@ def test_a_recorded_session_cannot_be_replayed(hosts: RemoteHosts) -> None:
     rejected = hosts.rejected
     assert len(sent) > 100
     with socket.create_connection(("127.0.0.1", port(hosts))) as stranger:
-        stranger.sendall(sent)
+        stranger.sendall(sent)  # a join that was understood would be refused by another sentence
         wait_until(lambda: hosts.pump() or hosts.rejected > rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
+    assert hosts.said[-1] == "turned away 127.0.0.1: it does not know the secret of this run"  # type: ignore[attr-defined]
 
 
 def test_a_channel_carries_messages_whole_and_in_order() -> None:
@@ -207,6 +270,7 @@ def test_a_channel_carries_messages_whole_and_in_order() -> None:
         one.receive()
         return len(arrived) == 3
 
+    other.keep_alive()  # it was let in: before, payloads are refused
     one.send(b"first", [b"x", large])
     one.send(b"second", [b""])
     one.send(b"third")

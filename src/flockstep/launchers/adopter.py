@@ -132,13 +132,7 @@ class Adopter:
             self._join(processes, meeting, node, nodes)
             return
         config, own = self.config, sorted(processes)
-        _, (address, _) = meeting.resolved()
-        if address.startswith("127.") or address == "::1":
-            raise ConfigurationError(
-                f"the coordinator's host {meeting.host} has the address {address} on itself, which other hosts cannot "
-                f"reach; set {COORDINATOR}=ADDRESS:{meeting.port} on every host"
-            )
-        here = on_host(Transport.parse(BETWEEN_HOSTS), address)
+        here = on_host(Transport.parse(BETWEEN_HOSTS), meeting.address())
         settings, text = settings_of(config), config.to_toml()
         hosts = RemoteHosts(meeting, range(1, nodes), None, config.workers, settings, text, HEARTBEAT, own=own)
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ BETWEEN_HOSTS = "tcp(memory=true)"
 """Transport of a run over several hosts: shared memory within a host, TCP between hosts."""
 HEARTBEAT = 5.0
 """Default heartbeat: seconds without an answer after which a node counts as lost."""
-OWN = ("versions", "facts", "imports", "job", "transport")
+OWN = ("versions", "facts", "imports", "job")
 """Fields of a configuration that hosts do not compare as text: of files, the content is compared."""
 
 
@@ -76,7 +77,7 @@ class Gathering:
         Raises:
             ConfigurationError: the configuration names a transport that reaches no other host.
         """
-        _, (address, _) = self.meeting.resolved()
+        address = self.meeting.address()
         transport = on_host(Transport.parse(config.transport or BETWEEN_HOSTS), self.meeting.own or address)
         return dataclasses.replace(config, transport=str(transport))
 
@@ -95,7 +96,9 @@ class Gathering:
         stack.callback(hosts.close, "the run could not begin", 1)
         return hosts
 
-    def serve(self, config: RunConfig, start_worker: Callable[[NodeSpec, Accepted], Child]) -> None:
+    def serve(
+        self, config: RunConfig, settings: dict[str, str], start_worker: Callable[[NodeSpec, Accepted], Child]
+    ) -> None:
         """Take part in the run of another host's coordinator until it ends.
 
         Raises:
@@ -110,16 +113,20 @@ class Gathering:
             config.workers,
             tuple(self.ranks(config.workers)),
             host_name(),
-            settings_of(config),
+            settings,
         )
         HostAgent(self.meeting, join, start_worker, start_server, config.heartbeat or HEARTBEAT, config.imports).run()
 
 
-def settings_of(config: RunConfig) -> dict[str, str]:
-    """What all hosts must have set alike, and the content of the files that they run."""
+def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, str]:
+    """What all hosts must have set alike: the options as the user gave them, the content of the files that they run,
+    and the script's arguments.
+    """
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     settings = {name: str(value) for name, value in fields.items() if name not in OWN and value is not None}
     settings["job"] = _content(config.job)
+    if arguments:
+        settings["arguments of the script"] = shlex.join(arguments)
     for number, file in enumerate(config.imports):
         settings[f"import {number}"] = _content(file)
     return settings

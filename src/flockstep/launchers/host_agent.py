@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import ConfigurationError, Interrupted, PeerLost, ProtocolError, RunError
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import Child, kill_all, reap
 from flockstep.launchers.host_messages import (
     Accepted,
@@ -42,6 +42,7 @@ from flockstep.launchers.host_messages import (
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.messages import node_name
 from flockstep.transports.base import Transport
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.kinds import Tcp
@@ -88,6 +89,8 @@ class HostAgent:
         self._children: dict[int, Child] = {}
         self._reported: set[int] = set()
         self._over: Over | None = None
+        self._broken: set[int] = set()
+        """Broken connections that the coordinator does not know of yet."""
         self._early: list[tuple[AnyHostMessage, list[memoryview]]] = []
         """Messages that arrived together with the coordinator's answer."""
         self._channel: HostChannel
@@ -167,6 +170,7 @@ class HostAgent:
                 f"the coordinator at {self._meeting.where} does not let this host in: {error}; give every host the "
                 "same secret, and check that it is flockstep that listens there"
             ) from None
+        channel.keep_alive()
         return channel
 
     def _admitted(self) -> Accepted:
@@ -179,7 +183,6 @@ class HostAgent:
                 if isinstance(message, Refused | Over):
                     raise ConfigurationError(f"the coordinator at {self._meeting.where} refused: {message.reason}")
                 if isinstance(message, Accepted):
-                    self._channel.keep_alive()
                     self._early = arrived[at + 1 :]
                     return message
 
@@ -196,7 +199,8 @@ class HostAgent:
         """
         try:
             found = [(decoded(header), payloads) for header, payloads in self._channel.receive()]
-            self._channel.flush()
+            with contextlib.suppress(PeerLost):  # what has arrived counts; the next call raises
+                self._channel.flush()
         except (PeerLost, ProtocolError, ValueError) as error:
             raise RunError(f"the coordinator at {self._meeting.where} is gone: {error}") from None
         if self._channel.silent:
@@ -216,28 +220,40 @@ class HostAgent:
             self._handle(message, payloads)
         for data in self._control.heard():
             self._send(Heard(), data)
-        for link, frames in list(self._frames.items()):
-            for _ in range(0 if full else MESSAGES):
-                if (parts := frames.receive()) is None:
-                    break
-                self._send(FramesOf(link), *parts[:2])
-            if frames.disconnected():
-                self._send(Broken(link))
-        for address, child in self._children.items():
-            if address not in self._reported and (code := child.exit_code()) is not None:
+        ended = {address: child.exit_code() for address, child in self._children.items()}
+        self._broken |= {link for link, frames in self._frames.items() if frames.disconnected()}
+        drained = not full
+        for link, frames in list(self._frames.items()) if drained else ():
+            drained &= self._forward(link, frames)
+        if not drained:
+            return  # what a process has sent comes before its end
+        for link in self._broken:
+            self._send(Broken(link))
+        self._broken.clear()
+        for address, code in ended.items():
+            if code is not None and address not in self._reported:
                 self._reported.add(address)
                 self._send(Exited(address, code))
+
+    def _forward(self, link: int, frames: LocalFrames) -> bool:
+        """Forward messages of a process, at most so many; return whether none is left."""
+        for _ in range(MESSAGES):
+            if (parts := frames.receive()) is None:
+                return True
+            self._send(FramesOf(link), *parts[:2])
+        return False
 
     def _handle(self, message: AnyHostMessage, payloads: list[memoryview]) -> None:
         match message:
             case Start():
-                self._start(message)
+                self._try_to_start(message)
             case Open():
                 self._frames[message.link] = self._control.frames(message.endpoint, message.max_bytes)
             case FramesOf():
                 if (frames := self._frames.get(message.link)) is not None:
                     frames.send(payloads, copy=False)
             case Close():
+                self._broken.discard(message.link)
                 if (frames := self._frames.pop(message.link, None)) is not None:
                     frames.close()
             case Kill():
@@ -245,6 +261,13 @@ class HostAgent:
                     child.kill()
             case Over():
                 self._over = message
+
+    def _try_to_start(self, message: Start) -> None:
+        try:
+            self._start(message)
+        except (FlockstepError, OSError) as error:
+            where = f"node {self._join.node} ({self._join.name})"
+            self._send(Stopped(f"{where} cannot start {node_name(message.spec.address)}: {error}", failed=True))
 
     def _start(self, message: Start) -> None:
         """Start a process whose sockets are those of this host."""

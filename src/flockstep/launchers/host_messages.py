@@ -117,9 +117,10 @@ class Kill(HostMessage, frozen=True):
 
 
 class Stopped(HostMessage, frozen=True):
-    """Message of a host agent: the user of the host, or its system, asked the run to stop."""
+    """Message of a host agent: the user of the host, or its system, asked the run to stop, or it `failed`."""
 
     reason: str
+    failed: bool = False
 
 
 class Over(HostMessage, frozen=True):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import ConfigurationError, Interrupted, PeerLost, ProtocolError
+from flockstep.errors import ConfigurationError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import HOST_LOST, Child
 from flockstep.launchers.host_agent import REMIND, differing
 from flockstep.launchers.host_messages import (
@@ -48,8 +48,13 @@ STRANGERS = 32
 """Largest number of connections that have not done so; one more ends the oldest."""
 SHOWN = 16
 """Most hosts or ranks that are named when they are waited for."""
+SAME_VERSION = "install the same version on every host"
 POLL = 0.05
 """Seconds between two looks at the connections while hosts are waited for."""
+WAITING = 1024
+"""Messages of a host that may wait for the supervisor before no more are read from it."""
+NAMED = 100
+"""Largest number of addresses about which a line is printed."""
 LINGER = 2.0
 """Seconds within which the hosts must take the message that the run is over."""
 
@@ -119,6 +124,11 @@ class Host:
             self.channel.send(encoded(message), payloads)
 
     @property
+    def waiting(self) -> int:
+        """Number of messages of its processes that nobody has taken."""
+        return sum(len(frames.arrived) for frames in self.frames.values())
+
+    @property
     def title(self) -> str:
         """The host in an error."""
         return f"node {self.join.node} ({self.join.name})"
@@ -166,6 +176,7 @@ class RemoteHosts:
         self._hosts: dict[int, Host] = {}
         self._where: dict[Address, Host] = {}
         self._heard: list[bytes] = []
+        self._stopped: Stopped | None = None
         self._links = itertools.count()
         self._named: set[str] = set()
         """Addresses about which a line was printed."""
@@ -182,6 +193,7 @@ class RemoteHosts:
         while missing := self._missing():
             time.sleep(POLL)
             self.pump()
+            self.require_running()
             self._require_hosts("before the run began")
             if time.monotonic() > until:
                 raise ConfigurationError(
@@ -203,6 +215,16 @@ class RemoteHosts:
             ranks = [rank for rank in range(self._workers) if rank not in self._where and rank not in self._own]
             return _listed("rank", ranks, self._workers)
         return _listed("node", [node for node in self._nodes if node not in self._hosts], self._nodes.stop)
+
+    def require_running(self) -> None:
+        """Raise what another host has asked for.
+
+        Raises:
+            Interrupted: its user stops the run.
+            RunError: it cannot do its part.
+        """
+        if self._stopped is not None:
+            raise (RunError if self._stopped.failed else Interrupted)(self._stopped.reason)
 
     def _require_hosts(self, when: str) -> None:
         for host in self._hosts.values():
@@ -252,17 +274,24 @@ class RemoteHosts:
         yield from found
 
     def pump(self) -> None:
-        """Handle what has arrived, and send what waits.
-
-        Raises:
-            Interrupted: the user of another host stops the run.
-        """
+        """Handle what has arrived, and send what waits."""
         self._accept()
         for begun, channel in list(self._strangers):
             self._admit(begun, channel)
         for host in self._hosts.values():
-            if not host.lost:
+            if not host.lost and host.waiting < WAITING:
                 self._serve(host)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether messages have arrived that nobody has taken."""
+        return bool(self._heard) or any(host.waiting for host in self._hosts.values())
+
+    def abandon(self) -> None:
+        """Count hosts as lost whose processes do not end although they were told to."""
+        for host in self._hosts.values():
+            if not host.lost and any(child.code is None for child in host.children.values()):
+                self._lose(host, "its processes do not end")
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # nobody waits, or the other end has gone
@@ -291,10 +320,13 @@ class RemoteHosts:
             arrived = channel.receive()
             channel.flush()
             message = decoded(arrived[0][0]) if arrived else None
-        except (PeerLost, ProtocolError, ValueError) as error:
+        except ValueError:
+            self._turn_away(begun, channel, f"it does not speak as flockstep {__version__} does; {SAME_VERSION}")
+            return
+        except (PeerLost, ProtocolError) as error:
             self._turn_away(begun, channel)
-            if channel.begun and channel.peer not in self._named:  # others are no hosts of ours: they are only counted
-                self._named.add(channel.peer)
+            if channel.begun and channel.peer not in self._named and len(self._named) < NAMED:
+                self._named.add(channel.peer)  # others are no hosts of ours: they are only counted
                 why = str(error) if channel.established else "it does not know the secret of this run"
                 self._say(f"turned away {channel.peer}: {why}")
             return
@@ -321,7 +353,7 @@ class RemoteHosts:
         if join.protocol != PROTOCOL or join.version != __version__:
             return (
                 f"{said} has flockstep {join.version} (protocol {join.protocol}), the coordinator has "
-                f"{__version__} (protocol {PROTOCOL}); install the same version on every host"
+                f"{__version__} (protocol {PROTOCOL}); {SAME_VERSION}"
             )
         if join.nodes != self._nodes.stop or join.workers != self._workers:
             return (
@@ -373,12 +405,14 @@ class RemoteHosts:
                 if (child := host.children.get(message.address)) is not None:
                     child.code = message.code
             case Stopped():
-                raise Interrupted(message.reason)
+                self._stopped = self._stopped or message
             case _:
                 raise ProtocolError(f"an agent sent {type(message).__name__}")
 
     def close(self, reason: str, code: int) -> None:
-        """Tell the hosts that the run is over, and why it failed. Closing again has no effect."""
+        """Tell the hosts that the run is over, and why it failed: they end what is left of their processes. Closing
+        again has no effect.
+        """
         if self._listener.fileno() < 0:
             return
         until = time.monotonic() + LINGER
@@ -386,7 +420,7 @@ class RemoteHosts:
             host.send(Over(reason, code))
         for _, channel in list(self._strangers):
             channel.close()
-        while time.monotonic() < until and any(not one.lost and one.channel.backlog for one in self._hosts.values()):
+        while time.monotonic() < until and any(not one.lost and one.channel.blocked for one in self._hosts.values()):
             for host in self._hosts.values():
                 if not host.lost:
                     try:
@@ -396,6 +430,8 @@ class RemoteHosts:
             time.sleep(0.005)
         for host in self._hosts.values():
             host.channel.close()
+            for child in host.children.values():
+                child.code = HOST_LOST if child.code is None else child.code
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import select
 import socket
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
@@ -54,23 +56,35 @@ class Meeting:
         family, _, _, _, (address, port, *_) = found[0]
         return family, (str(address), int(port))
 
-    def connect(self, seconds: float) -> socket.socket:
-        """Connect to the coordinator.
+    def address(self) -> str:
+        """The address on which the coordinator's host listens.
 
         Raises:
+            ConfigurationError: the name does not resolve, or means this machine alone.
+        """
+        _, (address, _) = self.resolved()
+        if address != self.host and ip_address(address.partition("%")[0]).is_loopback:
+            raise ConfigurationError(
+                f"the coordinator's host {self.host} has the address {address} on itself, which other hosts cannot "
+                f"reach; give every host --coordinator ADDRESS:{self.port}, or set FLOCKSTEP_COORDINATOR to it"
+            )
+        return address
+
+    def connect(self, seconds: float) -> socket.socket:
+        """Connect to the coordinator, at each of its addresses in turn.
+
+        Raises:
+            ConfigurationError: the name does not resolve, or `own` is no address of this host.
             OSError: nothing listens there, or there is no route.
         """
-        family, address = self.resolved()
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        self.resolved()
+        own = (self.own, 0) if self.own else None
         try:
-            sock.settimeout(max(seconds, 5.0))
-            if self.own:
-                sock.bind((self.own, 0))
-            sock.connect(address)
-        except BaseException:
-            sock.close()
+            return socket.create_connection((self.host, self.port), max(seconds, 5.0), own)
+        except OSError as error:
+            if own is not None and error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigurationError(f"--host-address must be an address of this host, got {self.own}") from None
             raise
-        return sock
 
     def listen(self) -> socket.socket:
         """Listen for the agents of the other hosts.

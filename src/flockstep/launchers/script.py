@@ -19,6 +19,7 @@ from flockstep.launchers.children import Child, Script, drain_all, refuse_progra
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
 from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink
@@ -75,13 +76,14 @@ def launch(
     """
     _require_script(script)
     import_components(config.imports)
+    settings = settings_of(config, arguments)
     if gathering is not None:
         config = gathering.over(config)
     require_open_files(config.workers)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
     with contextlib.ExitStack() as stack:
-        hosts = None if gathering is None else gathering.hosts(config, settings_of(config), stack)
+        hosts = None if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
         start = ScriptStarter(script, arguments, config, output, gathering)
         supervise(start, config, record, hosts, start.close, show)
@@ -109,7 +111,7 @@ def launch_for(
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     start = ScriptStarter(script, arguments, config, output, gathering)
     try:
-        gathering.serve(config, lambda node_spec, accepted: start(node_spec))
+        gathering.serve(config, settings_of(config, arguments), lambda node_spec, accepted: start(node_spec))
     finally:
         start.close()
 
@@ -238,6 +240,7 @@ def start_script(
     chosen = threads is None and any(name in os.environ for name in THREADS)
     limits = {} if chosen else dict.fromkeys(THREADS, str(threads or 1))
     environment = {**os.environ, **limits, **place_of(node_spec, local), NODE_SPEC: spec_to_text(node_spec)}
+    environment.pop(SECRET, None)  # what a script logs of its environment is no way into the run
     return Script(command, environment, sink)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -163,10 +164,13 @@ class Supervisor:
         except KeyboardInterrupt:  # a second request to end
             kill_all(list(self.children.values()))
             self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
-        self._clean_up()
         if self._hosts is not None:
             failure = self.outcome.error
             self._hosts.close("" if failure is None else str(failure), 0 if failure is None else failure.exit_code)
+            if self._hosts.rejected:
+                many = f"{self._hosts.rejected} connections to the coordinator's port were turned away"
+                self.outcome.warnings.append(many)
+        self._clean_up()
         return self.outcome
 
     def forget(self) -> None:
@@ -233,6 +237,8 @@ class Supervisor:
         return bool(self._ready) and expected <= self._done
 
     def _poll(self) -> None:
+        if self._hosts is not None:
+            self._hosts.require_running()
         if self._wait(POLL):
             for words in self._heard():
                 self._accept_control(words)
@@ -244,11 +250,12 @@ class Supervisor:
 
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
-        also = None if self._hosts is None else self._hosts.descriptors()
-        arrived = self._control.wait((link.frames for link in self._links.values()), seconds, also)
-        if self._hosts is not None:
-            self._hosts.pump()
-        return arrived
+        frames = (link.frames for link in self._links.values())
+        if self._hosts is None:
+            return self._control.wait(frames, seconds)
+        arrived = self._control.wait(frames, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
+        self._hosts.pump()
+        return arrived or self._hosts.waiting
 
     def _heard(self) -> Iterator[bytes]:
         """Messages of processes that are not linked yet."""
@@ -498,7 +505,10 @@ class Supervisor:
             self._stop_all(error)
         patience = self._patience if error is None else GRACE
         deadline = None if patience is None else time.monotonic() + patience
+        last = math.inf if deadline is None else deadline + 2 * GRACE
         while not all(map(self._health.ended, self.standings)):
+            if self._hosts is not None and time.monotonic() > last:
+                self._hosts.abandon()
             if deadline is not None and time.monotonic() > deadline:
                 kill_all(list(self.children.values()))
                 if all(child.exit_code() is not None for child in self.children.values()):

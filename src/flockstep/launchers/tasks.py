@@ -78,11 +78,11 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
         meeting = Meeting(spec.host, spec.port, spec.secret, spec.timeout)
         gathering = TaskPart(meeting, spec.nodes, spec.node)
         if config.kind == "train":
-            gathering.serve(config, lambda node_spec, accepted: _worker(node_spec, config, own))
+            gathering.serve(config, settings_of(config), lambda node_spec, accepted: _worker(node_spec, config, own))
             return
         start = ScriptStarter(Path(config.job), spec.arguments, config, spec.output, gathering)
         try:
-            gathering.serve(config, lambda node_spec, accepted: start(node_spec))
+            gathering.serve(config, settings_of(config), lambda node_spec, accepted: start(node_spec))
         finally:
             start.close()
 

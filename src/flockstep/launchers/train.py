@@ -69,9 +69,9 @@ def train(
         RunError: the run failed; the record is complete up to the failure, and its summary names the reason.
     """
     refuse_program()
+    settings = settings_of(config)
     if gathering is not None:
         config = gathering.over(config)
-    settings = settings_of(config)
     engine, plan, config = prepare(config, test)
     require_open_files(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
@@ -99,7 +99,7 @@ def train_for(gathering: Gathering, config: RunConfig) -> None:
         ours = dataclasses.replace(theirs, job=config.job, imports=config.imports)  # files, as they are called here
         return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml()), kernels=True)
 
-    gathering.serve(config, start_worker)
+    gathering.serve(config, settings_of(config), start_worker)
 
 
 def _train(

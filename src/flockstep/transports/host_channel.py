@@ -21,7 +21,7 @@ from flockstep.transports.sealed import SealedSocket
 MAX_HEADER = 1 << 20
 """Largest header in bytes."""
 MAX_PAYLOAD = 1 << 36
-"""Largest payload in bytes; only ends that know the secret send any."""
+"""Largest payload in bytes of an end that was let in; others send none."""
 READ = 1 << 22
 """Bytes after which `receive` returns even if more have arrived, so that one host cannot monopolize the coordinator."""
 _PREFIX = struct.Struct("<IQQ")
@@ -61,6 +61,8 @@ class HostChannel:
         self._lock = threading.RLock()
         """Held while something is sent."""
         self._closed = threading.Event()
+        self._most = 0
+        """Largest payload that is accepted now, in bytes."""
 
     def fileno(self) -> int:
         """Descriptor of the socket."""
@@ -78,8 +80,9 @@ class HostChannel:
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait to be sent."""
-        return sum(part.nbytes for part in self._out)
+        """Bytes that wait to be encrypted and sent."""
+        with self._lock:
+            return sum(part.nbytes for part in self._out)
 
     @property
     def blocked(self) -> bool:
@@ -100,16 +103,21 @@ class HostChannel:
             self._sent = self._now()
 
     def keep_alive(self) -> None:
-        """From now on, send a beat whenever nothing was sent for a quarter of the heartbeat."""
+        """From now on the other end is trusted: accept its payloads, and send a beat whenever nothing was sent for a
+        quarter of the heartbeat.
+        """
+        self._most = MAX_PAYLOAD
         threading.Thread(target=self._beat, name="flockstep-beats", daemon=True).start()
 
     def _beat(self) -> None:
         with contextlib.suppress(PeerLost):  # seen by who receives
             while not self._closed.wait(self._heartbeat / 8):
                 with self._lock:
-                    if not self._closed.is_set() and not self._out and self._now() - self._sent > self._heartbeat / 4:
+                    if self._closed.is_set():
+                        return
+                    if not self._out and self._now() - self._sent > self._heartbeat / 4:
                         self.send(b"")
-                        self.flush()
+                    self.flush()
 
     def flush(self) -> None:
         """Send what waits, as far as the socket accepts it.
@@ -163,7 +171,7 @@ class HostChannel:
         if room.obj is self._prefix:
             header, *lengths = _PREFIX.unpack(self._prefix)
             payloads = [length for length in lengths if length != _ABSENT]
-            if header > MAX_HEADER or any(length > MAX_PAYLOAD for length in payloads):
+            if header > MAX_HEADER or any(length > self._most for length in payloads):
                 raise ProtocolError(f"a message of {header} and {payloads} bytes was announced")
             self._parts = [memoryview(bytearray(length)) for length in (header, *payloads)]
             self._rooms = [part for part in self._parts if part.nbytes]
