@@ -276,5 +276,8 @@ def test_strangers_do_not_disturb_a_communicator(tmp_path: Path) -> None:
     for peer in peers:
         peer.close(0)
     context.term()
-    went_well(done)
+    assert done.code == 0, done.err
+    said = [line for line in done.err.splitlines() if line.startswith("flockstep:")]
+    assert all("refused a connection from 127.0.0.1" in line for line in said), done.err
+    assert 0 < len(said) <= 6, "a line for each bus"
     assert done.out.count("undisturbed") == 3

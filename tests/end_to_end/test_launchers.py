@@ -300,6 +300,50 @@ def test_a_run_under_srun_on_two_hosts(hosts: tuple[Host, ...], srun: list[str],
     assert trial.summary(3)["status"] == "finished"
 
 
+def by_ssh(ssh_config: Path, hosts: str, *more: str) -> list[str]:
+    """The command that launches on hosts which ssh reaches."""
+    return [*COMMAND, "launch", "--hosts", hosts, "--ssh", f"ssh -F {ssh_config}", *more]
+
+
+def test_a_run_on_two_hosts_by_ssh(hosts: tuple[Host, ...], ssh_config: Path, trial: Trial) -> None:
+    learned(hosts[0].run(*trial.words(by_ssh(ssh_config, "d0:2,d1"), "ps(shards=2)", python=False)), 3)
+    found = trial.summary(3)
+    assert (found["status"], found["workers"]) == ("finished", 3)
+    assert "secret" not in (trial.folder / "runs").rglob("config.toml").__next__().read_text()
+
+
+@pytest.mark.full
+def test_a_killed_worker_ends_a_run_by_ssh(hosts: tuple[Host, ...], ssh_config: Path, trial: Trial) -> None:
+    command = trial.words(by_ssh(ssh_config, "d0:2,d1:2"), "all_reduce", "3", "20", python=False)
+    code, said = hosts[0].ended(*command)
+    assert code == 1
+    assert re.search(r"flockstep: worker 3 was killed by SIGKILL at about step", said), said
+    assert trial.summary(4)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("where", "more", "said"),
+    [
+        ("d0:2,nowhere:1", (), "ssh nowhere ended with exit code 255 before the run began: .*; try: ssh nowhere true"),
+        (
+            "d0",
+            ("--remote-python", "/no/python"),
+            "ssh d0 ended with exit code 12[67] before the run .*/no/python",
+        ),
+        ("d0:x", (), "--hosts must list hosts, each with its number of workers, got 'd0:x'"),
+        ("d0:1,d0:1", (), "--hosts names a host twice"),
+        ("d0:2", ("-n", "3"), "--hosts d0:2 has 2 workers, and -n says 3; leave -n out"),
+        ("d0:2", ("--nodes", "2"), "--nodes 2 does not go with --hosts"),
+    ],
+)
+def test_hosts_that_ssh_cannot_use(
+    hosts: tuple[Host, ...], ssh_config: Path, trial: Trial, where: str, more: tuple[str, ...], said: str
+) -> None:
+    code, out = hosts[0].ended(*trial.words(by_ssh(ssh_config, where, *more), "all_reduce", python=False))
+    assert code in (1, 2)
+    assert re.search(said, out), out
+
+
 @pytest.mark.full
 def test_a_run_under_mpirun_on_two_hosts(hosts: tuple[Host, ...], ssh_config: Path, trial: Trial) -> None:
     passed = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -185,6 +186,23 @@ On = Annotated[
         rich_help_panel=HOSTS,
     ),
 ]
+SshHosts = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        help="Hosts that ssh reaches without a password, each with its workers, such as a:4,b:4.",
+        rich_help_panel=HOSTS,
+    ),
+]
+SshCommand = Annotated[
+    str, typer.Option("--ssh", help="The ssh command, with its options (--hosts).", rich_help_panel=HOSTS)
+]
+RemotePython = Annotated[
+    str | None,
+    typer.Option(
+        "--remote-python", help="Path of Python on the hosts (--hosts; default: as here).", rich_help_panel=HOSTS
+    ),
+]
 CpusPerWorker = Annotated[
     float,
     typer.Option("--cpus-per-worker", help="Cores that each worker reserves (--on ray).", rich_help_panel=HOSTS),
@@ -302,6 +320,12 @@ def gathered(
     Raises:
         ConfigurationError: options are missing, or do not go together.
     """
+    if options["hosts"] is not None:
+        with _by_ssh(context, options, arguments, output) as found:
+            yield found
+        return
+    for name, value in given(context, ("ssh", "remote_python")):
+        raise ConfigurationError(f"--{name.replace('_', '-')} {value} is for hosts that ssh reaches; add --hosts")
     if options["on"] == "local":
         for name, value in given(context, ("cpus_per_worker", "gpus_per_worker")):
             raise ConfigurationError(f"--{name.replace('_', '-')} {value:g} is for a Ray cluster; add --on ray")
@@ -318,6 +342,28 @@ def gathered(
     with ray_cluster(
         options["workers"], options["nodes"], *reserved, options["timeout"], arguments, output or SHOWN
     ) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _by_ssh(
+    context: typer.Context, options: Mapping[str, Any], arguments: Sequence[str], output: Output | None
+) -> Iterator[Gathering]:
+    """Context manager: the hosts of --hosts."""
+    others = ("on", "nodes", "node_rank", "coordinator", "secret_file", "cpus_per_worker", "gpus_per_worker")
+    for name, value in given(context, others):
+        raise ConfigurationError(f"--{name.replace('_', '-')} {value} does not go with --hosts; leave one of them out")
+    from flockstep.launchers.output import SHOWN
+    from flockstep.launchers.ssh import ssh_hosts
+
+    python = options["remote_python"] or sys.executable
+    where = options["timeout"], options["host_address"]
+    with ssh_hosts(options["hosts"], options["ssh"], python, *where, arguments, output or SHOWN) as found:
+        for _, value in given(context, ("workers",)):
+            if value != sum(found.shares):
+                raise ConfigurationError(
+                    f"--hosts {options['hosts']} has {sum(found.shares)} workers, and -n says {value}; leave -n out"
+                )
         yield found
 
 

@@ -74,11 +74,17 @@ class Forked:
 class Script:
     """A child process that runs a user's script."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], sink: Sink):
-        """Start the script; `sink` takes the output of the script in whole lines."""
+    def __init__(self, command: Sequence[str], environment: dict[str, str], sink: Sink, stdin: IO[bytes] | None = None):
+        """Start the script; `sink` takes the output of the script in whole lines.
+
+        With a file for its standard input the process has a session of its own, which Ctrl-C does not reach.
+        """
         # Output to a pipe is otherwise buffered by Python in blocks of 8 KiB.
         environment = {"PYTHONUNBUFFERED": "1", **environment}
-        self._process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        own, pipe = stdin is not None, subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own
+        )
         self.pid = self._process.pid
         assert self._process.stdout is not None
         assert self._process.stderr is not None

@@ -60,10 +60,11 @@ class Meeting:
         """The address on which the coordinator's host listens.
 
         Raises:
-            ConfigurationError: the name does not resolve, or means this machine alone.
+            ConfigurationError: the name does not resolve, or is this machine's own with a loopback address.
         """
         _, (address, _) = self.resolved()
-        if address != self.host and ip_address(address.partition("%")[0]).is_loopback:
+        ours = self.host.partition(".")[0] == socket.gethostname().partition(".")[0]
+        if ours and ip_address(address.partition("%")[0]).is_loopback:  # as Debian's /etc/hosts has it
             raise ConfigurationError(
                 f"the coordinator's host {self.host} has the address {address} on itself, which other hosts cannot "
                 f"reach; give every host --coordinator ADDRESS:{self.port}, or set FLOCKSTEP_COORDINATOR to it"

@@ -109,7 +109,7 @@ def ray_cluster(
     with _connected(ray):
         nodes = min(workers, _nodes_of(ray)) if nodes is None else nodes
         meeting = Meeting(ray.util.get_node_ip_address(), 0, secrets.token_bytes(32), timeout)
-        yield RayGathering(meeting, nodes, 0, tuple(arguments), output, cpus, gpus)
+        yield RayGathering(meeting, nodes, arguments=tuple(arguments), output=output, cpus=cpus, gpus=gpus)
 
 
 def _imported() -> Any:

@@ -22,6 +22,9 @@ from flockstep.launchers.script import ScriptStarter
 from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
 
+THERE = 20.0
+"""Longest wait in seconds of a task for the coordinator, which listens before it starts tasks."""
+
 
 @dataclass(frozen=True)
 class TaskFile:
@@ -52,6 +55,8 @@ class TaskSpec:
     timeout: float
     nodes: int
     node: int
+    ranks: tuple[int, ...]
+    """Ranks of the host's workers."""
     config: str
     """The run's configuration as TOML."""
     files: tuple[TaskFile, ...]
@@ -75,8 +80,8 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
         config = RunConfig.from_toml(spec.config, "the run's configuration")
         imports = tuple(here[file] for file in config.imports)
         config = dataclasses.replace(config, job=here.get(config.job, config.job), imports=imports)
-        meeting = Meeting(spec.host, spec.port, spec.secret, spec.timeout)
-        gathering = TaskPart(meeting, spec.nodes, spec.node)
+        meeting = Meeting(spec.host, spec.port, spec.secret, min(spec.timeout, THERE))
+        gathering = TaskPart(meeting, spec.nodes, spec.node, spec.ranks)
         if config.kind == "train":
             gathering.serve(config, settings_of(config), lambda node_spec, accepted: _worker(node_spec, config, own))
             return
@@ -117,6 +122,13 @@ class TaskHosts(RemoteHosts):
 class TaskPart(Gathering):
     """The part of a task in a run over several, or over one."""
 
+    here: tuple[int, ...] = ()
+    """Ranks of the task's workers."""
+
+    def ranks(self, workers: int) -> range:
+        """Ranks of the task's workers."""
+        return range(self.here[0], self.here[-1] + 1) if self.here else range(0)
+
     def __post_init__(self) -> None:
         """Unlike hosts that a user names, tasks are counted by their cluster manager."""
 
@@ -128,10 +140,6 @@ class TaskGathering(TaskPart, ABC):
     node: int = 0
     arguments: tuple[str, ...] = ()
     output: Output = SHOWN
-
-    def ranks(self, workers: int) -> range:
-        """Ranks of this process's own host: none."""
-        return range(0)
 
     def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> TaskHosts:
         """Listen for the tasks, and start them; `stack` ends what is left of them."""
@@ -145,7 +153,8 @@ class TaskGathering(TaskPart, ABC):
     def _spec(self, config: RunConfig, port: int, node: int) -> TaskSpec:
         paths = [path for path in (config.job, *config.imports) if Path(path).is_file()]
         return TaskSpec(
-            self.meeting.host, port, self.meeting.secret, self.meeting.timeout, self.nodes, node, config.to_toml(),
+            self.meeting.host, port, self.meeting.secret, self.meeting.timeout, self.nodes, node,
+            tuple(self.placement(config.workers)[node]), config.to_toml(),
             tuple(TaskFile(path, Path(path).read_bytes()) for path in paths), self.arguments, self.output,
         )  # fmt: skip
 
