@@ -8,6 +8,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, Interrupted, PeerLost
 from flockstep.launchers.children import HOST_LOST
+from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Heard, Join, Refused, Stopped, decoded, encoded
 from flockstep.launchers.hosts import STRANGERS, RemoteHosts
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
@@ -178,6 +180,7 @@ def test_a_payload_before_the_join_is_not_stored(hosts: RemoteHosts) -> None:
     with contextlib.suppress(PeerLost):
         channel.flush()
     wait_until(lambda: hosts.pump() or hosts.rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
+    assert "a message of 1 and [1048576] bytes was announced" in hosts.said[-1]  # type: ignore[attr-defined]
     channel.close()
 
 
@@ -188,10 +191,13 @@ def test_who_stops_while_the_run_ends_is_heard_later(hosts: RemoteHosts) -> None
     channel.send(encoded(Stopped("stopped there")))
     channel.send(encoded(Heard()), [b"and this"])
     heard: list[bytes] = []
+    assert not hosts.waiting
 
     def both() -> bool:
         channel.flush()
         hosts.pump()
+        if not hosts.waiting:
+            return False
         heard.extend(hosts.heard())
         return bool(heard)
 
@@ -284,6 +290,90 @@ def test_a_channel_carries_messages_whole_and_in_order() -> None:
     with pytest.raises(PeerLost, match="closed"):
         other.receive()
     other.close()
+
+
+def test_what_was_queued_is_sent_although_its_process_is_busy() -> None:
+    """Nobody flushes: the thread of the beats does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = HostChannel(socket.create_connection(listener.getsockname()), SECRET, True, 0.4)
+        other = HostChannel(listener.accept()[0], SECRET, False, 0.4)
+
+    def established() -> bool:
+        one.flush()
+        other.receive()
+        other.flush()
+        one.receive()
+        return one.established and other.established
+
+    wait_until(established, PATIENCE, "the handshake")
+    one.keep_alive()
+    one.send(b"queued")
+    arrived: list[bytes] = []
+    wait_until(lambda: arrived.extend(header for header, _ in other.receive()) or arrived, PATIENCE, "it arrives")  # type: ignore[func-returns-value]
+    assert arrived == [b"queued"]
+    one.close()
+    other.close()
+
+
+class SentMessages:
+    """A channel that keeps what an agent sends."""
+
+    backlog, blocked, silent = 0, False, False
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def fileno(self) -> int:
+        return 0
+
+    def send(self, header: bytes, payloads: object = ()) -> None:
+        self.names.append(type(decoded(header)).__name__)
+
+    def flush(self) -> None:
+        pass
+
+    def receive(self) -> list[object]:
+        return []
+
+
+class EndedProcess:
+    """A process that has sent many messages and then ended: its connection, its exit code, and its control socket."""
+
+    pid = 0
+
+    def __init__(self, messages: int):
+        self.left = messages
+
+    def receive(self) -> list[bytes] | None:
+        self.left -= 1
+        return [b"header"] if self.left >= 0 else None
+
+    def disconnected(self) -> bool:
+        return True
+
+    def exit_code(self) -> int:
+        return 1
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, *given: object) -> bool:
+        return True
+
+    def heard(self) -> list[bytes]:
+        return []
+
+
+def test_the_last_messages_of_a_process_come_before_its_end() -> None:
+    nothing: Any = lambda *given: None
+    agent: Any = HostAgent(Meeting("127.0.0.1", 1, SECRET), JOIN, nothing, nothing, 5.0)
+    ended, channel = EndedProcess(100), SentMessages()
+    agent._channel, agent._control, agent._frames, agent._children = channel, ended, {0: ended}, {2: ended}
+    for _ in range(10):
+        agent._turn(0.0)
+    assert channel.names[:100] == ["FramesOf"] * 100
+    assert channel.names[100:102] == ["Broken", "Exited"]
+    assert channel.names.count("Exited") == 1
 
 
 def test_silence_is_noticed_and_beats_break_it() -> None:

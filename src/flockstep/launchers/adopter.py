@@ -25,7 +25,7 @@ from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, Ru
 from flockstep.launchers.children import ENDED, Child
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import BETWEEN_HOSTS, HEARTBEAT, settings_of
-from flockstep.launchers.host_agent import REMIND, HostAgent, host_name, on_host
+from flockstep.launchers.host_agent import REMIND, HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import TIMEOUT, Meeting, meeting_at, read_secret
@@ -159,7 +159,7 @@ class Adopter:
     def _join(self, processes: Mapping[int, Adopted], meeting: Meeting, node: int, nodes: int) -> None:
         config = self.config
         ranks = tuple(sorted(processes))
-        words = (PROTOCOL, __version__, node, nodes, config.workers, ranks, host_name(), settings_of(config))
+        words = (PROTOCOL, __version__, node, nodes, config.workers, ranks, socket.gethostname(), settings_of(config))
 
         def begin(node_spec: NodeSpec, accepted: Accepted) -> Child:
             return processes[node_spec.address].begin(node_spec)

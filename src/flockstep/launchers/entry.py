@@ -42,7 +42,7 @@ def server_main(node_spec: NodeSpec, server: ServerSpec) -> None:
 
 
 def start_server(node_spec: NodeSpec, server: ServerSpec) -> Child:
-    """Start a server process."""
+    """Start a server in a process of this host."""
     return fork(server_main, (node_spec, server))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shlex
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.children import Child
 from flockstep.launchers.entry import start_server
-from flockstep.launchers.host_agent import HostAgent, host_name, on_host
+from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
@@ -112,7 +113,7 @@ class Gathering:
             self.nodes,
             config.workers,
             tuple(self.ranks(config.workers)),
-            host_name(),
+            socket.gethostname(),
             settings,
         )
         HostAgent(self.meeting, join, start_worker, start_server, config.heartbeat or HEARTBEAT, config.imports).run()

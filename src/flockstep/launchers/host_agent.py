@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -307,11 +306,6 @@ def on_host(transport: Transport, host: str) -> Transport:
     if not isinstance(transport, Tcp):
         raise ConfigurationError(f"a run over several hosts needs the transport tcp, got {transport}; leave it out")
     return transport if transport.interface else dataclasses.replace(transport, host=host)
-
-
-def host_name() -> str:
-    """Name of this host."""
-    return socket.gethostname()
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

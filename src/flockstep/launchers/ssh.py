@@ -42,7 +42,7 @@ class SshGathering(TaskGathering):
     """Python on the hosts."""
 
     def placement(self, workers: int) -> dict[int, range]:
-        """Node → its ranks."""
+        """Node → its ranks, as many as `shares` gives it."""
         ends = [sum(self.shares[:node]) for node in range(self.nodes + 1)]
         return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
 

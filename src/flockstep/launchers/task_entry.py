@@ -36,7 +36,7 @@ class WrittenSpec(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def written(spec: TaskSpec) -> bytes:
-    """The specification as JSON."""
+    """The specification as JSON, for the standard input of a task."""
     names = [name for name in WrittenSpec.__struct_fields__ if name not in ("shown", "prefix", "folder")]
     fields = {name: getattr(spec, name) for name in names}
     output = spec.output

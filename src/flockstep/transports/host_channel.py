@@ -65,7 +65,7 @@ class HostChannel:
         """Largest payload that is accepted now, in bytes."""
 
     def fileno(self) -> int:
-        """Descriptor of the socket."""
+        """File descriptor of the socket, to wait for."""
         return self._socket.fileno()
 
     @property
