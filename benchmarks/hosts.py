@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from network import OTHER_PORT, PORT, Host, network
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import Step, step_of, take_turns, write_figures
 
 import flockstep
 from flockstep.drivers.node_spec import spec_from_environment
@@ -89,26 +88,14 @@ def worker(out: Path, model: str, store: str, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{store}:{OTHER_PORT}", rank=rank, world_size=workers)
     ways = {name: build(name, model, rank) for name in WAYS}
     steps = {name: number_of_steps(step) for name, step in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    for number in range(rounds + 1):
-        for turn in range(len(WAYS)):
-            name = WAYS[(number + turn) % len(WAYS)]
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(steps[name]):
-                ways[name]()
-            dist.barrier()
-            if number:  # the first round warms up
-                times[name].append((time.perf_counter() - begin) * 1000 / steps[name])
+    times = take_turns(ways, steps, rounds)
     if rank == 0:
-        ratios = [ours / theirs for ours, theirs in zip(times["flockstep"], times["ddp"], strict=True)]
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        out.write_text(json.dumps({**medians, "ratio": statistics.median(ratios)}))
+        write_figures(out, times)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def number_of_steps(step: Callable[[], None]) -> int:
+def number_of_steps(step: Step) -> int:
     """Steps that last about `SECONDS`, the same in every process."""
     step()
     begin = time.perf_counter()
@@ -119,7 +106,7 @@ def number_of_steps(step: Callable[[], None]) -> int:
     return max(2, min(200, round(SECONDS * dist.get_world_size() / mean.item())))
 
 
-def build(name: str, model_name: str, rank: int) -> Callable[[], None]:
+def build(name: str, model_name: str, rank: int) -> Step:
     """One training step, the given way, on samples of the rank's own."""
     torch.manual_seed(rank)
     if model_name == "digits":
@@ -134,14 +121,7 @@ def build(name: str, model_name: str, rank: int) -> Callable[[], None]:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if name == "flockstep":
         optimizer = flockstep.distribute(model, optimizer, strategy="all_reduce")
-    loss_fn = nn.CrossEntropyLoss()
-
-    def step() -> None:
-        loss_fn(wrapped(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return step_of(wrapped, optimizer, x, y)
 
 
 def block(width: int) -> tuple[nn.Module, nn.Module]:

@@ -11,18 +11,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import Step, step_of, take_turns, write_figures
 
 import flockstep
 from flockstep.drivers.node_spec import spec_from_environment
@@ -79,25 +77,13 @@ def worker(out: Path, rounds: int, steps: int, batch: int, strategy: str) -> Non
         "gloo", init_method=f"file://{out.with_name('store')}", rank=node_spec.address, world_size=node_spec.workers
     )
     ways = {name: build(name, strategy, batch) for name in ("alone", "ddp", "ours")}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for turn in range(len(ways)):
-            name = list(ways)[(number + turn) % len(ways)]
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                ways[name]()
-            dist.barrier()
-            if number:  # the first round warms up
-                times[name].append((time.perf_counter() - start) * 1000 / steps)
+    times = take_turns(ways, dict.fromkeys(ways, steps), rounds)
     if node_spec.address == 0:
-        ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["ddp"], strict=True)]
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        out.write_text(json.dumps({**medians, "ratio": statistics.median(ratios)}))
+        write_figures(out, times, "ours")
     dist.destroy_process_group()
 
 
-def build(name: str, strategy: str, batch: int) -> Callable[[], None]:
+def build(name: str, strategy: str, batch: int) -> Step:
     """Return a function that takes one training step in the given way."""
     torch.manual_seed(0)
     widths = (256, 512, 512, 512, 512, 256, 10)  # 1.05 million parameters
@@ -108,14 +94,7 @@ def build(name: str, strategy: str, batch: int) -> Callable[[], None]:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if name == "ours":
         optimizer = flockstep.distribute(model, optimizer, strategy=strategy)
-    loss_fn = nn.CrossEntropyLoss()
-
-    def step() -> None:
-        loss_fn(wrapped(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return step_of(wrapped, optimizer, x, y)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from turns import Step, step_of, take_turns, write_figures
 
 import flockstep
 from flockstep.drivers.node_spec import spec_from_environment
@@ -72,25 +70,13 @@ def worker(out: Path, rounds: int, steps: int) -> None:
         "gloo", init_method=f"file://{out.with_name('store')}", rank=node_spec.address, world_size=node_spec.workers
     )
     ways = {name: build(name) for name in WAYS}
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    for number in range(rounds + 1):
-        for turn in range(len(WAYS)):
-            name = WAYS[(number + turn) % len(WAYS)]
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                ways[name]()
-            dist.barrier()
-            if number:  # the first round warms up
-                times[name].append((time.perf_counter() - start) * 1000 / steps)
+    times = take_turns(ways, dict.fromkeys(ways, steps), rounds)
     if node_spec.address == 0:
-        ratios = [ours / theirs for ours, theirs in zip(times["flockstep"], times["ddp"], strict=True)]
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        out.write_text(json.dumps({**medians, "ratio": statistics.median(ratios)}))
+        write_figures(out, times)
     dist.destroy_process_group()
 
 
-def build(name: str) -> Callable[[], None]:
+def build(name: str) -> Step:
     """One training step of the digits CNN, the given way."""
     job = Digits().job(0)
     model: nn.Module = job.model()
@@ -100,14 +86,7 @@ def build(name: str) -> Callable[[], None]:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if name == "flockstep":
         optimizer = flockstep.distribute(model, optimizer, strategy="all_reduce")
-    loss_fn = nn.CrossEntropyLoss()
-
-    def step() -> None:
-        loss_fn(wrapped(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return step_of(wrapped, optimizer, x, y)
 
 
 if __name__ == "__main__":
