@@ -328,8 +328,11 @@ def test_a_coordinator_that_never_comes_and_hosts_that_never_come(two: list[Host
     script = tmp_path / "script.py"
     script.write_text("import flockstep\n")
     where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "-n", "2", "--timeout", "1", script]
-    alone = Ended.of(two[1].start("launch", "--node-rank", "1", *where))
+    own = ["--node-rank", "1", "--json", "--out", tmp_path / "other"]
+    alone = Ended.of(two[1].start("launch", *own, *where))
     assert alone.code == 2
+    for option in ("--json", "--out"):
+        assert f"{option} has no effect on node 1: node 0 writes the record" in alone.err
     assert f"no coordinator answers at {two[0].address}:{PORT} within 1 s" in alone.err
     first = Ended.of(two[0].start("launch", "--node-rank", "0", "--out", tmp_path / "run", *where))
     assert first.code == 2

@@ -142,6 +142,7 @@ def _root(
 
 
 @app.command(rich_help_panel=RUN)
+@o.with_hosts
 def train(
     context: typer.Context,
     job: o.JobArgument,
@@ -162,18 +163,7 @@ def train(
     step_timeout: o.StepTimeout = None,
     threads: o.Threads = 1,
     imports: o.Imports = None,
-    on: o.On = "local",
-    cpus_per_worker: o.CpusPerWorker = 1.0,
-    gpus_per_worker: o.GpusPerWorker = 0.0,
-    hosts: o.SshHosts = None,
-    ssh: o.SshCommand = "ssh",
-    remote_python: o.RemotePython = None,
-    nodes: o.Nodes = None,
-    node_rank: o.NodeRank = None,
-    coordinator: o.CoordinatorAddress = None,
-    secret_file: o.SecretFile = None,
-    timeout: o.MeetTimeout = 600.0,
-    host_address: o.HostAddress = "",
+    where: o.HostOptions = o.HERE,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
@@ -182,9 +172,9 @@ def train(
     from flockstep.cli.runs import run_one
 
     config = o.configured("train", locals())
-    with o.gathered(context, locals()) as gathering:
+    with o.gathered(context, where, workers) as gathering:
         if gathering is not None:
-            config = o.over_hosts(context, config)
+            config = o.over_hosts(context, config, gathering)
         if gathering is not None and not gathering.coordinates:
             from flockstep.launchers.train import train_for
 
@@ -280,6 +270,7 @@ def compare(
 
 
 @app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@o.with_hosts
 def launch(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
@@ -294,18 +285,7 @@ def launch(
     output: o.Ranks = "all",
     prefix: o.Prefix = False,
     rank_output: o.RankOutputFolder = None,
-    on: o.On = "local",
-    cpus_per_worker: o.CpusPerWorker = 1.0,
-    gpus_per_worker: o.GpusPerWorker = 0.0,
-    hosts: o.SshHosts = None,
-    ssh: o.SshCommand = "ssh",
-    remote_python: o.RemotePython = None,
-    nodes: o.Nodes = None,
-    node_rank: o.NodeRank = None,
-    coordinator: o.CoordinatorAddress = None,
-    secret_file: o.SecretFile = None,
-    timeout: o.MeetTimeout = 600.0,
-    host_address: o.HostAddress = "",
+    where: o.HostOptions = o.HERE,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -318,9 +298,9 @@ def launch(
     context.obj["debug"] |= debug
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
     shown = Output(output, prefix, rank_output)
-    with o.gathered(context, locals(), arguments or [], shown) as gathering:
+    with o.gathered(context, where, workers, arguments or [], shown) as gathering:
         if gathering is not None:
-            config = o.over_hosts(context, config)
+            config = o.over_hosts(context, config, gathering)
         if gathering is not None and not gathering.coordinates:
             from flockstep.launchers.script import launch_for
 

@@ -109,6 +109,6 @@ def _measured(
 
 def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
     """Refuse options that were given although they mean nothing here."""
-    for name, value in o.given(context, names):
-        means = "is for measuring, not for --from" if name in _MEASURING else "is for --from"
-        raise ConfigurationError(f"--{'import' if name == 'imports' else name} {value} {means}; leave it out")
+    for option, value in o.given_options(context, names):
+        means = "is for measuring, not for --from" if names == _MEASURING else "is for --from"
+        raise ConfigurationError(f"{option} {value} {means}; leave it out")

@@ -62,8 +62,7 @@ def _require_understood(context: typer.Context, words: list[str], nodes: int) ->
     _, command, rest = group.resolve_command(root, words)
     assert command is not None
     inner: Any = command.make_context(words[0], list(rest), parent=root)
-    for name, _ in o.given(inner, PLACE):
-        option = f"--{name.replace('_', '-')}"
+    for option, _ in o.given_options(inner, PLACE):
         raise ConfigurationError(f"the manifest gives every pod its own {option}; leave it out of the command")
     if (workers := inner.params["workers"]) < nodes:
         raise ConfigurationError(

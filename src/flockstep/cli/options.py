@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 TRAINING, PROCESSES, HOSTS, VIRTUAL, OUTPUT = "Training", "Processes", "Several hosts", "Virtual time", "Output"
 """Groups of options in `--help`."""
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def completed(*nouns: str) -> Callable[[str], list[str]]:
@@ -210,6 +214,50 @@ CpusPerWorker = Annotated[
 GpusPerWorker = Annotated[
     float, typer.Option("--gpus-per-worker", help="GPUs that each worker reserves (--on ray).", rich_help_panel=HOSTS)
 ]
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Options of a command whose processes may run on several hosts; `with_hosts` gives them to the command."""
+
+    on: On = "local"
+    cpus_per_worker: CpusPerWorker = 1.0
+    gpus_per_worker: GpusPerWorker = 0.0
+    hosts: SshHosts = None
+    ssh: SshCommand = "ssh"
+    remote_python: RemotePython = None
+    nodes: Nodes = None
+    node_rank: NodeRank = None
+    coordinator: CoordinatorAddress = None
+    secret_file: SecretFile = None
+    timeout: MeetTimeout = 600.0
+    host_address: HostAddress = ""
+
+
+HERE = HostOptions()
+"""All processes are on this host."""
+
+
+def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: in place of its argument `where`, a command has the options of `HostOptions`."""
+    own, kinds = inspect.signature(command, eval_str=True), get_type_hints(HostOptions, include_extras=True)
+    shared = {
+        field.name: inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=kinds[field.name])
+        for field in dataclasses.fields(HostOptions)
+    }
+
+    @functools.wraps(command)
+    def wrapped(**options: Any) -> None:
+        where = HostOptions(**{name: options.pop(name) for name in shared})
+        command(**options, where=where)
+
+    listed = list(own.parameters.values())
+    at = list(own.parameters).index("where")
+    listed[at : at + 1] = shared.values()
+    wrapped.__signature__ = own.replace(parameters=[one.replace(kind=KEYWORD) for one in listed])  # type: ignore[attr-defined]
+    return wrapped
+
+
 Threads = Annotated[
     int, typer.Option(help="Threads of the numerical libraries in each process.", rich_help_panel=PROCESSES)
 ]
@@ -307,95 +355,102 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
 
 @contextlib.contextmanager
 def gathered(
-    context: typer.Context, options: Mapping[str, Any], arguments: Sequence[str] = (), output: Output | None = None
+    context: typer.Context,
+    where: HostOptions,
+    workers: int,
+    arguments: Sequence[str] = (),
+    output: Output | None = None,
 ) -> Iterator[Gathering | None]:
     """Context manager: this process's part in a run over several hosts; None if all processes are on this host.
 
     Args:
         context: the command.
-        options: the command's options by name.
+        where: the command's options about hosts.
+        workers: number of workers.
         arguments: arguments of a launched script.
         output: which of the scripts' output is shown, and how.
 
     Raises:
         ConfigurationError: options are missing, or do not go together.
     """
-    if options["hosts"] is not None:
-        with _by_ssh(context, options, arguments, output) as found:
+    if where.hosts is not None:
+        with _by_ssh(context, where, arguments, output) as found:
             yield found
         return
-    for name, value in given(context, ("ssh", "remote_python")):
-        raise ConfigurationError(f"--{name.replace('_', '-')} {value} is for hosts that ssh reaches; add --hosts")
-    if options["on"] == "local":
-        for name, value in given(context, ("cpus_per_worker", "gpus_per_worker")):
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value:g} is for a Ray cluster; add --on ray")
-        yield gathering(context, options)
+    for option, value in given_options(context, ("ssh", "remote_python")):
+        raise ConfigurationError(f"{option} {value} is for hosts that ssh reaches; add --hosts")
+    if where.on == "local":
+        for option, value in given_options(context, ("cpus_per_worker", "gpus_per_worker")):
+            raise ConfigurationError(f"{option} {value:g} is for a Ray cluster; add --on ray")
+        yield _by_hand(context, where)
         return
-    for name, value in given(context, ("node_rank", "coordinator", "secret_file", "host_address")):
-        raise ConfigurationError(
-            f"--{name.replace('_', '-')} {value} is for hosts that you start yourself; leave it out with --on ray"
-        )
+    for option, value in given_options(context, ("node_rank", "coordinator", "secret_file", "host_address")):
+        raise ConfigurationError(f"{option} {value} is for hosts that you start yourself; leave it out with --on ray")
     from flockstep.launchers.output import SHOWN
     from flockstep.launchers.ray import ray_cluster
 
-    reserved = options["cpus_per_worker"], options["gpus_per_worker"]
-    with ray_cluster(
-        options["workers"], options["nodes"], *reserved, options["timeout"], arguments, output or SHOWN
-    ) as found:
+    reserved = where.cpus_per_worker, where.gpus_per_worker
+    with ray_cluster(workers, where.nodes, *reserved, where.timeout, arguments, output or SHOWN) as found:
         yield found
 
 
 @contextlib.contextmanager
 def _by_ssh(
-    context: typer.Context, options: Mapping[str, Any], arguments: Sequence[str], output: Output | None
+    context: typer.Context, where: HostOptions, arguments: Sequence[str], output: Output | None
 ) -> Iterator[Gathering]:
     """Context manager: the hosts of --hosts."""
     others = ("on", "nodes", "node_rank", "coordinator", "secret_file", "cpus_per_worker", "gpus_per_worker")
-    for name, value in given(context, others):
-        raise ConfigurationError(f"--{name.replace('_', '-')} {value} does not go with --hosts; leave one of them out")
+    for option, value in given_options(context, others):
+        raise ConfigurationError(f"{option} {value} does not go with --hosts; leave one of them out")
     from flockstep.launchers.output import SHOWN
     from flockstep.launchers.ssh import ssh_hosts
 
-    python = options["remote_python"] or sys.executable
-    where = options["timeout"], options["host_address"]
-    with ssh_hosts(options["hosts"], options["ssh"], python, *where, arguments, output or SHOWN) as found:
-        for _, value in given(context, ("workers",)):
+    assert where.hosts is not None
+    python = where.remote_python or sys.executable
+    reached = where.timeout, where.host_address
+    with ssh_hosts(where.hosts, where.ssh, python, *reached, arguments, output or SHOWN) as found:
+        for _, value in given_options(context, ("workers",)):
             if value != sum(found.shares):
                 raise ConfigurationError(
-                    f"--hosts {options['hosts']} has {sum(found.shares)} workers, and -n says {value}; leave -n out"
+                    f"--hosts {where.hosts} has {sum(found.shares)} workers, and -n says {value}; leave -n out"
                 )
         yield found
 
 
-def gathering(context: typer.Context, options: Mapping[str, Any]) -> Gathering | None:
+def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
     """This host's part in a run over several; None without --nodes.
 
     Raises:
         ConfigurationError: options are missing, or do not go together.
     """
-    names = ("node_rank", "coordinator", "secret_file", "timeout", "host_address")
-    nodes = options["nodes"]
-    if nodes is None:
-        for name, value in given(context, names):
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value} is for several hosts; add --nodes")
+    if where.nodes is None:
+        names = ("node_rank", "coordinator", "secret_file", "timeout", "host_address")
+        for option, value in given_options(context, names):
+            raise ConfigurationError(f"{option} {value} is for several hosts; add --nodes")
         return None
     from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.meeting import meeting_at, read_secret
 
-    for name in ("node_rank", "coordinator"):
-        if options[name] is None:
-            raise ConfigurationError(
-                f"a run over {nodes} hosts needs --{name.replace('_', '-')}; for example: --nodes 2 "
-                "--node-rank 0 --coordinator 10.0.0.1:29400 on the first host"
-            )
-    secret = read_secret(options["secret_file"])
-    meeting = meeting_at(options["coordinator"], secret, options["timeout"], options["host_address"])
-    return Gathering(meeting, nodes, options["node_rank"])
+    if where.node_rank is None or where.coordinator is None:
+        missing = "--node-rank" if where.node_rank is None else "--coordinator"
+        raise ConfigurationError(
+            f"a run over {where.nodes} hosts needs {missing}; for example: --nodes 2 --node-rank 0 --coordinator "
+            "10.0.0.1:29400 on the first host"
+        )
+    meeting = meeting_at(where.coordinator, read_secret(where.secret_file), where.timeout, where.host_address)
+    return Gathering(meeting, where.nodes, where.node_rank)
 
 
-def over_hosts(context: typer.Context, config: RunConfig) -> RunConfig:
-    """The configuration of a run over several hosts: the default transport is that between hosts."""
-    return config if list(given(context, ("transport",))) else dataclasses.replace(config, transport=None)
+def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) -> RunConfig:
+    """The configuration of a run over several hosts: the default transport is that between hosts.
+
+    On a host that does not coordinate, this function says which given options have no effect there.
+    """
+    from flockstep.launchers.wait_monitor import on_stderr
+
+    for option, _ in given_options(context, ("out", "as_json")) if not gathering.coordinates else ():
+        on_stderr(f"{option} has no effect on node {gathering.node}: node 0 writes the record and prints the outcome")
+    return config if list(given_options(context, ("transport",))) else dataclasses.replace(config, transport=None)
 
 
 def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: typer.Context) -> ClusterShape | None:
@@ -406,17 +461,16 @@ def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: type
     """
     from flockstep.experiments import arguments
 
-    found = dict(given(context, ("network", "compute")))
-    for name, value in found.items() if cluster is not None else ():
-        raise ConfigurationError(f"--{name} {value} is what --cluster {cluster} says already; give one of them")
+    for option, value in given_options(context, ("network", "compute")) if cluster is not None else ():
+        raise ConfigurationError(f"{option} {value} is what --cluster {cluster} says already; give one of them")
     return arguments.cluster_of(cluster, None, None, tuple(imports or ()))
 
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:
     """Refuse given options that do not apply to the kind of run."""
-    for name, value in given(context, _NOT_OF[kind]):
+    for option, value in given_options(context, _NOT_OF[kind]):
         raise ConfigurationError(
-            f"--{name.removesuffix('s').replace('_', '-')} {value} "
+            f"{option} {value} "
             + (
                 "matters in virtual time only; add --simulate"
                 if kind == "train"
@@ -425,13 +479,16 @@ def refuse_idle(kind: Kind, context: typer.Context) -> None:
         )
 
 
-def given(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """The options that are given on the command line, each with its first value."""
+def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Of the parameters of these names, those that are given on the command line: option, such as --node-rank, and its
+    first value.
+    """
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[name]
-            yield name, value[0] if isinstance(value, list) else value
+            yield options[name], value[0] if isinstance(value, list) else value
 
 
 def rates(grid: str | None, lr: float | None) -> tuple[float, ...]:

@@ -51,29 +51,13 @@ def on_ray(
     A script must guard the call with `if __name__ == "__main__":`.
 
     Args:
-        job: a built-in workload, or the path of a Python file with a function `job()`, which travels to the nodes.
-        strategy: an expression or a strategy object.
+        job: as in `flockstep.run`, and so are all arguments that are not listed here; Python files travel to the nodes.
+        strategy: as in `flockstep.run`.
         workers: number of worker processes on all nodes.
         nodes: number of nodes that share the workers; None for as many as the cluster has, and at most `workers`.
         cpus_per_worker: cores that each worker reserves.
         gpus_per_worker: GPUs that each worker reserves.
-        seed: seed of data order, initial parameters and random draws.
-        epochs: passes over the training data; None for the job's own.
-        steps: local steps per worker; takes precedence over `epochs`.
-        batch: samples per worker and step; None for the job's own.
-        lr: learning rate; None for the job's own.
-        schedule: schedule of learning rate and batch size.
-        split: how the data is split over the workers.
-        target: metric that time-to-target refers to; None for the job's own.
-        evaluate_every: steps per worker between two evaluations.
-        result: policy that selects the resulting model.
-        heartbeat: seconds without an answer after which a node counts as lost.
-        step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
-        threads: threads of the numerical libraries in each process.
         timeout: seconds to wait for the nodes.
-        imports: Python files that register custom components, which travel to the nodes.
-        out: folder of the record; None for a new folder in runs/.
-        overwrite: replace the run that the folder holds.
 
     Returns:
         The finished run.
@@ -133,28 +117,13 @@ def on_spark(
 
     Args:
         rows: a DataFrame, or an RDD of pairs (x, y) of numbers or arrays.
-        job: a built-in workload, or the path of a Python file with a function `job()`, which travels to the executors:
-            everything but the training data is taken from it.
-        strategy: an expression or a strategy object.
+        job: as in `flockstep.run`, and so are all arguments that are not listed here; Python files travel to the
+            executors. Everything but the training data is taken from the job.
+        strategy: as in `flockstep.run`.
         x: columns of the inputs in a DataFrame: names of columns of numbers, or one column of arrays or vectors.
         y: column of the target in a DataFrame.
         test: rows of the same kind for evaluations, which the driver collects; None for the test set of the job.
-        seed: seed of data order, initial parameters and random draws.
-        epochs: passes over the rows; None for the job's own.
-        steps: local steps per worker; takes precedence over `epochs`.
-        batch: samples per worker and step; None for the job's own.
-        lr: learning rate; None for the job's own.
-        schedule: schedule of learning rate and batch size.
-        target: metric that time-to-target refers to; None for the job's own.
-        evaluate_every: steps per worker between two evaluations.
-        result: policy that selects the resulting model.
-        heartbeat: seconds without an answer after which a task counts as lost.
-        step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
-        threads: threads of the numerical libraries in each process.
         timeout: seconds to wait for all tasks.
-        imports: Python files that register custom components, which travel to the executors.
-        out: folder of the record; None for a new folder in runs/.
-        overwrite: replace the run that the folder holds.
 
     Returns:
         The finished run.
