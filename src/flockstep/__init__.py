@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy as Strategy
     from flockstep.strategies.traits import Traits as Traits
     from flockstep.testing.strategies import check_strategy as check_strategy
+    from flockstep.trackers.track import track as track
 
 B = TypeVar("B")
 
@@ -54,6 +55,7 @@ _HOMES = {
     "register": "registry",
     "run": "experiments.single",
     "simulate": "experiments.single",
+    "track": "trackers.track",
 }
 """Name → module from which the name is imported at its first use; `import flockstep` itself imports none of them."""
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "run",
     "shard",
     "simulate",
+    "track",
     "workers",
 ]
 

@@ -259,6 +259,12 @@ _TABLE: dict[str, dict[str, str]] = {
         "by_label": "flockstep.workloads.split:ByLabel",
         "dirichlet": "flockstep.workloads.split:Dirichlet",
     },
+    "tracker": {
+        "tensorboard": "flockstep.trackers.tensorboard:TensorBoard",
+        "mlflow": "flockstep.trackers.mlflow:MLflow",
+        "wandb": "flockstep.trackers.wandb:WeightsAndBiases",
+        "trackio": "flockstep.trackers.trackio:Trackio",
+    },
     "workload": {
         "digits": "flockstep.workloads.digits:Digits",
         "mnist1d": "flockstep.workloads.mnist1d:Mnist1D",

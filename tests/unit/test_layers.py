@@ -20,7 +20,7 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report planning experiments testing claims bench doctor cli
+    report trackers planning experiments testing claims bench doctor cli
 """
 LAYERS = ORDER.split()
 HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")

@@ -431,6 +431,23 @@ def report(
     print(draw(folders, out, cluster, imports or ()))
 
 
+@app.command(rich_help_panel=RUN)
+def track(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, which may still be running on this host.")],
+    to: Annotated[str, typer.Option(help="The tracker: flockstep list trackers shows all.")] = "tensorboard",
+    imports: o.Imports = None,
+) -> None:
+    """Copy a run's curves into an experiment tracker, and follow the run until it ends."""
+    from flockstep.cli import show
+    from flockstep.frameworks.job import import_components
+    from flockstep.trackers.track import track as copy
+
+    import_components(imports or ())
+    with show.status() as say:
+        points = copy(folder, to, say)
+    show.console.print(f"{points} points of {folder} are in {to}", markup=False, highlight=False, soft_wrap=True)
+
+
 app.command(rich_help_panel=PLAN)(plan)
 app.command(rich_help_panel=HERE)(calibrate)
 app.add_typer(bench.app, name="bench", rich_help_panel=HERE)

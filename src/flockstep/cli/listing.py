@@ -34,6 +34,7 @@ ABOUT = {
     "network": "links in virtual time",
     "fault": "a fault to inject into virtual time",
     "split": "how data is divided over workers",
+    "tracker": "where `flockstep track` shows the curves of a run",
     "workload": "a built-in job: model, data and loss",
     "cluster": "machines and links that `flockstep plan` knows",
     "model": "a published network by its layers, for `flockstep plan`",

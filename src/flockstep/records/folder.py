@@ -354,14 +354,23 @@ def read_event_file(path: Path) -> list[Event]:
     """
     data = path.read_bytes()
     whole, _, rest = data.rpartition(b"\n")
-    try:
-        events: list[Event] = _decoder.decode_lines(whole)
-    except ValueError:
-        events = [_decode(line, path, number) for number, line in enumerate(whole.split(b"\n"), 1)]
+    events = decode_events(whole, path)
     try:
         return [*events, _decode(rest, path, len(events) + 1)] if rest else events
     except ConfigurationError:
         return events
+
+
+def decode_events(lines: bytes, path: Path) -> list[Event]:
+    """The events in whole lines of the file `path`.
+
+    Raises:
+        ConfigurationError: a line is broken.
+    """
+    try:
+        return _decoder.decode_lines(lines)
+    except ValueError:
+        return [_decode(line, path, number) for number, line in enumerate(lines.split(b"\n"), 1)]
 
 
 def _decode(line: bytes, path: Path, number: int) -> Event:

@@ -55,6 +55,21 @@ def is_ours(folder: Path) -> bool:
     return file is None or _is_at(folder, file)
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a process owns the folder; one that was killed does not, if it was on this host."""
+    try:
+        pid = int((folder / OWNER).read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True
+
+
 def _lock(folder: Path) -> IO[str]:
     import fcntl  # not on Windows, where records can be read
 

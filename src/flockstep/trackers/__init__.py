@@ -1,0 +1,1 @@
+"""Experiment trackers that show the curves of a run."""

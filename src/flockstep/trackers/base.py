@@ -1,0 +1,78 @@
+"""The contract of an experiment tracker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+from flockstep.errors import MissingDependency
+from flockstep.expression import Component
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of several curves."""
+
+    group: str
+    """First part of the curves' names, such as `worker-3` or `evaluation`."""
+    values: Mapping[str, float]
+    """Name of a curve → value."""
+    step: int
+    """Position on the horizontal axis; it does not decrease within a group."""
+    seconds: float
+    """Seconds since the run began."""
+
+    def named(self) -> dict[str, float]:
+        """Whole name of a curve → value."""
+        return {f"{self.group}/{name}": value for name, value in self.values.items()}
+
+
+class TrackedRun(ABC):
+    """A run in a tracker."""
+
+    @abstractmethod
+    def log(self, points: Sequence[Point]) -> None:
+        """Add points to the curves, and write them out."""
+
+    @abstractmethod
+    def end(self, failed: bool) -> None:
+        """Mark the run as ended."""
+
+
+class ExperimentTracker(Component):
+    """An experiment tracker, and where it stores runs."""
+
+    noun: ClassVar[str] = "tracker"
+
+    @abstractmethod
+    def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
+        """Create a run.
+
+        Args:
+            name: name of the run.
+            settings: the run's configuration.
+            started: seconds since 1970 when the run began.
+
+        Raises:
+            MissingDependency: the tracker's package is not installed.
+        """
+
+
+def package(module: str) -> Any:
+    """Import a module of a tracker's package, which has the name of the module's first part.
+
+    Raises:
+        MissingDependency: the package is not installed.
+    """
+    name = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise MissingDependency(
+            f"tracker {name} needs its package, which is not installed; install it with: pip install {name}"
+        ) from None

@@ -1,0 +1,45 @@
+"""TensorBoard: a file of events that `tensorboard --logdir` shows, also while the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flockstep.errors import ConfigurationError
+from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun, package
+
+
+@dataclass(frozen=True)
+class TensorBoard(ExperimentTracker):
+    """TensorBoard: a file of events in a folder with the run's name, within `folder`. Settings are not stored."""
+
+    folder: str = "tensorboard"
+
+    def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
+        """Create the file.
+
+        Raises:
+            ConfigurationError: the folder holds a file of events, whose curves would be mixed with these.
+            MissingDependency: tensorboard is not installed.
+        """
+        summary, folder = package("tensorboard.summary"), Path(self.folder) / name
+        if any(folder.glob("events.out.tfevents.*")):
+            raise ConfigurationError(f"{folder} holds the curves of a run; remove it, or choose another folder")
+        return _Events(summary.Writer(str(folder)), started)
+
+
+@dataclass(frozen=True)
+class _Events(TrackedRun):
+    writer: Any
+    started: float
+
+    def log(self, points: Sequence[Point]) -> None:
+        for point in points:
+            for name, value in point.named().items():
+                self.writer.add_scalar(name, value, point.step, wall_time=self.started + point.seconds)
+        self.writer.flush()
+
+    def end(self, failed: bool) -> None:
+        self.writer.close()

@@ -1,0 +1,78 @@
+"""A run's record, copied into an experiment tracker while the run writes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from flockstep.messages import node_name
+from flockstep.records.config import RunConfig
+from flockstep.records.events import EvaluationEvent, Event, ReplicaEvent, ScalarEvent, StepEvent
+from flockstep.records.folder import ENDED, RunFolder
+from flockstep.records.follow import follow
+from flockstep.report.progress import ProgressCallback, silent
+from flockstep.trackers.base import ExperimentTracker, Point
+
+
+def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCallback = silent) -> int:
+    """Copy the curves of the run in `folder` into an experiment tracker; follow a run that goes on until it ends.
+
+    Args:
+        folder: the folder of a run, which may still be running on this host.
+        tracker: an expression such as "tensorboard" or "mlflow(uri='http://host:5000')", or a tracker.
+        say: called with the number of points so far, whenever there are new ones.
+
+    Returns:
+        The number of points.
+
+    Raises:
+        ConfigurationError: the folder holds no run, or the tracker refuses its settings.
+        MissingDependency: the tracker's package is not installed.
+    """
+    record, into = RunFolder(folder), ExperimentTracker.parse(tracker)
+    config = record.read_config()
+    name, sent, steps = record.path.absolute().name, 0, Counter[str]()
+    run = into.begin(name, _settings(config), record.config_file.stat().st_mtime)
+    failed = True
+    try:
+        for events in follow(record):
+            points = [point for event in events for point in _points(event, config.metric, steps)]
+            run.log(points)
+            if points:
+                sent += len(points)
+                say(f"{sent} points")
+        failed = record.read_summary().status not in ENDED[:1]
+    finally:
+        run.end(failed)
+    return sent
+
+
+def _settings(config: RunConfig) -> dict[str, str]:
+    """The settings of a run that differ from their defaults, as text."""
+    return {
+        name: str(value) for name, value in msgspec.to_builtins(config).items() if value not in (None, "", (), [], {})
+    }
+
+
+def _points(event: Event, metric: str, scalars: Counter[str]) -> Iterator[Point]:
+    """The point that an event adds; `scalars` counts the points of curves whose events have no step."""
+    match event:
+        case StepEvent():
+            times = {"wait_seconds": event.wait_seconds, "comm_seconds": event.comm_seconds}
+            values = {"compute_seconds": event.compute_seconds, **times, "sent_bytes": float(event.sent_bytes)}
+            loss = {} if event.loss is None else {"loss": event.loss}
+            yield Point(f"worker-{event.rank}", {**loss, **values}, event.step, event.seconds)
+        case EvaluationEvent():
+            spread = {} if event.divergence is None else {"divergence": event.divergence}
+            values = {"loss": event.loss, metric: event.metric, "sent_bytes_per_worker": event.sent_bytes, **spread}
+            yield Point("evaluation", values, round(event.step), event.seconds)
+        case ReplicaEvent():
+            values = {"loss": event.loss, metric: event.metric}
+            yield Point(f"replica-{event.rank}", values, 0, event.seconds)
+        case ScalarEvent():
+            group = f"{node_name(event.node).replace(' ', '-')}-scalars"
+            scalars[f"{group}/{event.name}"] += 1
+            yield Point(group, {event.name: event.value}, scalars[f"{group}/{event.name}"], event.seconds)
