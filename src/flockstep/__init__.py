@@ -111,22 +111,14 @@ def distribute(
             script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.drivers.node_spec import enter_run, refuse, require_own_process
-    from flockstep.errors import FlockstepError
-    from flockstep.frameworks.job import import_components
+    from flockstep.drivers.node_spec import joining_run
     from flockstep.strategies.base import Strategy
 
-    require_own_process("distribute")
-    node_spec = enter_run()
-    try:
+    with joining_run("distribute"):
         _require_torch("distribute")
         from flockstep.drivers.torch_loop import DistributedOptimizer
 
-        import_components(node_spec.imports if node_spec is not None else ())
         return DistributedOptimizer(model, optimizer, Strategy.parse(strategy), buffers)
-    except FlockstepError as error:
-        refuse(error)
-        raise
 
 
 def rank() -> int:

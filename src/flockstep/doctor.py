@@ -204,6 +204,14 @@ w = torch.ones(3, requires_grad=True)
 assert w.grad.tolist() == [2.0, 2.0, 2.0]
 print(torch.__version__, "with", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only")
 """
+_JAX = """
+import jax
+import optax
+slope = jax.grad(lambda w: (w * w).sum())(jax.numpy.ones(3))
+update, _ = optax.sgd(0.5).update(slope, optax.sgd(0.5).init(slope))
+assert update.tolist() == [-1.0, -1.0, -1.0]
+print(jax.__version__, "on", jax.default_backend(), "with optax", optax.__version__)
+"""
 _DIGITS = """
 import sklearn
 from sklearn.datasets import load_digits
@@ -242,6 +250,7 @@ context.stop()
 _CLUSTERS = (("ray", "ray", _RAY, ""), ("spark", "pyspark", _SPARK, ", and install Java 17 or newer"))
 _EXTRAS = (
     ("torch", "torch", _TORCH),
+    ("jax", "jax", _JAX),
     ("workloads", "sklearn", _DIGITS),
     ("search", "optuna", _OPTUNA),
 )

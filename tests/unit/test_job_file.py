@@ -111,7 +111,7 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 def test_a_model_of_another_kind_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"of job 'odd' must be a torch\.nn\.Module or .*, got builtins\.dict; let"
+        ConfigurationError, match=r"of job 'odd' must be a torch\.nn\.Module, .*, got builtins\.dict; let"
     ):
         make_engine(model_job(dict, name="odd"), seed=0)
 

@@ -20,10 +20,10 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report trackers planning experiments testing claims bench doctor cli
+    report trackers planning experiments testing claims bench doctor jax cli
 """
 LAYERS = ORDER.split()
-HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")
+HEAVY = ("torch", "jax", "optax", "flax", "keras", "numba", "plotly", "sklearn", "zmq")
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -293,6 +293,16 @@ def test_only_transports_import_zmq():
     assert roots_of_imports("def f():\n    from zmq.utils import monitor\n    import zmq, os") == {"zmq", "os"}
     importers = {path.parent.name for path in FILES if "zmq" in roots_of_imports(path.read_text())}
     assert importers <= {"transports"}
+
+
+def test_only_modules_for_jax_import_jax():
+    importers = {module_of(path) for path in FILES if {"jax", "optax"} & roots_of_imports(path.read_text())}
+    assert importers == {
+        "flockstep.drivers.jax_loop",
+        "flockstep.frameworks.jax",
+        "flockstep.frameworks.jax_tree",
+        "flockstep.jax",
+    }
 
 
 def test_a_loaded_module_is_found():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 B = TypeVar("B")
@@ -64,11 +64,10 @@ def drawn(batches: Iterable[B], seed: int) -> Iterator[B]:
     """Iterate with a torch generator that depends on `seed` alone, even if scripts seed their own generators by
     rank.
     """
-    if find_spec("torch") is None:
+    torch = sys.modules.get("torch")
+    if torch is None:  # nothing draws from it
         yield from batches
         return
-    import torch
-
     state, iterator, end = torch.Generator().manual_seed(seed).get_state(), None, object()
     while True:
         own = torch.get_rng_state()

@@ -181,7 +181,10 @@ class Loop:
         self._shown = worker.run_step + 1
         part = self.gradients[self._runner.awaited :]
         telling = part.any() and namespace(part).isfinite(part).all()  # a zero gradient tells nothing about the batch
-        lr = worker.lr if telling and self.strategy.traits.alike else 0.0  # others may step as they like
+        lr = 0.0
+        if telling and self.strategy.traits.alike:  # others may step as they like
+            with contextlib.suppress(ConfigurationError):  # an optimizer that does not tell its learning rate
+                lr = worker.lr
         shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else "", "lr": lr}
         self._member.tell("gradient", None, shown)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import msgspec
@@ -92,6 +94,25 @@ def place_of_script() -> tuple[int, int]:
         return node_spec.address, node_spec.workers
     place = place_from(os.environ)
     return (0, 1) if place is None else (place.rank, place.workers)
+
+
+@contextmanager
+def joining_run(name: str) -> Iterator[None]:
+    """Context manager in which `flockstep.{name}` joins the run: custom components are imported, and errors reported.
+
+    Raises:
+        ConfigurationError: the script of a launched run has started this process, or the run cannot begin.
+    """
+    from flockstep.frameworks.job import import_components
+
+    require_own_process(name)
+    node_spec = enter_run()
+    try:
+        import_components(node_spec.imports if node_spec is not None else ())
+        yield
+    except FlockstepError as error:
+        refuse(error)
+        raise
 
 
 def refuse(error: FlockstepError) -> None:

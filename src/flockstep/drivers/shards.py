@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import TypeVar
 
 from flockstep.drivers.epochs import count_of
@@ -45,7 +45,7 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
     require_own_process("shard")
     if workers == 1:
         return loader
-    if not private and find_spec("torch") is not None:
+    if not private and "torch.utils.data" in sys.modules:  # otherwise nobody has made a DataLoader
         from torch.utils.data import DataLoader
 
         from flockstep.drivers.torch_data import set_epoch, split

@@ -49,10 +49,11 @@ class Job:
     """What to train: everything that does not depend on the strategy that coordinates the workers.
 
     Args:
-        model: function that builds one replica, a `torch.nn.Module` or a `flockstep.frameworks.numpy.Model`.
+        model: function that builds one replica, a `torch.nn.Module`, a `flockstep.jax.JaxModel` or a
+            `flockstep.frameworks.numpy.Model`.
         data: function that returns the training and test samples.
         optimizer: an `Optimizer`, an expression such as "sgd(lr=0.1)", or a function params → torch optimizer of a
-            known class.
+            known class. Numpy and JAX models need one of the first two.
         loss: function (outputs, targets) → mean loss of a batch; None for a model with its own loss.
         metric: function (outputs, targets) → mean over a batch, or "accuracy".
         higher_is_better: whether larger values of the metric are better.

@@ -15,6 +15,9 @@ from flockstep.errors import ConfigurationError, FlockstepError, MissingDependen
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
 
+_EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
+"""Package that a job may need → the extra that installs it."""
+
 
 def make_engine(job: Job, seed: int) -> Engine:
     """Return the engine for the kind of model that the job builds; the model is built once more to find out.
@@ -33,9 +36,13 @@ def make_engine(job: Job, seed: int) -> Engine:
         del model  # freed before the engine builds a model with its own seed
         release()
         return TorchEngine(job, seed)
+    jax = sys.modules.get("flockstep.frameworks.jax")
+    if jax is not None and isinstance(model, jax.JaxModel):
+        return jax.JaxEngine(job, seed, model)  # type: ignore[no-any-return]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     raise ConfigurationError(
-        f"the model of job {job.name!r} must be a torch.nn.Module or a flockstep.frameworks.numpy.Model, got {kind}; "
+        f"the model of job {job.name!r} must be a torch.nn.Module, a flockstep.jax.JaxModel or a "
+        f"flockstep.frameworks.numpy.Model, got {kind}; "
         f"let model() return one of these"
     )
 
@@ -128,8 +135,8 @@ def failure(error: BaseException, where: str, file: Path | None, what: str) -> F
     """
     if isinstance(error, FlockstepError):
         return error
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return MissingDependency.of("torch", "torch", where)
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return MissingDependency.of(error.name, _EXTRAS[error.name], where)
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     place = ""

@@ -195,7 +195,7 @@ class NumpyEngine(Engine):
         self.schema = Schema.of(built.shapes, built.dtype)
         self.optimizer = Optimizer.parse(job.optimizer)
         self.higher_is_better = job.higher_is_better
-        self._data = _converted(job.data(), built.dtype)
+        self._data = converted(job.data(), built.dtype)
         self.train_size = len(self._data.train_x)
         whole = self._data.train_y.dtype == np.int64 and self._data.train_y.ndim == 1
         self.labels = self._data.train_y if whole else None
@@ -337,7 +337,7 @@ def _shifted(logits: FlatArray) -> tuple[FlatArray, FlatArray]:
     return shifted, np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def _converted(data: Data, dtype: str) -> Data:
+def converted(data: Data, dtype: str) -> Data:
     """Return the data with integers as int64 and everything else in the model's dtype."""
 
     def convert(values: npt.ArrayLike) -> FlatArray:

@@ -12,7 +12,7 @@ from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.scratch import fork_servers_folder
-from flockstep.launchers.threads import limit_threads
+from flockstep.launchers.threads import JAX_THREADS, limit_threads
 from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
 
@@ -48,5 +48,5 @@ def start_server(node_spec: NodeSpec, server: ServerSpec) -> Child:
 
 def limit_process(threads: int) -> None:
     """Let numerical libraries use `threads` threads in this process of a run, including libraries imported later."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["OMP_NUM_THREADS"] = os.environ[JAX_THREADS] = str(threads)
     limit_threads(threads)

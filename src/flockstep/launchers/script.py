@@ -24,6 +24,7 @@ from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink
 from flockstep.launchers.supervisor import Outcome, Supervisor
+from flockstep.launchers.threads import JAX_THREADS
 from flockstep.launchers.train import finished, keep_newest, newest_model
 from flockstep.messages import Address
 from flockstep.records import owner
@@ -34,7 +35,7 @@ from flockstep.transports.base import Transport
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set the number of threads of numerical libraries; without them each process uses every
-core.
+core. JAX reads `JAX_THREADS` instead.
 """
 
 
@@ -238,8 +239,15 @@ def start_script(
     """
     command = [sys.executable, "-I", "-S", script_entry.__file__, str(node_spec.supervisor), str(script), *arguments]
     chosen = threads is None and any(name in os.environ for name in THREADS)
-    limits = {} if chosen else dict.fromkeys(THREADS, str(threads or 1))
-    environment = {**os.environ, **limits, **place_of(node_spec, local), NODE_SPEC: spec_to_text(node_spec)}
+    limits = {} if chosen else dict.fromkeys((*THREADS, JAX_THREADS), str(threads or 1))
+    jax_threads = {JAX_THREADS: os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {
+        **jax_threads,
+        **os.environ,
+        **limits,
+        **place_of(node_spec, local),
+        NODE_SPEC: spec_to_text(node_spec),
+    }
     environment.pop(SECRET, None)  # what a script logs of its environment is no way into the run
     return Script(command, environment, sink)
 

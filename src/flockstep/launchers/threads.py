@@ -6,6 +6,9 @@ import contextlib
 import importlib
 import sys
 
+JAX_THREADS = "NPROC"
+"""Environment variable from which XLA on the CPU takes its number of threads, when JAX starts."""
+
 
 def limit_threads(threads: int) -> None:
     """Let the numerical libraries imported so far use `threads` threads; more threads than cores slow each other down.

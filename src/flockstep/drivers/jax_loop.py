@@ -1,0 +1,232 @@
+"""`flockstep.jax.distribute`: the parameters of a JAX script's own loop, stepped by a strategy."""
+
+from __future__ import annotations
+
+import hashlib
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.jax_tree import FlatTree, Tree
+from flockstep.nodes import Worker
+from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Strategy
+
+
+class Trainer:
+    """One worker's part in a run that is driven by a JAX script's loop, as a context manager that finishes the run.
+
+    The parameters are kept here, as in Flax's `TrainState`: `step` and `finish` return them as new arrays, and a script
+    that changes them otherwise calls `sync`.
+    """
+
+    def __init__(self, params: Tree, optimizer: Any, strategy: Strategy, optimizer_state: Any = None):
+        """Let `strategy` coordinate the run's workers; all of them start from rank 0's `params`.
+
+        Raises:
+            ConfigurationError: the parameters, the optimizer or the strategy cannot be used, or differ between workers.
+        """
+        self._tree = FlatTree(params)
+        schema = self._tree.schema
+        self._flat = np.empty(schema.size, schema.dtype)
+        self._tree.write(params, self._flat)
+        self._stepper: OptaxStepper | LocalOptimizer
+        if isinstance(optimizer, optax.GradientTransformation):
+            _require_own_steps(strategy)
+            spec: Optimizer = SGD(lr=1.0)
+            self._stepper = OptaxStepper(optimizer, self._tree, self._flat)
+        elif isinstance(optimizer, (Optimizer, str)):
+            spec = Optimizer.parse(optimizer)
+            _require_elementwise(spec, strategy)
+            self._stepper = LocalOptimizer(spec, self._flat, schema.slices)
+        else:
+            raise ConfigurationError(
+                f'the optimizer must be an optax.GradientTransformation or an expression such as "sgd(lr=0.1)", got '
+                f"{type(optimizer).__name__}"
+            )
+        if optimizer_state is not None:
+            self._load(optimizer_state)
+        self.loop = Loop(self._flat, np.zeros_like(self._flat), schema, strategy, self._stepper, spec)
+        self.loop.watch = _FiniteGuard(self._tree, self._flat)
+        if self.loop.workers > 1 and strategy.traits.alike:
+            self.loop.exchange("memory", self._require_equal_states)
+
+    @property
+    def params(self) -> Tree:
+        """This worker's parameters as new arrays; before the first step those of rank 0, after `finish` the result."""
+        return self._tree.read(self._flat)
+
+    @property
+    def optimizer_state(self) -> Any:
+        """State of the optax optimizer that steps on this worker; None if the optimizer is flockstep's own."""
+        return self._stepper.state if isinstance(self._stepper, OptaxStepper) else None
+
+    def step(self, grads: Tree) -> Tree:
+        """Pass the gradients of one mini-batch to the strategy; return the parameters for the next gradients.
+
+        Args:
+            grads: a tree like the parameters, from `jax.grad` of this worker's mean loss. Call this outside `jax.jit`.
+
+        Raises:
+            ConfigurationError: `grads` is not like the parameters, or the run has been finished.
+            RunError: the run cannot continue.
+        """
+        self._tree.write(grads, self.loop.gradients, "the gradients")
+        self.loop.step()
+        return self.params
+
+    def consensus(self) -> Tree:
+        """Return the common model, equal on every rank, as `finish` would return it; every rank must call this.
+
+        Raises:
+            CompositionError: the strategy has no common model.
+            ConfigurationError: the run has been finished.
+        """
+        return self._tree.read(self.loop.common())
+
+    def sync(self, params: Tree) -> Tree:
+        """Continue from parameters that the script has changed or loaded; call this on every rank, between two steps.
+
+        All ranks and servers take rank 0's `params`, which are returned, and the strategy restarts. Optimizers keep
+        their state.
+        """
+        self._tree.write(params, self._flat)
+        self.loop.restart(None)
+        return self.params
+
+    def finish(self) -> Tree:
+        """End the run; return the resulting parameters, equal on every worker.
+
+        Raises:
+            RunError: the run cannot continue.
+        """
+        self.loop.finish()
+        return self.params
+
+    def _load(self, optimizer_state: Any) -> None:
+        if not isinstance(self._stepper, OptaxStepper):
+            raise ConfigurationError(
+                "optimizer_state is the state of an optax optimizer, got one for an optimizer of flockstep; leave it "
+                "out"
+            )
+        found, own = map(jax.tree.structure, (optimizer_state, self._stepper.state))
+        if found != own:
+            raise ConfigurationError(
+                f"optimizer_state must be {own}, as the optimizer's init() returns it, got {found}"
+            )
+        self._stepper.state = optimizer_state
+
+    async def _require_equal_states(self, me: Worker) -> None:
+        """Raise `ConfigurationError` unless replicas that step along the same gradient do so with equal states."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.optimizer_state)]
+        digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
+        me.send_all(me.peers, "memory", None, {"digest": digest})
+        for peer in me.peers:
+            if (await me.receive("memory", peer)).note["digest"] != digest:
+                raise ConfigurationError(
+                    f"replicas of {self.loop.strategy} step alike, got optimizer states that differ between ranks "
+                    f"{me.rank} and {peer}; load the same optimizer_state on every rank"
+                )
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.loop.finish()
+
+
+class OptaxStepper:
+    """An optax optimizer as a worker's stepper, compiled as one function of the flat arrays."""
+
+    def __init__(self, optimizer: Any, tree: FlatTree, params: FlatArray):
+        def stepped(params: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+            before = tree.unflatten(params, narrow=False)
+            updates, state = optimizer.update(tree.unflatten(gradient, narrow=False), state, before)
+            return tree.flatten(optax.apply_updates(before, updates)), state
+
+        self.state: Any = None
+        """State of the optax optimizer, a pytree."""
+        self._stepped = jax.jit(stepped)
+        self._init = jax.jit(lambda params: optimizer.init(tree.unflatten(params, narrow=False)))
+        self.reset(params)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step, if the optimizer is one of `optax.inject_hyperparams`.
+
+        Raises:
+            ConfigurationError: it is another one, whose learning rate cannot be read.
+        """
+        return float(self._hyperparams["learning_rate"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._hyperparams["learning_rate"] = np.asarray(value, self._hyperparams["learning_rate"].dtype)
+
+    @property
+    def _hyperparams(self) -> dict[str, Any]:
+        found: dict[str, Any] = getattr(self.state, "hyperparams", {})
+        if "learning_rate" not in found:
+            raise ConfigurationError(
+                "the strategy needs the learning rate, which optax's optimizers do not tell; use for example "
+                'optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "sgd(lr=0.1)"'
+            )
+        return found
+
+    def step(self, params: FlatArray, gradient: FlatArray) -> None:
+        """Update `params` (K,) in place with `gradient` (K,)."""
+        new, self.state = self._stepped(params, gradient, self.state)
+        params[:] = np.asarray(new)  # waits for the result: `gradient` may change afterwards
+
+    def reset(self, params: FlatArray) -> None:
+        """Initialize the optimizer's state."""
+        self.state = jax.block_until_ready(self._init(params.copy()))
+
+
+class _FiniteGuard:
+    """Notes whether the flat array is finite; a script cannot change it between steps."""
+
+    def __init__(self, tree: FlatTree, params: FlatArray):
+        self._tree, self._params, self._first = tree, params, -1
+
+    def check(self) -> None:
+        """Do nothing: the script holds copies."""
+
+    def note(self) -> None:
+        """Look for values that are not finite."""
+        self._first = first_not_finite(self._params)
+
+    def not_finite(self) -> str | None:
+        """Name of the first tensor with such a value at the last `note`; None if there is none."""
+        if self._first < 0:
+            return None
+        return next(entry.name for entry in self._tree.schema.entries if self._first < entry.offset + entry.size)
+
+
+def _require_own_steps(strategy: Strategy) -> None:
+    if strategy.traits.server_optimizer:
+        raise ConfigurationError(
+            f"servers of {strategy} step slices of the parameters with an optimizer of flockstep, got one of optax, "
+            'whose settings cannot be read; pass an expression such as "adam(lr=0.001)", or use a strategy whose '
+            "workers step themselves, such as all_reduce or local_sgd"
+        )
+
+
+def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
+    if strategy.traits.server_optimizer and not optimizer.elementwise:
+        raise ConfigurationError(
+            f"servers of {strategy} step slices of the parameters, got {optimizer}, which needs whole layers; use sgd "
+            "or adam, or a strategy whose workers step themselves, such as all_reduce"
+        )
