@@ -39,6 +39,7 @@ from flockstep.programs import (
     GRADIENT,
     Again,
     Effect,
+    HostSum,
     NeedGradient,
     NeedWork,
     Port,
@@ -434,6 +435,8 @@ class Peer(Node):
         """Where workers in separate processes open connections other than messages; set by the driver."""
         self.shared_sum: SharedSum | None = None
         """Sums over all workers in shared memory, if all of them share memory with this one; set by the driver."""
+        self.host_sum: HostSum | None = None
+        """Sums over this host's workers in shared memory, if there are several hosts; set by the driver."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
         """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; false if there is none.
@@ -448,6 +451,23 @@ class Peer(Node):
         if summed and here is not array:
             array[:] = to_device_of(here, array)
         return summed
+
+    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
+        """Sum `array` over the workers of this host in shared memory, in `shares` shares; None if there is none.
+
+        The result is described in `HostSum`. All workers of the host must call this at the same point; background tasks
+        may not, because they may not wait.
+        """
+        if self.host_sum is None or self._channel:
+            return None
+        return self.host_sum.reduce_on_host(to_host(array), shares, divisor)
+
+    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
+        """Divide this worker's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""
+        assert self.host_sum is not None
+        self.host_sum.gather_on_host(summed, shares, divisor)
+        if summed is not array:
+            array[:] = to_device_of(summed, array)
 
 
 class Worker(Peer):

@@ -216,6 +216,22 @@ class Stepper(Protocol):
         """Clear momentum and all other state, as before the first step on `params`."""
 
 
+class HostSum(Protocol):
+    """Sums over the workers of one host of several, in their shared memory."""
+
+    def reduce_on_host(self, array: Array, shares: int, divisor: int) -> Array | None:
+        """Sum `array` over this host's workers, each of the first `shares` of which gets the sum of one share.
+
+        The shares are `slices(len(array), shares)`. Returns the array in shared memory that holds this worker's share
+        of the sum, which may be `array`; None if sums there are not possible. `gather_on_host` must follow.
+        """
+
+    def gather_on_host(self, array: Array, shares: int, divisor: int) -> None:
+        """Divide this worker's share of `array`, which `reduce_on_host` returned, and exchange the shares of all
+        workers of this host.
+        """
+
+
 class SharedSum(Protocol):
     """Sums over the workers of one host that share memory."""
 

@@ -138,6 +138,45 @@ def test_gradients_of_a_script_cross_once_during_backward(two: list[Host], tmp_p
         assert steps * model <= host.sent("eth0") < 1.05 * steps * model + 8 * model
 
 
+SUMMED = """
+import hashlib
+import torch
+import flockstep
+
+torch.manual_seed(0)
+model = torch.nn.Linear(300, 100)
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+worker, tags = optimizer.loop._worker, set()
+send = worker.port.send
+worker.port.send = lambda to, message: (tags.add(message.tag), send(to, message))
+for step in range(5):
+    x = torch.randn(8, 300, generator=torch.Generator().manual_seed(100 * step + flockstep.rank()))
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+optimizer.finish()
+values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+print("ended", "+".join(sorted(tags)), hashlib.sha256(values.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_sums_in_the_memory_of_a_host_have_the_bits_of_messages(two: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SUMMED)
+    ends = {}
+    for memory in ("true", "false"):
+        options = ["--transport", f"tcp(memory={memory})", "-n", "4"]
+        ended = on_all(two, "launch", *options, tmp_path / "script.py", first=["--out", tmp_path / memory])
+        require(ended, 0, 0)
+        lines = {line for one in ended for line in re.findall(r"ended [\w+]+ \w+", one.out)}
+        assert len(lines) == 1, "every rank sends messages with the same tags, and ends with the same bits"
+        _, tags, bits = lines.pop().split()
+        traffic = [worker["sent_bytes"] for worker in summary(tmp_path / memory)["per_worker"]]
+        ends[memory] = tags, bits, traffic
+    assert ends["true"][0] == "gather+reduce", "within a host nothing is sent"
+    assert ends["false"][0] == "gather+inside+outside+reduce"
+    assert ends["true"][1:] == ends["false"][1:]
+
+
 def test_an_own_script_with_servers_on_both_hosts(two: list[Host], tmp_path: Path) -> None:
     """Each script prints its ranks; two shards are held by servers, one on each host."""
     script = tmp_path / "script.py"

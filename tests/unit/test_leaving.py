@@ -28,6 +28,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
         node_spec=node_spec,
         view=View(0, (0, 1)),
         memory=None,
+        host_memory=None,
         bus=bus,
         receive=lambda *_: coming.popleft(),
         tell=lambda *_: None,

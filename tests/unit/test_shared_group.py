@@ -88,6 +88,41 @@ def test_a_mean_is_the_sum_divided(n):
     assert run(n, sums, "region", "float32", n) == [True] * n
 
 
+def in_shares(group, shares, divisor):
+    """What each process has at the end, when the sum of its own part was doubled between the two halves."""
+    ended = []
+    for turn, size in enumerate((0, 1, 7, 5000)):
+        array = group.allocate(size, "float32")
+        array[:] = given(group.rank, size, "float32", turn)
+        group.reduce_scatter(array, shares, lambda: None, divisor)
+        if group.rank < shares:
+            array[slices(size, shares)[group.rank]] *= 2
+        group.all_gather(array, shares, lambda: None, divisor)
+        ended.append(array.tobytes())
+    return ended
+
+
+@pytest.mark.parametrize(("n", "shares"), [(2, 2), (2, 1), (3, 2), (4, 4)])
+def test_a_sum_in_shares_may_be_changed_on_its_worker_before_all_get_it(n, shares):
+    """Share i is summed in the order i, i+1, …, i-1, as with messages."""
+    expected = []
+    for turn, size in enumerate((0, 1, 7, 5000)):
+        rows, total = [given(rank, size, "float32", turn) for rank in range(n)], np.empty(size, np.float32)
+        for first, part in enumerate(slices(size, shares)):
+            total[part] = sum((rows[(first + hop) % n][part] for hop in range(1, n)), start=rows[first][part])
+        expected.append((total * 2 / np.float32(3)).tobytes())
+    assert run(n, in_shares, shares, 3) == [expected] * n
+
+
+def unequal_shares(group):
+    array = group.allocate(5000 + group.rank, "float32")
+    group.reduce_scatter(array, 2, lambda: None)
+
+
+def test_a_sum_in_shares_of_different_sizes_is_noticed():
+    assert all(str(answer).startswith("ProtocolError: worker") for answer in run(2, unequal_shares))
+
+
 def test_another_order_of_addition_would_have_other_bits():
     rows = [given(rank, 1000, "float32") for rank in range(3)]
     assert (rows[0] + rows[1] + rows[2]).tobytes() != ring_sum(3, 1000, "float32").tobytes()

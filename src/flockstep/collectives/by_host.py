@@ -17,7 +17,9 @@ class ByHost(Collective):
 
     Let h be the number of hosts, and r the smallest number of workers on one of them. The array is cut into r shares.
     On every host, one worker for each share sums it over the workers of the host, beginning with its own; the h workers
-    with the same share sum it with `flat`; then each passes it on to the other workers of its host. With a ring, every
+    with the same share sum it with `flat`; then each passes it on to the other workers of its host. Both ends within a
+    host are sums in shared memory, in the same order, where its workers share memory, except in background tasks, which
+    may not wait. With a ring, every
     host sends 2(h-1)/h K elements to other hosts, where a ring of all n workers sends 2(n-1)/n K or more. In virtual
     time all workers count as being on one host.
     """
@@ -25,13 +27,28 @@ class ByHost(Collective):
     flat: Collective = field(default_factory=Ring)
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        if not _shared(me):
-            await self.flat.all_reduce(me, array)
+        await (self._over_hosts(me, array) if _shared(me) else self.flat.all_reduce(me, array))
+
+    async def average(self, me: Group, array: FlatArray) -> None:
+        await (self._over_hosts(me, array, me.workers) if _shared(me) else self.flat.average(me, array))
+
+    async def _over_hosts(self, me: Group, array: FlatArray, divisor: int = 1) -> None:
+        """Replace `array` by the sum divided by `divisor`, in shared memory or with messages within each host."""
+        host = next(host for host in me.hosts if me.rank in host)
+        lane, shares = host.index(me.rank), dict(enumerate(slices(len(array), min(map(len, me.hosts)))))
+        if (summed := me.reduce_on_host(array, len(shares), divisor)) is None:
+            await self._with_messages(me, array, shares)
+            if divisor != 1:
+                array /= divisor
             return
+        if lane in shares:
+            await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), summed[shares[lane]])
+        me.gather_on_host(summed, array, len(shares), divisor)
+
+    async def _with_messages(self, me: Group, array: FlatArray, shares: dict[int, slice]) -> None:
         host = next(host for host in me.hosts if me.rank in host)
         here, lane = Subgroup(me, host), host.index(me.rank)
         others = [(lane + hop) % here.workers for hop in range(1, here.workers)]
-        shares = dict(enumerate(slices(len(array), min(map(len, me.hosts)))))
         for to in others:
             if to in shares:
                 here.send(to, "inside", array[shares[to]])
@@ -44,9 +61,6 @@ class ByHost(Collective):
         for source in others:
             if source in shares:
                 await here.receive_array("outside", source, array[shares[source]])
-
-    async def average(self, me: Group, array: FlatArray) -> None:
-        await (super().average(me, array) if _shared(me) else self.flat.average(me, array))
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Leave each worker with its share by `flat`, whose shares do not depend on hosts."""

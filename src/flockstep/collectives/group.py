@@ -30,6 +30,12 @@ class Group(Protocol):
         none.
         """
 
+    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
+        """Sum `array` over this host's members in shared memory, in `shares` shares; None if they share none."""
+
+    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
+        """Divide this member's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""
+
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member; the array is copied."""
 
@@ -76,6 +82,14 @@ class Subgroup:
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
         """Return False: the members of a subgroup share no memory."""
         return False
+
+    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
+        """Return None: the members of a subgroup share no memory."""
+        return None
+
+    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
+        """Raise, because `reduce_on_host` has no result."""
+        raise AssertionError("the members of a subgroup share no memory")
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member of the subgroup."""

@@ -47,7 +47,7 @@ from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
 from flockstep.transports.shared_group import needed, room_for, warm_up
 from flockstep.transports.shared_memory import SharedMemory, host_here
-from flockstep.transports.wire import HANDED_ON, PROTOCOL, SenderIdentity
+from flockstep.transports.wire import HANDED_ON, HOST_MEMORY, PROTOCOL, SenderIdentity
 
 LONGEST = 4000
 """Longest reason or traceback in a message's header, in characters."""
@@ -177,9 +177,12 @@ class Member:
             Path("/proc/self/comm").write_text(name)
         self.line = links.Line(dataclasses.replace(me, notes=SAID), f"ipc://{folder / name}-line", node_spec.heartbeat)
         self.bus = transport.bus(me, folder, name, node_spec.heartbeat)
+        self._reads_peers = transport.zero_copy
         self.closed = False
         self.memory: SharedMemory | None = None
         """Segment that all nodes of this run share; None if they share none."""
+        self.host_memory: SharedMemory | None = None
+        """Segment that the workers of this host share, if the run has several hosts; None if they share none."""
         self.view: View
         """Nodes of the run at its start."""
         self.hosts: Hosts
@@ -207,6 +210,7 @@ class Member:
         if welcome.note.memory:
             self._share(welcome.note.memory, cluster)
         self._meet(welcome.note.peers)
+        self._share_on_host()
         params = self._handed_on(initial, cluster.addresses)
         self.bus.traffic = Traffic(rejected=self.bus.traffic.rejected)  # messages from here on, of the run itself
         return cluster, params
@@ -241,11 +245,15 @@ class Member:
             model = self.wait_for(HANDED_ON, nodes[(place - 1) // 2]).payload
         assert model is not None
         for child in nodes[2 * place + 1 : 2 * place + 3]:
-            while not self._sent(child, Message(me, HANDED_ON, model)):
-                self._require_connected(child)
-                if (message := self._heard() or self.bus.poll(PAUSE, (self.line.descriptor,))) is not None:
-                    self._early.append(self._checked(message))
+            self._send_before_start(child, Message(me, HANDED_ON, model))
         return model
+
+    def _send_before_start(self, to: Address, message: Message) -> None:
+        """Send a message to a peer, keeping what arrives while there is no room for it."""
+        while not self._sent(to, message):
+            self._require_connected(to)
+            if (heard := self._heard() or self.bus.poll(PAUSE, (self.line.descriptor,))) is not None:
+                self._early.append(self._checked(heard))
 
     def _require_connected(self, peer: Address) -> None:
         """Raise `PeerLost` if the connection to a peer broke although both live, which the supervisor does
@@ -269,6 +277,22 @@ class Member:
         self.memory = SharedMemory.attach(segment, needed(cluster.workers, room_for(self.schema.nbytes)))
         if self._sums and cluster.workers > 1:
             warm_up()
+
+    def _share_on_host(self) -> None:
+        """Share memory for sums with the other workers of this host, if the run has several hosts."""
+        me = self.node_spec.address
+        host = next((host for host in self.hosts if me in host), ())
+        if not self._sums or not self._reads_peers or len(self.hosts) == 1 or len(host) < 2:
+            return
+        if me == host[0]:
+            self.host_memory = SharedMemory.create(needed(len(host), room_for(self.schema.nbytes)))
+            for peer in host[1:]:
+                note: Fields = {"address": self.host_memory.address}
+                self._send_before_start(peer, Message(me, HOST_MEMORY, note=note))
+        else:
+            address = str(self.wait_for(HOST_MEMORY, host[0]).note["address"])
+            self.host_memory = SharedMemory.attach(address, needed(len(host), room_for(self.schema.nbytes)))
+        warm_up()
 
     def tell(self, tag: str, array: FlatArray | None = None, note: Fields | None = None) -> None:
         """Send a message to the supervisor.

@@ -47,6 +47,9 @@ class NodeConnection(Messenger):
         self._left: dict[Address, int] = {}
         self._gone: set[Address] = set()
         self._group: SharedGroup | None = None
+        """The workers with which sums in shared memory are computed: all of the run, or those of this host."""
+        self._staging: FlatArray | None = None
+        """Place in shared memory for arrays that a host's workers sum and that lie elsewhere."""
         self.runner.send_snapshot, self.runner.every, self.runner.stepped = self.send_snapshot, every, self._stepped
         if isinstance(node, Worker):
             self._meet(node)
@@ -103,6 +106,37 @@ class NodeConnection(Messenger):
         metrics.traffic.moved(*group.moved(array))
         return True
 
+    def reduce_on_host(self, array: FlatArray, shares: int, divisor: int) -> FlatArray | None:
+        """Replace this worker's share by the sum over the workers of this host, as `HostSum` describes.
+
+        Raises:
+            PeerLost: a worker has left or died.
+        """
+        group, staging = self._group, self._staging
+        assert group is not None
+        assert staging is not None
+        if not group.can(array) or array.nbytes > staging.nbytes:
+            return None
+        here = array if group.holds(array) else staging.view(array.dtype)[: len(array)]
+        if here is not array:
+            here[:] = array
+        group.reduce_scatter(here, shares, self._listen, divisor)
+        self.runner.metrics.waited += group.waited
+        return here
+
+    def gather_on_host(self, array: FlatArray, shares: int, divisor: int) -> None:
+        """Exchange the shares of this host's workers; traffic is counted as that of the equivalent messages.
+
+        Raises:
+            PeerLost: a worker has left or died.
+        """
+        group, metrics = self._group, self.runner.metrics
+        assert group is not None
+        group.all_gather(array, shares, self._listen, divisor)
+        metrics.waited += group.waited
+        nbytes, messages = group.moved_in_shares(array, shares)
+        metrics.traffic.moved(nbytes, nbytes, messages)
+
     def send_snapshot(self, tick: float) -> None:
         """Send a snapshot of the node's current parameters, to be evaluated off the clock."""
         self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes)
@@ -138,6 +172,11 @@ class NodeConnection(Messenger):
             room = room_for(self._member.schema.nbytes)
             self._group = SharedGroup(self._member.memory, worker.rank, worker.workers, room)
             worker.shared_sum = self
+        elif self._member.host_memory is not None:
+            host, nbytes = next(host for host in worker.hosts if worker.rank in host), self._member.schema.nbytes
+            self._group = SharedGroup(self._member.host_memory, host.index(worker.rank), len(host), room_for(nbytes))
+            self._staging = self._group.allocate(-(-nbytes // 8), "float64")
+            worker.host_sum = self
 
     def _count(self, sent: int, received: int, messages: int) -> None:
         """Count traffic that another library moved for this node, as computed by a formula."""

@@ -50,8 +50,8 @@ class SharedGroup:
         self._used = 2 * SLOT
         self._home = memory.array(np.uint8, 1, self._control + rank * self._stride).ctypes.data
         self._how = shared_signals.manner(workers)
-        self._sum_in_place, self._sum_through_slots = shared_sums.in_place, shared_sums.through_slots
-        self._bounds: dict[int, Any] = {}
+        self._sums = shared_sums
+        self._bounds: dict[tuple[int, int], Any] = {}
         self._heaps = {np.dtype(name).char: self._heap(name) for name in SUMMED}
 
     def allocate(self, size: int, dtype: str) -> FlatArray:
@@ -103,9 +103,29 @@ class SharedGroup:
         self._how[4] = 0
         offset = self._offset(array) if array.nbytes > PAGE else None
         if offset is not None:
-            self._in_place(array, offset, meanwhile, divisor)
+            self._in_place(array, meanwhile, divisor)
         else:
             self._through_slots(array, meanwhile, divisor)
+        self.waited = int(self._how[4]) * 1e-9
+
+    def reduce_scatter(self, array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int = 1) -> None:
+        """Replace part i of `array` on process i by the sum over all processes; the first `shares` have a part.
+
+        The parts are `slices(len(array), shares)`; process i adds the arrays in the order i, i+1, …, i-1. `array` lies
+        in the region. Each process may change its own part until it calls `all_gather`, with the same arguments.
+
+        Raises:
+            ProtocolError: as `all_reduce`.
+        """
+        self._how[4] = 0
+        self._staged(self._sums.sum_part, array, shares, meanwhile, divisor)
+        self.waited = int(self._how[4]) * 1e-9
+
+    def all_gather(self, array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int = 1) -> None:
+        """Divide this process's part of `array` by `divisor`, and exchange the parts of all processes."""
+        self._how[4] = 0
+        self._staged(self._sums.share_part, array, shares, meanwhile, divisor)
+        self._turn += 2
         self.waited = int(self._how[4]) * 1e-9
 
     def moved(self, array: FlatArray) -> tuple[int, int, int]:
@@ -117,20 +137,33 @@ class SharedGroup:
         messages = 2 * (n - 1) * ring_pieces(sizes[0] * array.itemsize)
         return (sent * array.itemsize, received * array.itemsize, messages) if n > 1 else (0, 0, 0)
 
-    def _in_place(self, array: FlatArray, offset: int, meanwhile: Callable[[], None], divisor: int) -> None:
-        heap, stride, start = self._heaps[array.dtype.char], self._stride // array.itemsize, offset // array.itemsize
-        bounds, by, stage = self._limits(len(array)), array.dtype.type(divisor), 0
-        while stage := self._sum_in_place(
-            heap, stride, start, bounds, self._counters, self.rank, self._turn, stage, by, self._how
-        ):
-            self._pause(stage, meanwhile)
+    def moved_in_shares(self, array: FlatArray, shares: int) -> tuple[int, int]:
+        """Bytes and messages each way if `reduce_scatter` and `all_gather` sent each share to and from its worker."""
+        sizes = [part.stop - part.start for part in slices(len(array), shares)]
+        mine = [size for rank, size in enumerate(sizes) if rank == self.rank]
+        elements = sum(sizes) - sum(mine) + (self.workers - 1) * sum(mine)
+        return elements * array.itemsize, shares - len(mine) + (self.workers - 1) * len(mine)
+
+    def _in_place(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int) -> None:
+        self._staged(self._sums.in_place, array, self.workers, meanwhile, divisor)
         self._turn += 2
+
+    def _staged(
+        self, kernel: Callable[..., int], array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int
+    ) -> None:
+        """Call a kernel for `array`, which lies in the region, until it is done."""
+        offset = self._offset(array)
+        assert offset is not None, "an array from elsewhere"
+        heap, stride, start = self._heaps[array.dtype.char], self._stride // array.itemsize, offset // array.itemsize
+        bounds, by, stage = self._limits(len(array), shares), array.dtype.type(divisor), 0
+        while stage := kernel(heap, stride, start, bounds, self._counters, self.rank, self._turn, stage, by, self._how):
+            self._pause(stage, meanwhile)
 
     def _through_slots(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int) -> None:
         heap, stride, room = self._heaps[array.dtype.char], self._stride // array.itemsize, SLOT // array.itemsize
-        bounds, by, at, stage = self._limits(len(array)), array.dtype.type(divisor), 0, 0
+        bounds, by, at, stage = self._limits(len(array), self.workers), array.dtype.type(divisor), 0, 0
         while at >= 0:
-            then = self._sum_through_slots(
+            then = self._sums.through_slots(
                 heap, stride, room, array, bounds, self._counters, self.rank, self._turn, at, stage, by, self._how
             )
             done = len(array) if then == -1 else max(at, then)
@@ -152,11 +185,12 @@ class SharedGroup:
         offset = int(array.__array_interface__["data"][0]) - self._home
         return offset if offset >= 2 * SLOT and offset + array.nbytes <= self._stride else None
 
-    def _limits(self, size: int) -> Any:
-        if size not in self._bounds:
-            parts = slices(size, self.workers)
-            self._bounds[size] = np.array([part.start for part in parts] + [size], np.int64)
-        return self._bounds[size]
+    def _limits(self, size: int, shares: int) -> Any:
+        """The first element of each process's part, and the end of the last part."""
+        if (size, shares) not in self._bounds:
+            starts = [part.start for part in slices(size, shares)]
+            self._bounds[size, shares] = np.array(starts + [size] * (self.workers + 1 - shares), np.int64)
+        return self._bounds[size, shares]
 
     def _heap(self, dtype: str) -> FlatArray:
         itemsize = np.dtype(dtype).itemsize
@@ -174,12 +208,13 @@ def ring_pieces(chunk: int) -> int:
 def warm_up() -> None:
     """Compile all kernels, or load them from numba's cache, so that no sum waits for compilation."""
     from flockstep.transports import shared_signals
-    from flockstep.transports.shared_sums import in_place, through_slots
+    from flockstep.transports.shared_sums import in_place, share_part, sum_part, through_slots
 
     counters, how, bounds = np.zeros(64, np.int32), shared_signals.manner(1), np.array([0, 1], np.int64)
     for name in SUMMED:
         heap, one = np.zeros(8, name), np.dtype(name).type(1)
-        in_place(heap, 8, 0, bounds, counters, 0, 0, 0, one, how)
+        for kernel in (in_place, sum_part, share_part):
+            kernel(heap, 8, 0, bounds, counters, 0, 0, 0, one, how)
         through_slots(heap, 8, 1, np.zeros(1, name), bounds, counters, 0, 2, 0, 0, one, how)
 
 

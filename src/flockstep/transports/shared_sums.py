@@ -88,14 +88,10 @@ def in_place(
     the call; afterwards the counter is two higher. `how` is the result of `shared_signals.manner`.
     """
     n = len(bounds) - 1
-    if stage == 0:
-        say(counters, me, turn + 1, bounds[n], offset, int(divisor) * 16 + heap.itemsize)
-        raise_to(counters, me, turn + 1)
     if stage <= 1:
-        if wait_for_all(counters, me, n, turn + 1, how) >= 0:
-            return 1
-        if differs(counters, me, n, turn + 1) >= 0:
-            return MISMATCH
+        late = _meet(heap, offset, bounds, counters, me, turn, stage, divisor, how)
+        if late != 0:
+            return late
         if n == 2:
             low, high = offset + bounds[me], offset + bounds[me + 1]
             _pair(
@@ -110,21 +106,99 @@ def in_place(
 
 
 @jit
+def sum_part(
+    heap: Any,
+    stride: int,
+    offset: int,
+    bounds: Any,
+    counters: Any,
+    me: int,
+    turn: int,
+    stage: int,
+    divisor: Any,
+    how: Any,
+) -> int:
+    """Replace part `me` of this process's array by the sum: the first half of `in_place`, with its arguments.
+
+    `share_part` is the second half. Between the two, this process may change that part. Returns 0 when done, 1 after a
+    long wait, or MISMATCH; the counter is one higher afterwards.
+    """
+    late = _meet(heap, offset, bounds, counters, me, turn, stage, divisor, how)
+    if late == 0:
+        for low in range(bounds[me], bounds[me + 1], BLOCK):
+            _sum_block(heap, stride, offset, low, min(low + BLOCK, bounds[me + 1]), me, len(bounds) - 1)
+    return late
+
+
+@jit
+def share_part(
+    heap: Any,
+    stride: int,
+    offset: int,
+    bounds: Any,
+    counters: Any,
+    me: int,
+    turn: int,
+    stage: int,
+    divisor: Any,
+    how: Any,
+) -> int:
+    """Divide part `me` by `divisor` and write it to the arrays of all processes; `turn` is that of `sum_part`.
+
+    Returns 0 when all processes have done so, or 2 after a long wait.
+    """
+    n = len(bounds) - 1
+    if stage == 0:
+        for low in range(bounds[me], bounds[me + 1], BLOCK):
+            _share_block(heap, stride, offset, low, min(low + BLOCK, bounds[me + 1]), me, n, divisor)
+        raise_to(counters, me, turn + 2)
+    return 0 if wait_for_all(counters, me, n, turn + 2, how) < 0 else 2
+
+
+@jit
+def _meet(
+    heap: Any, offset: int, bounds: Any, counters: Any, me: int, turn: int, stage: int, divisor: Any, how: Any
+) -> int:
+    """Wait until the arrays of all processes are ready: 0 when they are, 1 after a long wait, or MISMATCH."""
+    n = len(bounds) - 1
+    if stage == 0:
+        say(counters, me, turn + 1, bounds[n], offset, int(divisor) * 16 + heap.itemsize)
+        raise_to(counters, me, turn + 1)
+    if wait_for_all(counters, me, n, turn + 1, how) >= 0:
+        return 1
+    return MISMATCH if differs(counters, me, n, turn + 1) >= 0 else 0
+
+
+@jit
 def _reduce_part(heap: Any, stride: int, offset: int, bounds: Any, me: int, n: int, divisor: Any) -> None:
     """Sum part `me` and write the sum to the arrays of all processes."""
     for low in range(bounds[me], bounds[me + 1], BLOCK):
         high = min(low + BLOCK, bounds[me + 1])
-        base = me * stride + offset
-        total = heap[base + low : base + high]
-        for hop in range(1, n):
-            base = (me + hop) % n * stride + offset
-            _add(total, heap[base + low : base + high])
-        if divisor != 1:
-            for i in range(len(total)):
-                total[i] /= divisor
-        for hop in range(1, n):
-            base = (me + hop) % n * stride + offset
-            heap[base + low : base + high] = total
+        _sum_block(heap, stride, offset, low, high, me, n)
+        _share_block(heap, stride, offset, low, high, me, n, divisor)
+
+
+@jit
+def _sum_block(heap: Any, stride: int, offset: int, low: int, high: int, me: int, n: int) -> None:
+    """Add elements low..high-1 of all other processes to those of process `me`."""
+    base = me * stride + offset
+    total = heap[base + low : base + high]
+    for hop in range(1, n):
+        base = (me + hop) % n * stride + offset
+        _add(total, heap[base + low : base + high])
+
+
+@jit
+def _share_block(heap: Any, stride: int, offset: int, low: int, high: int, me: int, n: int, divisor: Any) -> None:
+    """Divide elements low..high-1 of process `me`, and copy them to all other processes."""
+    base = me * stride + offset
+    total = heap[base + low : base + high]
+    if divisor != 1:
+        for i in range(len(total)):
+            total[i] /= divisor
+    for hop in range(1, n):
+        base = (me + hop) % n * stride + offset
+        heap[base + low : base + high] = total
 
 
 @jit

@@ -24,6 +24,10 @@ GREETING = "flockstep.hello"
 """Tag of the messages that two nodes exchange when they are connected; such a message has no sequence number."""
 HANDED_ON = "flockstep.handed-on"
 """Tag of the model that nodes pass on to one another before a run begins; such a message has no sequence number."""
+HOST_MEMORY = "flockstep.host-memory"
+"""Tag of the address of a host's shared memory, which one worker tells the others before a run begins; such a message
+has no sequence number.
+"""
 MAX_HEADER = 1 << 16
 """Largest header in bytes. Headers are far smaller, whatever the strategy puts into its note."""
 MAX_CODING = 1 << 16
@@ -185,7 +189,7 @@ def _read(header: bytes, who: str) -> Header:
 
 
 def _check(head: Header, sender: Address, me: SenderIdentity) -> None:
-    expected = 0 if head.tag in (GREETING, HANDED_ON) else me.heard.get(sender, 0) + 1
+    expected = 0 if head.tag in (GREETING, HANDED_ON, HOST_MEMORY) else me.heard.get(sender, 0) + 1
     if (
         head.number == expected
         and head.source == sender
