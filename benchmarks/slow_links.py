@@ -6,7 +6,10 @@ counts. DDP's clock stands still while rank 0 evaluates; flockstep's does not, a
 over the same links. The plan sees the links and the time of a gradient, measured here, and nothing of the runs. Needs
 Linux and root.
 
-    python benchmarks/slow_links.py [--links 20mbit,100mbit] [--jobs digits,charlm] [--limit 300] [--json]
+    python benchmarks/slow_links.py [--links 20mbit,100mbit] [--jobs digits,charlm] [--limit 300] [--json] [--keep]
+
+`--keep` writes the rows to benchmarks/slow_links.json, from which docs/generate.py and docs/picture.py make the
+README's table and picture.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -39,6 +43,8 @@ FACTORS = (1.0, 0.5, 2.0)
 """Learning rates, times the job's own."""
 EVALUATE = {"digits": 20, "charlm": 50}
 """Steps between two evaluations."""
+KEPT = Path(__file__).with_suffix(".json")
+"""The rows that the README shows."""
 
 
 def main() -> None:
@@ -47,19 +53,22 @@ def main() -> None:
     parser.add_argument("--jobs", default="digits,charlm")
     parser.add_argument("--limit", type=float, default=300.0, help="Seconds after which a run of DDP ends.")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--keep", action="store_true", help=f"Write the rows to {KEPT.name}.")
     options = parser.parse_args()
     rows = []
     for job in options.jobs.split(","):
         seconds = gradient_seconds(job)
         rows += [compare(job, link, seconds, options.limit) for link in options.links.split(",")]
+    if options.keep:
+        KEPT.write_text(json.dumps(rows, indent=1) + "\n")
     if options.json:
         print(json.dumps(rows))
         return
     print("{:8} {:>8} {:40} {:>10} {:>10} {:>12}".format("job", "link", "advised", "seconds", "DDP", "times faster"))
     for row in rows:
+        ours, theirs = (math.inf if row[side] is None else row[side] for side in ("flockstep", "ddp"))
         print(
-            f"{row['job']:8} {row['link']:>8} {row['advised']:40} {row['flockstep']:>10.1f} {row['ddp']:>10.1f} "
-            f"{row['ddp'] / row['flockstep']:>12.1f}"
+            f"{row['job']:8} {row['link']:>8} {row['advised']:40} {ours:>10.1f} {theirs:>10.1f} {theirs / ours:>12.1f}"
         )
     print("seconds until the target, of the best of three learning rates; inf: never reached")
 
@@ -93,7 +102,8 @@ def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any
         strategy = advised(name, link, seconds, folder)
         job = Workload.parse(name).job(0)
         assert isinstance(job.optimizer, SGD | AdamW)
-        ours, theirs = {}, {}
+        ours: dict[float, float | None] = {}
+        theirs: dict[float, float | None] = {}
         for factor in FACTORS:
             rate = factor * job.optimizer.lr
             out = folder / f"run-{factor:g}"
@@ -106,7 +116,7 @@ def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any
                 started = [host.start([*command, "--node-rank", rank]) for rank, host in enumerate(hosts)]
             codes = [process.wait() for process in started]
             summary = json.loads((out / "summary.json").read_text())
-            ours[factor] = summary["seconds_to_target"] or math.inf
+            ours[factor] = summary["seconds_to_target"]
             figures = folder / "ddp.json"
             script: list[Any] = [__file__, "--worker", figures, name, hosts[0].address, factor, limit]
             started = [
@@ -114,11 +124,16 @@ def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any
                 for rank, host in enumerate(hosts)
             ]
             codes += [process.wait() for process in started]
-            theirs[factor] = json.loads(figures.read_text()) or math.inf
-            print(f"{name} {link} x{factor:g}: {strategy} {ours[factor]:.1f} s, DDP {theirs[factor]:.1f} s, exit codes "
+            theirs[factor] = json.loads(figures.read_text())
+            print(f"{name} {link} x{factor:g}: {strategy} {ours[factor]} s, DDP {theirs[factor]} s, exit codes "
                   f"{codes}", file=sys.stderr, flush=True)  # fmt: skip
-        row = {"job": name, "link": link, "advised": strategy, "gradient": seconds}
-        return {**row, "flockstep": min(ours.values()), "ddp": min(theirs.values()), "rates": [ours, theirs]}
+        row = {"job": name, "link": link, "advised": strategy, "gradient": seconds, "limit": limit}
+        return {**row, "flockstep": best(ours), "ddp": best(theirs), "rates": [ours, theirs], "load": os.getloadavg()}
+
+
+def best(times: dict[float, float | None]) -> float | None:
+    """The shortest time until the target; None if no run reached it."""
+    return min((seconds for seconds in times.values() if seconds is not None), default=None)
 
 
 class Trainer:

@@ -1,7 +1,7 @@
 """Rewrites the tables in README.md and docs/**/*.md that stand between `<!-- generated: NAME -->` and `<!-- end -->`.
 
-Everything in them comes from the registry, from the classes' traits and docstrings, and from a run in virtual time of
-each strategy; nothing is kept by hand.
+Everything in them comes from the registry, from the classes' traits and docstrings, from a run in virtual time of each
+strategy, and from rows that a benchmark has written; nothing is kept by hand.
 
     python docs/generate.py            rewrite what is not up to date
 """
@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import json
 import math
 import re
 import shlex
@@ -44,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import proofs
 
 ROOT = Path(__file__).parents[1]
+SLOW_LINKS = ROOT / "benchmarks" / "slow_links.json"
 WORKERS, STEPS = 4, 100
 """The run that the traffic column is taken from."""
 OPTIMIZATIONS, SCHEDULINGS = typing.get_args(Optimization), typing.get_args(Scheduling)
@@ -223,6 +225,22 @@ def limits() -> str:
     return found[0].strip().replace("](docs/", "](")
 
 
+def slow_links() -> str:
+    """Seconds until the target over slow links: the rows that benchmarks/slow_links.py has kept."""
+    heading = ("job", "links", "advised strategy", "its seconds", "DDP's seconds", "times faster", "rates, of three")
+    return table(heading, [tuple(_slow_cells(row)) for row in json.loads(SLOW_LINKS.read_text("utf-8"))])
+
+
+def _slow_cells(row: dict[str, Any]) -> Iterator[str]:
+    ours, theirs = row["flockstep"], row["ddp"]
+    yield f"`{row['job']}`"
+    yield row["link"].replace("mbit", " Mbit/s")
+    yield row["advised"] if " " in row["advised"] else f"`{row['advised']}`"
+    yield from ("not reached" if seconds is None else f"{seconds:.{int(seconds < 10)}f}" for seconds in (ours, theirs))
+    yield "–" if ours is None or theirs is None else f"{theirs / ours:.1f}"
+    yield " and ".join(str(sum(time is not None for time in rates.values())) for rates in row["rates"])
+
+
 def without_far_links(text: str) -> str:
     """`text` without links to headings that it does not have, other than those to the limits."""
     return re.sub(r"\[([^]]*)\]\(#(?!limits)[^)]*\)", r"\1", text)
@@ -385,6 +403,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "own-job": example("own_job.py"),
     "home": home,
     "limits": limits,
+    "slow-links": slow_links,
     "events": event_fields,
     "summary": summary_fields,
     "workers": worker_fields,

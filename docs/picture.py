@@ -1,20 +1,28 @@
-"""Draws the README's picture, docs/images/timelines.svg: what workers do under four strategies, from recorded runs.
+"""Draws the README's pictures: what workers do under four strategies, from recorded runs (docs/images/timelines.svg),
+and the time to accuracy over slow links, from benchmarks/slow_links.json (docs/images/slow_links.svg).
 
-python docs/picture.py             simulate the runs and rewrite the picture
+python docs/picture.py             simulate the runs and rewrite the pictures
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import flockstep
 from flockstep.records.events import SpanEvent, StepEvent
 
 PICTURE = Path(__file__).parent / "images" / "timelines.svg"
+SLOW_PICTURE = PICTURE.with_name("slow_links.svg")
+SLOW_ROWS = Path(__file__).parents[1] / "benchmarks" / "slow_links.json"
+SIDES = {"flockstep": "#2f7ed8", "ddp": "#9aa0a6"}
+DECADES = (-1, 3)
+"""Powers of ten in seconds at both ends of the time axis of the picture of slow links, which is logarithmic."""
 STRATEGIES = {
     "all_reduce": "every step waits for the slowest worker",
     "local_sgd(period=3)": "every third step waits",
@@ -101,5 +109,41 @@ def _axis(top: int) -> Iterator[str]:
         x += 60 + 6 * len(LABELS[kind])
 
 
+def slow_picture() -> str:
+    """Draw a pair of bars, flockstep's and DDP's seconds to the target, for each job and link that was measured."""
+    rows = json.loads(SLOW_ROWS.read_text("utf-8"))
+    pitch = 2 * ROW + GAP
+    height = len(rows) * pitch + 40
+    box = f'viewBox="0 0 {LEFT + WIDE + 20} {height}" font-family="sans-serif" font-size="12" fill="{TEXT}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img">',
+        "<title>Seconds to the target over slow links: the advised strategy, and DistributedDataParallel</title>",
+        *(line for place, row in enumerate(rows) for line in _pair(row, place * pitch)),
+    ]
+    for power in range(DECADES[0], DECADES[1] + 1):
+        x = _log_x(10**power)
+        lines.append(f'<path stroke="{TEXT}" d="M{x:.0f} {height - 32}v4"/>')
+        lines.append(f'<text x="{x:.0f}" y="{height - 14}" font-size="10" text-anchor="middle">{10**power:g} s</text>')
+    lines += [f'<path stroke="{TEXT}" d="M{LEFT} {height - 32}h{WIDE}"/>', "</svg>"]
+    return "\n".join(lines) + "\n"
+
+
+def _pair(row: dict[str, Any], top: int) -> Iterator[str]:
+    names = {"flockstep": row["advised"], "ddp": "DDP"}
+    link = row["link"].replace("mbit", " Mbit/s")
+    yield f'<text x="{LEFT}" y="{top + 18}" font-weight="bold">{row["job"]}, {link}</text>'
+    for place, (side, color) in enumerate(SIDES.items()):
+        y, seconds = top + GAP - 4 + place * ROW, row[side]
+        width = (WIDE if seconds is None else _log_x(seconds) - LEFT) or 1
+        said = f"{names[side]}: " + ("target not reached" if seconds is None else f"{seconds:.{int(seconds < 10)}f} s")
+        yield f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{color}"/>'
+        yield f'<text x="{LEFT + width + 6:.1f}" y="{y + BAR - 1}" font-size="10">{escape(said)}</text>'
+
+
+def _log_x(seconds: float) -> float:
+    return LEFT + WIDE * (math.log10(seconds) - DECADES[0]) / (DECADES[1] - DECADES[0])
+
+
 if __name__ == "__main__":
     PICTURE.write_text(picture(), "utf-8")
+    SLOW_PICTURE.write_text(slow_picture(), "utf-8")
