@@ -1,4 +1,4 @@
-"""Hosts of the benchmarks: network namespaces on one bridge, each with a card of limited bandwidth. Linux, root."""
+"""Hosts of the benchmarks: the network namespaces of the tests, each with a card of limited bandwidth. Linux, root."""
 
 from __future__ import annotations
 
@@ -10,61 +10,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flockstep.launchers import namespaces
-from flockstep.simulation import units
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support import hosts
 
 PORT, OTHER_PORT = 29400, 29500
 """Of flockstep's coordinator, and of the store of torch.distributed."""
-SECRET = os.urandom(32).hex()
 
 
 @dataclass(frozen=True)
 class Host:
     """A network namespace."""
 
-    name: str
-    address: str
+    inner: hosts.Host
+
+    @property
+    def address(self) -> str:
+        """Address of its card."""
+        return self.inner.address
 
     def start(self, arguments: Sequence[str | Path], **environment: str) -> subprocess.Popen[str]:
         """Start a Python program on this host; its output is this program's."""
-        command = ["ip", "netns", "exec", self.name, sys.executable, *map(str, arguments)]
-        return subprocess.Popen(command, env={**os.environ, "FLOCKSTEP_SECRET": SECRET, **environment}, text=True)
-
-
-def ip(*arguments: str) -> None:
-    """Run a command of iproute2."""
-    subprocess.run(["ip", *arguments], check=True)  # noqa: S607 - iproute2 lies in different folders
+        command = [*self.inner.enter(), sys.executable, *map(str, arguments)]
+        return subprocess.Popen(command, env={**os.environ, "FLOCKSTEP_SECRET": hosts.SECRET, **environment}, text=True)
 
 
 @contextmanager
 def network(count: int, bandwidth: str | None) -> Iterator[list[Host]]:
     """So many hosts; every card sends and receives at most `bandwidth`, None: as fast as this machine can."""
-    namespaces.require()
-    switch = f"fsbench{os.getpid()}"
-    hosts = [Host(f"{switch}n{number}", f"10.78.0.{number + 1}") for number in range(count)]
-    for name in (switch, *(host.name for host in hosts)):
-        ip("netns", "add", name)
-    try:
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
-        for number, host in enumerate(hosts):
-            port = f"port{number}"
-            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
-            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            ip("-n", host.name, "link", "set", "eth0", "up")
-            ip("-n", host.name, "link", "set", "lo", "up")
-            if bandwidth is not None:
-                for name, card in ((switch, port), (host.name, "eth0")):
-                    shape(name, card, units.bandwidth(bandwidth))
-        yield hosts
-    finally:
-        for name in (switch, *(host.name for host in hosts)):
-            ip("netns", "del", name)
-
-
-def shape(name: str, card: str, rate: float) -> None:
-    """Limit what a card sends, in bytes per second; bursts last a millisecond, nothing is dropped."""
-    burst = max(namespaces.PACKETS, round(rate / 1000))
-    limit = ["rate", f"{round(8 * rate)}bit", "burst", str(burst), "latency", namespaces.BUFFER]
-    ip("netns", "exec", name, "tc", "qdisc", "add", "dev", card, "root", "tbf", *limit)
+    with hosts.network(count, bandwidth) as found:
+        yield [Host(one) for one in found]

@@ -89,7 +89,12 @@ __all__ = [
 
 
 def distribute(
-    model: nn.Module, optimizer: optim.Optimizer, strategy: str | Strategy, *, buffers: Policy = "mean"
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    strategy: str | Strategy,
+    *,
+    buffers: Policy = "mean",
+    timeout: float = 600.0,
 ) -> DistributedOptimizer:
     """Let `strategy` coordinate the workers that `flockstep launch` started; without it, one worker trains alone.
 
@@ -102,6 +107,8 @@ def distribute(
         strategy: an expression such as "local_sgd(period=8)", or a strategy object.
         buffers: what becomes of BatchNorm's statistics and other buffers at `finish()` and at `sync_buffers()`: the
             `mean` over all ranks, those of rank 0 (`rank0`), or each rank's own (`local`).
+        timeout: seconds within which all processes that torchrun, mpirun or srun started must have called this, > 0;
+            `flockstep launch` has the option --timeout.
 
     Returns:
         An optimizer to use in place of `optimizer`.
@@ -114,7 +121,7 @@ def distribute(
     from flockstep.drivers.node_spec import joining_run
     from flockstep.strategies.base import Strategy
 
-    with joining_run("distribute"):
+    with joining_run("distribute", timeout):
         _require_torch("distribute")
         from flockstep.drivers.torch_loop import DistributedOptimizer
 
@@ -180,12 +187,13 @@ def clip_grad_norm_(
     return clip_grad_norm_(of, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-def join(max_bytes: int = 1 << 30) -> Communicator:
+def join(max_bytes: int = 1 << 30, timeout: float = 600.0) -> Communicator:
     """Return the communicator of this process, which sends arrays of up to `max_bytes` bytes between the ranks of the
     run.
 
     In a script that `flockstep launch -n 4` started it is rank 0, 1, 2 or 3 of 4, otherwise rank 0 of 1. Every rank
     must call this, after `distribute` if the rank follows a strategy; the call returns when all ranks have called it.
+    Processes that torchrun, mpirun or srun started must all call the first of the two within `timeout` seconds.
 
     Raises:
         ConfigurationError: this process has a communicator already, or the workers do not agree on `max_bytes`.
@@ -193,7 +201,7 @@ def join(max_bytes: int = 1 << 30) -> Communicator:
     """
     from flockstep.communicator import joining
 
-    return joining.join(max_bytes)
+    return joining.join(max_bytes, timeout)
 
 
 def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) -> Iterable[B]:

@@ -20,7 +20,9 @@ from flockstep.strategies.base import Strategy
 __all__ = ["JaxModel", "Trainer", "distribute"]
 
 
-def distribute(params: Any, optimizer: Any, strategy: str | Strategy, *, optimizer_state: Any = None) -> Trainer:
+def distribute(
+    params: Any, optimizer: Any, strategy: str | Strategy, *, optimizer_state: Any = None, timeout: float = 600.0
+) -> Trainer:
     """Let `strategy` coordinate the workers that `flockstep launch` started; without it, one worker trains alone.
 
     All workers start from rank 0's parameters, `trainer.params`. Call `trainer.step(grads)` with the gradients of each
@@ -33,10 +35,11 @@ def distribute(params: Any, optimizer: Any, strategy: str | Strategy, *, optimiz
             "adam(lr=0.001)", or an `Optimizer`, under every strategy.
         strategy: an expression such as "local_sgd(period=8)", or a strategy object.
         optimizer_state: an earlier `trainer.optimizer_state` to continue from; None for a fresh state.
+        timeout: as in `flockstep.distribute`.
 
     Raises:
         ConfigurationError: the parameters, the optimizer or the strategy cannot be used, or differ between workers, or
             the script of a launched run has started this process.
     """
-    with joining_run("jax.distribute"):
+    with joining_run("jax.distribute", timeout):
         return Trainer(params, optimizer, Strategy.parse(strategy), optimizer_state)

@@ -236,6 +236,29 @@ def test_the_commands_of_the_page(two: list[Host], tmp_path: Path) -> None:
     assert all(len(re.findall("test accuracy 0.[89]", one.out)) == 2 for one in ended)
 
 
+def test_an_evaluation_that_fails_after_the_run_fails_on_all_hosts(two: list[Host], tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import dataclasses\nfrom flockstep.workloads.base import Workload\n"
+        "def metric(outputs, targets):\n    raise ArithmeticError('no such metric')\n"
+        "def job():\n    return dataclasses.replace(Workload.parse('softmax').job(0), metric=metric)\n"
+    )
+    arguments = ["train", job, "-s", "all_reduce", "-n", "2", "--steps", "3", "--heartbeat", "30"]
+    ended = on_all(two, *arguments, first=["--out", tmp_path / "run"])
+    require(ended, 1, 1)
+    assert "flockstep: the evaluation raised ArithmeticError: no such metric" in ended[0].err
+    assert "flockstep: the run has ended: the evaluation raised ArithmeticError: no such metric" in ended[1].err
+
+
+@pytest.mark.full
+def test_a_process_group_within_a_host_is_refused_over_several(two: list[Host], tmp_path: Path) -> None:
+    arguments = ["train", "softmax", "-s", "all_reduce(collective=torch_distributed)", "-n", "2", "--heartbeat", "30"]
+    ended = on_all(two, *arguments, first=["--out", tmp_path / "run"])
+    require(ended, 2, 2)
+    for one in ended:
+        assert "torch_distributed(backend=gloo) makes a group within one host, and the workers are on 2" in one.err
+
+
 def start_two(two: list[Host], tmp_path: Path, *arguments: str) -> list[Any]:
     """A long run on two hosts, of which the first step is done."""
     where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "--heartbeat", "1"]

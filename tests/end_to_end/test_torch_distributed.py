@@ -6,12 +6,16 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flockstep.arrays.schema import slices
+from flockstep.collectives.torch_distributed import TorchDistributed
 from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.programs import Rendezvous
 from flockstep.testing.strategies import equal_bits, run_strategy
 from support.matrix import few
 from support.processes import Ended, RealRun
@@ -193,6 +197,16 @@ def test_a_declared_job_trains_with_it(tmp_path: Path) -> None:
     assert ended.summary["status"] == "finished", ended.err
     assert ended.summary["replicas_agree"] is True
     assert ended.summary["scalars"]["bytes_by_formula"] == 8 * 2 * 210 * 4  # each of two workers sends half, twice
+
+
+def test_workers_of_several_hosts_are_refused(tmp_path: Path) -> None:
+    """The group would meet through a file of one host."""
+    meeting = Rendezvous(
+        "run", tmp_path, 0, 2, lambda work: pytest.fail("it waits for the others"), lambda *given: None
+    )
+    me: Any = SimpleNamespace(rendezvous=meeting, hosts=((0,), (1,)), workers=2)
+    with pytest.raises(ConfigurationError, match="makes a group within one host, and the workers are on 2; leave"):
+        TorchDistributed()._group(me)
 
 
 def test_virtual_time_refuses() -> None:

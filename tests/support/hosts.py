@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from flockstep.launchers import namespaces
+from flockstep.simulation import units
 from support.processes import COMMAND, PATIENCE
 
 SECRET = "a secret of these tests alone"
@@ -69,8 +71,10 @@ class Host:
 
 
 @contextmanager
-def network(count: int) -> Iterator[list[Host]]:
-    """So many hosts, each with a card eth0 on one bridge, which is in a namespace of its own."""
+def network(count: int, bandwidth: str | None = None) -> Iterator[list[Host]]:
+    """So many hosts, each with a card eth0 on one bridge, which is in a namespace of its own; every card sends and
+    receives at most `bandwidth`.
+    """
     if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):
         pytest.skip("network namespaces need Linux, root and ip")
     switch = f"fsw{os.getpid()}"
@@ -88,6 +92,9 @@ def network(count: int) -> Iterator[list[Host]]:
                 ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
                 ip("-n", host.name, "link", "set", "eth0", "up")
                 ip("-n", host.name, "link", "set", "lo", "up")
+                if bandwidth is not None:
+                    shape(switch, port, units.bandwidth(bandwidth))
+                    shape(host.name, "eth0", units.bandwidth(bandwidth))
         except subprocess.CalledProcessError as error:
             pytest.skip(f"this machine allows no network namespaces: {error.stderr.decode().strip()}")
         yield hosts
@@ -99,6 +106,13 @@ def network(count: int) -> Iterator[list[Host]]:
                 process.communicate()
         for name in (switch, *(host.name for host in hosts)):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def shape(name: str, card: str, rate: float) -> None:
+    """Limit what a card sends, in bytes per second; bursts last a millisecond, nothing is dropped."""
+    burst = max(namespaces.PACKETS, round(rate / 1000))
+    limit = ["rate", f"{round(8 * rate)}bit", "burst", str(burst), "latency", namespaces.BUFFER]
+    ip("netns", "exec", name, "tc", "qdisc", "add", "dev", card, "root", "tbf", *limit)
 
 
 def on_all(hosts: Sequence[Host], *arguments: str | Path, first: Sequence[str | Path] = ()) -> list[Ended]:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from flockstep.launchers.health import SETTLING, Health
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 
 
 class Process:
     """A process that ends when the test says so."""
+
+    reason: str | None = None
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -62,6 +65,16 @@ def test_an_exit_code_and_a_broken_link_together_tell_at_once() -> None:
     node.process.code, node.link.broken = -9, True
     assert node.gone() == "worker 0 was killed by SIGKILL"
     assert node.health.ended(0)
+
+
+def test_what_another_host_says_of_the_end_is_believed() -> None:
+    """It judges by its own memory, not by that of this host."""
+    node = Watched(local=True)
+    node.health = Health({0: node.process}, {0: node.link}, 5.0, OutOfMemoryDetector(iter((3, 4)).__next__))  # type: ignore[dict-item]
+    node.process.code, node.link.broken, node.process.reason = -9, True, ""
+    assert node.gone() == "worker 0 was killed by SIGKILL"
+    node.process.reason = ", probably there"
+    assert node.gone() == "worker 0 was killed by SIGKILL, probably there"
 
 
 def test_an_exit_code_alone_tells_after_the_last_words() -> None:

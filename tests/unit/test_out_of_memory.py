@@ -16,6 +16,7 @@ class Ended:
     """A process that has ended."""
 
     pid = 1
+    reason = None
 
     def __init__(self, code: int):
         self.code = code
@@ -41,7 +42,7 @@ def test_sigkill_and_a_risen_counter_are_said_to_be_want_of_memory(monkeypatch: 
 
 @pytest.mark.parametrize(("code", "after"), [(-signal.SIGKILL, 3), (-signal.SIGSEGV, 4), (1, 4)])
 def test_nothing_else_is(code: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "want of memory" not in how(code, [3, after], monkeypatch)
+    assert "lack of memory" not in how(code, [3, after], monkeypatch)
 
 
 def test_the_counter_is_read_from_the_host_and_the_control_group(

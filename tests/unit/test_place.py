@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import flockstep
 from flockstep.drivers.place import PORTS, Place, host_names, place_from, port_of, tasks_per_node
 from flockstep.errors import ConfigurationError
 from support.launch_variables import OPENMPI, SRUN, TORCHRUN
 from support.matrix import each
+from support.processes import SOURCE
 
 LAUNCHERS = {"torchrun": TORCHRUN, "mpirun": OPENMPI, "srun": SRUN}
 
@@ -52,6 +60,30 @@ def test_the_users_coordinator_comes_first() -> None:
 def test_a_coordinator_that_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(ConfigurationError, match=r"FLOCKSTEP_COORDINATOR must be HOST:PORT, got .*write node0:29400"):
         place_from({**SRUN, "FLOCKSTEP_COORDINATOR": given})
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, r"1 of 2 processes of this host did not come within 0\.5 s; .*give these a longer timeout"),
+        (1, r"rank 1 has waited 0\.5 s for the process with local rank 0 of this host"),
+    ],
+)
+def test_a_script_says_how_long_it_waits_for_the_other_processes(rank: int, said: str, tmp_path: Path) -> None:
+    place = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "2")
+    place |= dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), str(rank))
+    place |= {"PMIX_NAMESPACE": str(tmp_path), "PYTHONPATH": str(SOURCE)}
+    script = [sys.executable, "-c", "import flockstep; flockstep.join(timeout=0.5)"]
+    done = subprocess.run(
+        script, check=False, capture_output=True, text=True, env={**os.environ, **place}, cwd=tmp_path
+    )
+    assert done.returncode
+    assert re.search(said, done.stderr), done.stderr
+
+
+def test_a_timeout_of_no_time_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="timeout must be > 0 s, got 0; 600 is the default"):
+        flockstep.join(timeout=0)
 
 
 def test_an_address_of_ipv6_stands_in_brackets() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +16,19 @@ import pytest
 
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import ConfigurationError, Interrupted, PeerLost
+from flockstep.errors import ConfigurationError, Interrupted, PeerLost, RunError
 from flockstep.launchers.children import HOST_LOST
 from flockstep.launchers.host_agent import HostAgent
-from flockstep.launchers.host_messages import Accepted, Heard, Join, Refused, Stopped, decoded, encoded
+from flockstep.launchers.host_messages import Accepted, Heard, Join, Over, Refused, Stopped, decoded, encoded
 from flockstep.launchers.hosts import STRANGERS, RemoteHosts
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
 from flockstep.transports.wire import PROTOCOL
 from support.processes import PATIENCE, wait_until
 
 SECRET = b"a secret of these tests alone!!!"
+nothing: Any = lambda *given: None
 JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {"seed": "0"})
 
 
@@ -322,12 +325,15 @@ class SentMessages:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.messages: list[Any] = []
 
     def fileno(self) -> int:
         return 0
 
     def send(self, header: bytes, payloads: object = ()) -> None:
-        self.names.append(type(decoded(header)).__name__)
+        message = decoded(header)
+        self.names.append(type(message).__name__)
+        self.messages.append(message)
 
     def flush(self) -> None:
         pass
@@ -352,7 +358,7 @@ class EndedProcess:
         return True
 
     def exit_code(self) -> int:
-        return 1
+        return -signal.SIGKILL
 
     def kill(self) -> None:
         pass
@@ -364,11 +370,72 @@ class EndedProcess:
         return []
 
 
-def test_the_last_messages_of_a_process_come_before_its_end() -> None:
-    nothing: Any = lambda *given: None
+def agent_with(ended: EndedProcess, channel: SentMessages) -> Any:
     agent: Any = HostAgent(Meeting("127.0.0.1", 1, SECRET), JOIN, nothing, nothing, 5.0)
-    ended, channel = EndedProcess(100), SentMessages()
     agent._channel, agent._control, agent._frames, agent._children = channel, ended, {0: ended}, {2: ended}
+    return agent
+
+
+def test_a_host_says_that_its_process_was_killed_for_lack_of_memory(hosts: RemoteHosts) -> None:
+    sent = SentMessages()
+    agent = agent_with(EndedProcess(0), sent)
+    agent._memory = OutOfMemoryDetector(iter((0, 1)).__next__)
+    agent._turn(0.0)
+    channel = knock(hosts)
+    assert isinstance(answer(hosts, channel, JOIN), Accepted)
+    child = hosts.start(NodeSpec("run", 2, "", "", "tcp", 5.0, "", 4, 0))
+    assert child is not None
+    channel.send(encoded(sent.messages[-1]))
+    wait_until(lambda: channel.flush() or hosts.pump() or child.exit_code() is not None, PATIENCE, "its end")  # type: ignore[func-returns-value]
+    assert child.exit_code() == -signal.SIGKILL
+    assert child.reason is not None
+    assert child.reason.startswith(", probably by the kernel for lack of memory")
+    channel.close()
+
+
+def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flockstep.launchers.wait_monitor.PERIOD", 0.0)
+    meeting, placement = Meeting("127.0.0.1", 0, SECRET, 0.5), {1: range(2, 4), 2: range(4, 5)}
+    with RemoteHosts(meeting, range(1, 3), placement, 5, {}, "", 5.0, nothing) as hosts:
+        hosts.meeting = Meeting("127.0.0.1", hosts._listener.getsockname()[1], SECRET)  # type: ignore[attr-defined]
+        channel = knock(hosts)
+        assert isinstance(
+            answer(hosts, channel, msgspec.structs.replace(JOIN, nodes=3, workers=5, settings={})), Accepted
+        )
+        with pytest.raises(ConfigurationError, match=r"node 2 of 3 did not come within 0\.5 s"):
+            hosts.meet()
+        said: list[str] = []
+        agent: Any = HostAgent(Meeting("127.0.0.1", 1, SECRET), JOIN, nothing, nothing, 5.0, say=said.append)
+        for header, payloads in channel.receive():
+            agent._handle(decoded(header), payloads)
+        assert said[0] == "waiting for node 2 of 3"
+        channel.close()
+
+
+def test_a_host_says_that_the_coordinator_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something listens there, and is silent."""
+    monkeypatch.setattr("flockstep.launchers.wait_monitor.PERIOD", 0.0)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        meeting = Meeting("127.0.0.1", silent.getsockname()[1], SECRET, 0.5)
+        agent = HostAgent(meeting, JOIN, nothing, nothing, 5.0, say=said.append)
+        with pytest.raises(ConfigurationError, match=r"it did not answer for 0\.5 s"):
+            agent.run()
+    assert said[0] == f"waiting for the coordinator at {meeting.where} (connected, and it has not answered yet)"
+
+
+def test_hosts_are_told_how_the_run_has_ended(hosts: RemoteHosts) -> None:
+    channel = knock(hosts)
+    assert isinstance(answer(hosts, channel, JOIN), Accepted)
+    with pytest.raises(RunError, match="evaluation"), hosts:
+        raise RunError("the evaluation failed")
+    assert [decoded(header) for header, _ in channel.receive()] == [Over("the evaluation failed", 1)]
+    channel.close()
+
+
+def test_the_last_messages_of_a_process_come_before_its_end() -> None:
+    ended, channel = EndedProcess(100), SentMessages()
+    agent = agent_with(ended, channel)
     for _ in range(10):
         agent._turn(0.0)
     assert channel.names[:100] == ["FramesOf"] * 100

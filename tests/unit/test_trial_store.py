@@ -13,7 +13,7 @@ from flockstep.costs.cluster_reading import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data
 from flockstep.planning.job_profile import Site, task_of
-from flockstep.planning.trial_store import FILE, TrialStore, digest, settings_of
+from flockstep.planning.trial_store import FILE, TrialStore, digest, trial_settings
 from flockstep.planning.trials import Trial, TrialContext
 
 TARGET = 0.9
@@ -34,7 +34,7 @@ def test_trials_of_a_job_that_was_changed_are_not_taken_up(old: str, new: str, r
         (tmp_path / "kept_job.py").write_text(text)
         sys.modules.pop("flockstep_job_kept_job", None)
         site = Site(task_of(str(tmp_path / "kept_job.py")), load_cluster("lab-1gbit"))
-        return settings_of(TrialContext(site), 4, TARGET, 0, "iid")
+        return trial_settings(TrialContext(site), 4, TARGET, 0, "iid")
 
     before = settings(JOB_FILE)
     assert settings(JOB_FILE) == before

@@ -27,7 +27,7 @@ from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.search import Found, Search, SearchProgress, most_promising
 from flockstep.planning.search_space import changed, knobs
 from flockstep.planning.step_prediction import ALONE
-from flockstep.planning.trial_store import FILE, TrialStore, settings_of
+from flockstep.planning.trial_store import FILE, TrialStore, trial_settings
 from flockstep.planning.trials import Trial, TrialContext, averaging, goal_of, trial
 from flockstep.records.config import RunConfig
 from flockstep.strategies.all_reduce import AllReduce
@@ -218,7 +218,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 
 def search(outlook: Outlook, keep: Path | None = None, trials: int = 6, seed: int = 0, **more: float) -> Search:
-    kept = TrialStore(settings_of(TrialContext(outlook.site), outlook.workers, TARGET, seed, "iid"), keep)
+    kept = TrialStore(trial_settings(TrialContext(outlook.site), outlook.workers, TARGET, seed, "iid"), keep)
     return Search(outlook, most_promising(outlook, 3), kept, trials, more.get("budget"), TARGET, seed)
 
 

@@ -14,7 +14,7 @@ from flockstep.planning.advice import unfit
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan_text import short
 from flockstep.planning.search import TOP, Found, Search, SearchProgress, most_promising
-from flockstep.planning.trial_store import TrialStore, settings_of
+from flockstep.planning.trial_store import TrialStore, trial_settings
 from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, goal_of
 from flockstep.report import formatting
 from flockstep.report.page import Listing
@@ -83,7 +83,7 @@ def _begun(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: 
     whole = all_requirements(outlook, requirements)
     excluded = () if named else (one.name for one in outlook.predictions if unfit(one, outlook, whole))
     top = asked.top if asked.top is not None else len(outlook.predictions) if named else TOP
-    kept = TrialStore(settings_of(context, outlook.workers, target, asked.seed, asked.split), asked.keep)
+    kept = TrialStore(trial_settings(context, outlook.workers, target, asked.seed, asked.split), asked.keep)
     return Search(
         outlook,
         most_promising(outlook, top, excluded),

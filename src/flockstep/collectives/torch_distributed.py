@@ -103,6 +103,7 @@ class TorchDistributed(Collective):
 
         Raises:
             CompositionError: the workers are not separate processes.
+            ConfigurationError: the workers are on several hosts.
         """
         meeting = me.rendezvous
         if meeting is None:
@@ -115,7 +116,7 @@ class TorchDistributed(Collective):
                 from flockstep.transports.process_groups import ProcessGroup
             except ModuleNotFoundError:
                 raise MissingDependency.of("PyTorch", "torch", str(self)) from None
-            meeting.held[self.backend] = ProcessGroup(self.backend, meeting)
+            meeting.held[self.backend] = ProcessGroup(self.backend, meeting, len(me.hosts))
         group = meeting.held[self.backend]
         return group  # type: ignore[return-value]
 

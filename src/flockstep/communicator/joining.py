@@ -17,6 +17,7 @@ from flockstep.communicator.communicator import MAX_BYTES, Communicator
 from flockstep.communicator.encoded import NOTES
 from flockstep.communicator.engine import Alone
 from flockstep.communicator.rank import Rank
+from flockstep.drivers.adoption import TIMEOUT
 from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
 from flockstep.drivers.membership import Membership, membership_here, set_membership
@@ -136,11 +137,11 @@ class ScriptMembership(Membership):
             self._hook(kind, error, trace)
 
 
-def join(max_bytes: int = MAX_BYTES) -> Communicator:
+def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
     """Return the communicator of this process; see `flockstep.join`."""
     if not 1 <= max_bytes < 1 << 62:
         raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
-    node_spec, membership = enter_run(), membership_here()
+    node_spec, membership = enter_run(timeout), membership_here()
     if node_spec is None:
         require_own_process("join")
         return Communicator(Rank(0, 1, 0), Alone(), max_bytes)

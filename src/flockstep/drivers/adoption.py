@@ -28,8 +28,8 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.place import Place
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, of_kind
 
-PATIENCE = 600.0
-"""Seconds a process waits for the agent of its host."""
+TIMEOUT = 600.0
+"""Default time in seconds within which all processes of a run must have come."""
 REMIND = 10.0
 """Seconds between two lines about what is waited for."""
 RETRY = 0.02
@@ -72,8 +72,10 @@ def folder_of(place: Place) -> Path:
     return Path(tempfile.gettempdir()) / f"flockstep-{name}"
 
 
-def adopt(place: Place, script: str) -> NodeSpec:
+def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
     """Join the run of the processes that a launcher has started; the node specification of this one.
+
+    `timeout`: seconds within which all processes must have come; that of local rank 0 counts for the hosts.
 
     Raises:
         ConfigurationError: the run cannot begin.
@@ -81,9 +83,9 @@ def adopt(place: Place, script: str) -> NodeSpec:
     """
     folder = folder_of(place)
     if place.local_rank == 0:
-        _start_agent(place, folder, script)
+        _start_agent(place, folder, script, timeout)
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(_connected(place, folder))
+        sock = stack.enter_context(_connected(place, folder, timeout))
         sock.sendall(_line(Introduction(place.rank, place.workers, os.getpid(), __version__)))
         answer = _answer(sock)
         if answer.spec is None:
@@ -106,11 +108,11 @@ def say_nothing_of(error: FlockstepError) -> None:
     sys.excepthook = quiet
 
 
-def _start_agent(place: Place, folder: Path, script: str) -> None:
+def _start_agent(place: Place, folder: Path, script: str, timeout: float) -> None:
     """Start the agent, which takes over a socket that listens already."""
     with _listening(folder) as listener:
         words = [sys.executable, "-P", "-c", _AGENT, str(Path(__file__).parents[2])]
-        words += [str(listener.fileno()), msgspec.json.encode(place).decode(), script]
+        words += [str(listener.fileno()), msgspec.json.encode(place).decode(), script, str(timeout)]
         agent = subprocess.Popen(  # in a session of its own: it outlives the processes, to complete the record
             words, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()], start_new_session=True
         )
@@ -147,9 +149,9 @@ def _require_own(folder: Path) -> None:
         raise ConfigurationError(f"{folder} belongs to another user; remove it, or set TMPDIR to a folder of your own")
 
 
-def _connected(place: Place, folder: Path) -> socket.socket:
+def _connected(place: Place, folder: Path, timeout: float) -> socket.socket:
     """A connection to the agent of this host, as soon as it is there."""
-    until, reminded = time.monotonic() + PATIENCE, time.monotonic()
+    until, reminded = time.monotonic() + timeout, time.monotonic()
     while True:
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -165,7 +167,7 @@ def _connected(place: Place, folder: Path) -> socket.socket:
         now = time.monotonic()
         if now > until:
             raise ConfigurationError(
-                f"rank {place.rank} has waited {PATIENCE:g} s for the process with local rank 0 of this host, which "
+                f"rank {place.rank} has waited {timeout:g} s for the process with local rank 0 of this host, which "
                 f"{place.by} should have started; every process must call flockstep.distribute or flockstep.join"
             )
         if now - reminded > REMIND:

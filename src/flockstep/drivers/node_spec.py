@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 import msgspec
 
-from flockstep.drivers.adoption import adopt, say_nothing_of
+from flockstep.drivers.adoption import TIMEOUT, adopt, say_nothing_of
 from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
 from flockstep.drivers.place import place_from
 from flockstep.errors import ConfigurationError, FlockstepError
@@ -51,17 +51,19 @@ def require_own_process(name: str) -> None:
         )
 
 
-def enter_run() -> NodeSpec | None:
+def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
     """The node specification of this process; that of a process which torchrun, mpirun or srun has started comes from
-    the agent of its host.
+    the agent of its host, which waits up to `timeout` seconds for all processes.
 
     Raises:
-        ConfigurationError: the run cannot begin.
+        ConfigurationError: the run cannot begin, or `timeout` is not > 0.
         RunError: the agent has ended.
     """
+    if not timeout > 0:
+        raise ConfigurationError(f"timeout must be > 0 s, got {timeout:g}; {TIMEOUT:g} is the default")
     place = None if NODE_SPEC in os.environ else place_from(os.environ)
     if place is not None:
-        os.environ[NODE_SPEC] = spec_to_text(adopt(place, sys.argv[0]))
+        os.environ[NODE_SPEC] = spec_to_text(adopt(place, sys.argv[0], timeout))
     return spec_from_environment()
 
 
@@ -97,8 +99,10 @@ def place_of_script() -> tuple[int, int]:
 
 
 @contextmanager
-def joining_run(name: str) -> Iterator[None]:
+def joining_run(name: str, timeout: float = TIMEOUT) -> Iterator[None]:
     """Context manager in which `flockstep.{name}` joins the run: custom components are imported, and errors reported.
+
+    `timeout`: see `enter_run`.
 
     Raises:
         ConfigurationError: the script of a launched run has started this process, or the run cannot begin.
@@ -106,7 +110,7 @@ def joining_run(name: str) -> Iterator[None]:
     from flockstep.frameworks.job import import_components
 
     require_own_process(name)
-    node_spec = enter_run()
+    node_spec = enter_run(timeout)
     try:
         import_components(node_spec.imports if node_spec is not None else ())
         yield

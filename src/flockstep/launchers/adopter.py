@@ -25,12 +25,12 @@ from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, Ru
 from flockstep.launchers.children import ENDED, Child
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import BETWEEN_HOSTS, HEARTBEAT, settings_of
-from flockstep.launchers.host_agent import REMIND, HostAgent, on_host
+from flockstep.launchers.host_agent import HostAgent, on_host
 from flockstep.launchers.host_messages import Accepted, Join
-from flockstep.launchers.hosts import RemoteHosts
-from flockstep.launchers.meeting import TIMEOUT, Meeting, meeting_at, read_secret
+from flockstep.launchers.hosts import OtherHosts, RemoteHosts
+from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
 from flockstep.launchers.script import supervise
-from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.transports.base import Transport
@@ -42,6 +42,8 @@ LONGEST = 1 << 12
 
 class Adopted:
     """A process of this host that a launcher has started, as a child of the run."""
+
+    reason: str | None = None
 
     def __init__(self, sock: socket.socket, introduction: Introduction):
         self.pid = introduction.process
@@ -101,6 +103,8 @@ class Adopter:
     """The place of the process that has started the agent."""
     script: str
     """The script's path."""
+    timeout: float
+    """Seconds within which all hosts must have come."""
     folder: Callable[[None, str], Path]
     """Returns the folder for the record of a run that is called so."""
 
@@ -123,7 +127,7 @@ class Adopter:
             RunError: the run failed.
         """
         if self.place.all_here:
-            self._coordinate(processes, self.config, None)
+            self._coordinate(processes, self.config, OtherHosts())
             return
         meeting = self._meeting()
         node = min(processes) if self.place.node_rank is None else self.place.node_rank
@@ -134,11 +138,8 @@ class Adopter:
         config, own = self.config, sorted(processes)
         here = on_host(Transport.parse(BETWEEN_HOSTS), meeting.address())
         settings, text = settings_of(config), config.to_toml()
-        hosts = RemoteHosts(meeting, range(1, nodes), None, config.workers, settings, text, HEARTBEAT, own=own)
-        try:
+        with RemoteHosts(meeting, range(1, nodes), None, config.workers, settings, text, HEARTBEAT, own=own) as hosts:
             self._coordinate(processes, dataclasses.replace(config, transport=str(here)), hosts)
-        finally:
-            hosts.close("the run could not begin", 1)
 
     def _meeting(self) -> Meeting:
         if self.place.coordinator is None:
@@ -147,9 +148,9 @@ class Adopter:
                 "address of that host and a free port there, and FLOCKSTEP_SECRET to every process (Open MPI: -x NAME; "
                 "MPICH: -genv NAME VALUE)"
             )
-        return meeting_at(self.place.coordinator, read_secret(None))
+        return meeting_at(self.place.coordinator, read_secret(None), self.timeout)
 
-    def _coordinate(self, processes: Mapping[int, Adopted], config: RunConfig, hosts: RemoteHosts | None) -> None:
+    def _coordinate(self, processes: Mapping[int, Adopted], config: RunConfig, hosts: OtherHosts) -> None:
         place = self.folder(None, f"launch-{Path(self.script).stem}")
         record = RunFolder(place)
         with record.created(config, False):
@@ -167,15 +168,15 @@ class Adopter:
         HostAgent(meeting, Join(*words, watches=True), begin, start_server, HEARTBEAT).run()
 
 
-def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted]) -> None:
-    """Wait until all processes of this host have introduced themselves.
+def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted], timeout: float) -> None:
+    """Wait up to `timeout` seconds until all processes of this host have introduced themselves.
 
     Raises:
         ConfigurationError: they do not belong to one run, or some do not come in time.
         RunError: one has ended.
     """
     listener.settimeout(0.05)
-    until, reminded = time.monotonic() + TIMEOUT, time.monotonic()
+    until, reminder = time.monotonic() + timeout, Reminder()
     while len(found) < place.local_workers:
         with contextlib.suppress(TimeoutError):
             one = _introduced(listener.accept()[0], place)
@@ -185,15 +186,13 @@ def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted]) ->
         for one in found.values():
             if one.exit_code() is not None:
                 raise RunError(f"worker {one.rank} has ended before all workers of its host had come")
-        now, missing = time.monotonic(), f"{place.local_workers - len(found)} of {place.local_workers} processes"
-        if now > until:
+        missing = f"{place.local_workers - len(found)} of {place.local_workers} processes"
+        if time.monotonic() > until:
             raise ConfigurationError(
-                f"{missing} of this host did not come within {TIMEOUT:g} s; every process must call "
-                "flockstep.distribute or flockstep.join"
+                f"{missing} of this host did not come within {timeout:g} s; every process must call "
+                "flockstep.distribute or flockstep.join, or give these a longer timeout"
             )
-        if now - reminded > REMIND:
-            reminded = now
-            on_stderr(f"waiting for {missing} of this host; ranks {', '.join(map(str, sorted(found)))} are here")
+        reminder.remind(f"{missing} of this host; ranks {', '.join(map(str, sorted(found)))} are here")
 
 
 def _introduced(sock: socket.socket, place: Place) -> Adopted:
@@ -234,11 +233,12 @@ def _told(found: Mapping[int, Adopted]) -> Iterator[None]:
 
 
 def main(folder: Callable[[None, str], Path]) -> None:
-    """Be the agent: arguments are the descriptor of a listening Unix socket, the place as JSON, and the script.
+    """Be the agent: arguments are the descriptor of a listening Unix socket, the place as JSON, the script, and the
+    seconds within which all processes must have come.
 
     `folder` returns the folder for the record of a run that is called so.
     """
-    descriptor, text, script = sys.argv[1:]
+    descriptor, text, script, timeout = sys.argv[1:]
     for kind in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, _stop)
     place = msgspec.json.decode(text, type=Place)
@@ -246,7 +246,7 @@ def main(folder: Callable[[None, str], Path]) -> None:
     with _told(found):
         try:
             with socket.socket(fileno=int(descriptor)) as listener:
-                adopted(listener, place, found)
+                adopted(listener, place, found, float(timeout))
         finally:
             shutil.rmtree(folder_of(place), ignore_errors=True)
-        Adopter(place, script, folder).run(found)
+        Adopter(place, script, float(timeout), folder).run(found)

@@ -47,6 +47,8 @@ class Child(Protocol):
     """A process that this process has started."""
 
     pid: int
+    reason: str | None
+    """What another host, on which it ran, adds about its end; None: it runs on this host."""
 
     def exit_code(self) -> int | None:
         """Exit code of the process: None while the process runs, -n if signal n ended the process."""
@@ -57,6 +59,8 @@ class Child(Protocol):
 
 class Forked:
     """A child process forked from the fork server."""
+
+    reason: str | None = None
 
     def __init__(self, process: BaseProcess):
         self._process = process
@@ -73,6 +77,8 @@ class Forked:
 
 class Script:
     """A child process that runs a user's script."""
+
+    reason: str | None = None
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], sink: Sink, stdin: IO[bytes] | None = None):
         """Start the script; `sink` takes the output of the script in whole lines.

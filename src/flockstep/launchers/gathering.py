@@ -94,8 +94,7 @@ class Gathering:
         hosts = RemoteHosts(
             self.meeting, others, placement, config.workers, settings, config.to_toml(), heartbeat, own=own
         )
-        stack.callback(hosts.close, "the run could not begin", 1)
-        return hosts
+        return stack.enter_context(hosts)
 
     def serve(
         self, config: RunConfig, settings: dict[str, str], start_worker: Callable[[NodeSpec, Accepted], Child]

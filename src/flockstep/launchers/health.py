@@ -60,7 +60,8 @@ class Health:
         if code is None:
             ended = "" if child is not None else "has ended, or "
             return f"{node_name(address)} {ended}has not answered for {self._heartbeat:g} s"
-        how = f"{node_name(address)} {how_it_ended(code)}{self._memory.explain(code)}"
+        other = None if child is None else child.reason
+        how = f"{node_name(address)} {how_it_ended(code)}{self._memory.explain(code) if other is None else other}"
         return (
             f"{how} without joining the run (a script joins it by calling flockstep.distribute or flockstep.join)"
             if code == 0 and link is None

@@ -35,12 +35,14 @@ from flockstep.launchers.host_messages import (
     ServerSpec,
     Start,
     Stopped,
+    Waiting,
     decoded,
     encoded,
 )
-from flockstep.launchers.meeting import Meeting
+from flockstep.launchers.meeting import WAIT_LONGER, Meeting
+from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.launchers.scratch import scratch
-from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import node_name
 from flockstep.transports.base import Transport
 from flockstep.transports.host_channel import HostChannel
@@ -49,8 +51,6 @@ from flockstep.transports.links import Control, LocalFrames
 
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
-REMIND = 10.0
-"""Seconds between two lines about what is waited for."""
 POLL = 0.05
 """Seconds between two looks at the processes."""
 GRACE = 3.0
@@ -87,6 +87,7 @@ class HostAgent:
         self._frames: dict[int, LocalFrames] = {}
         self._children: dict[int, Child] = {}
         self._reported: set[int] = set()
+        self._memory = OutOfMemoryDetector()
         self._over: Over | None = None
         self._broken: set[int] = set()
         """Broken connections that the coordinator does not know of yet."""
@@ -135,7 +136,7 @@ class HostAgent:
 
     def _reach(self) -> HostChannel:
         """Connect to the coordinator, as soon as it listens, and prove the secret."""
-        until, reminded, why = time.monotonic() + self._meeting.timeout, time.monotonic(), ""
+        until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         while True:
             try:
                 sock = self._meeting.connect(RETRY)
@@ -146,18 +147,17 @@ class HostAgent:
             if time.monotonic() > until:
                 raise ConfigurationError(
                     f"no coordinator answers at {self._meeting.where} within {self._meeting.timeout:g} s ({why}); "
-                    "start node 0, check the address, the firewall and the route, or raise --timeout"
+                    f"start node 0, check the address, the firewall and the route, or {WAIT_LONGER}"
                 )
-            if time.monotonic() - reminded > REMIND:
-                reminded = time.monotonic()
-                self._say(f"waiting for the coordinator at {self._meeting.where} ({why})")
+            reminder.remind(f"the coordinator at {self._meeting.where} ({why})")
             time.sleep(RETRY)
 
     def _proved(self, channel: HostChannel) -> HostChannel:
         """Wait for the end of the handshake."""
-        until = time.monotonic() + self._meeting.timeout
+        until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         try:
             while not channel.established:
+                reminder.remind(f"the coordinator at {self._meeting.where} (connected, and it has not answered yet)")
                 channel.flush()
                 self._meeting.wait(channel, RETRY)
                 channel.receive()
@@ -175,7 +175,9 @@ class HostAgent:
     def _admitted(self) -> Accepted:
         """Introduce this host, and wait for the coordinator's answer."""
         self._send(self._join)
+        reminder = Reminder(self._say)
         while True:
+            reminder.remind(f"the coordinator at {self._meeting.where} to let this host in")
             self._meeting.wait(self._channel, RETRY)
             arrived = self._received()
             for at, (message, _) in enumerate(arrived):
@@ -232,7 +234,7 @@ class HostAgent:
         for address, code in ended.items():
             if code is not None and address not in self._reported:
                 self._reported.add(address)
-                self._send(Exited(address, code))
+                self._send(Exited(address, code, self._memory.explain(code)))
 
     def _forward(self, link: int, frames: LocalFrames) -> bool:
         """Forward messages of a process, at most so many; return whether none is left."""
@@ -244,6 +246,8 @@ class HostAgent:
 
     def _handle(self, message: AnyHostMessage, payloads: list[memoryview]) -> None:
         match message:
+            case Waiting():
+                self._say(f"waiting for {message.text}")
             case Start():
                 self._try_to_start(message)
             case Open():

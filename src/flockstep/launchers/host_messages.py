@@ -1,7 +1,7 @@
 """Messages between the coordinator of a run and the agents of its hosts.
 
 agent → coordinator   Join: which host this is, what it would run, and how many workers
-coordinator → agent   Accepted, or Refused with the reason
+coordinator → agent   Accepted, or Refused with the reason; Waiting while others have not come
 coordinator → agent   Start for each process; Open for each connection to one
 both                  Frames of such a connection
 agent → coordinator   Heard on the control socket of the host; Broken connections; Exited processes; Stopped by its user
@@ -50,6 +50,12 @@ class Accepted(HostMessage, frozen=True):
     """Message to a host agent: the agent takes part; `config` is the run's configuration as TOML."""
 
     config: str
+
+
+class Waiting(HostMessage, frozen=True):
+    """Message to a host agent: `text` says which hosts or ranks have not come yet."""
+
+    text: str
 
 
 class ServerSpec(msgspec.Struct, frozen=True):
@@ -104,10 +110,11 @@ class Heard(HostMessage, frozen=True):
 
 
 class Exited(HostMessage, frozen=True):
-    """Message of a host agent: a process has ended with that exit code."""
+    """Message of a host agent: a process has ended with that exit code; `reason` adds to it."""
 
     address: int
     code: int
+    reason: str = ""
 
 
 class Kill(HostMessage, frozen=True):
@@ -131,8 +138,9 @@ class Over(HostMessage, frozen=True):
 
 
 AnyHostMessage = (
-    Join | Refused | Accepted | Start | Open | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped | Over
-)
+    Join | Refused | Accepted | Waiting | Start | Open | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped
+    | Over
+)  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(AnyHostMessage)
 _encoder = msgspec.msgpack.Encoder()
 

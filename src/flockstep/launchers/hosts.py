@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import ConfigurationError, Interrupted, PeerLost, ProtocolError, RunError
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import HOST_LOST, Child
-from flockstep.launchers.host_agent import REMIND, differing
+from flockstep.launchers.host_agent import differing
 from flockstep.launchers.host_messages import (
     Accepted,
     AnyHostMessage,
@@ -32,11 +34,12 @@ from flockstep.launchers.host_messages import (
     ServerSpec,
     Start,
     Stopped,
+    Waiting,
     decoded,
     encoded,
 )
-from flockstep.launchers.meeting import Meeting
-from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.launchers.meeting import WAIT_LONGER, Meeting
+from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import Address
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.links import Buffer, Frames
@@ -68,6 +71,7 @@ class RemoteChild:
         self._host = host
         self._address = address
         self.code: int | None = None
+        self.reason: str | None = ""
 
     def exit_code(self) -> int | None:
         """Exit code of the process: None while the process runs, -n if signal n ended the process."""
@@ -134,8 +138,79 @@ class Host:
         return f"node {self.join.node} ({self.join.name})"
 
 
-class RemoteHosts:
-    """The other hosts of a run."""
+class OtherHosts:
+    """The other hosts of a run. This class stands for none."""
+
+    rejected = 0
+    """Number of connections that were turned away."""
+    waiting = False
+    """Whether messages have arrived that nobody has taken."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Tell the hosts that the run is over, and how it ended."""
+        code = error.exit_code if isinstance(error, FlockstepError) else 1
+        self.close("" if error is None else str(error) or type(error).__name__, 0 if error is None else code)
+
+    def meet(self) -> None:
+        """Wait until the agents of all other hosts have joined.
+
+        Raises:
+            ConfigurationError: some did not come in time.
+        """
+
+    def require_running(self) -> None:
+        """Raise what another host has asked for.
+
+        Raises:
+            Interrupted: its user stops the run.
+            RunError: it cannot do its part.
+        """
+
+    def takes_server(self, index: int) -> bool:
+        """Whether that server runs on another host: servers are placed on all hosts with workers in turn."""
+        return False
+
+    def has(self, address: Address) -> bool:
+        """Whether a process is on another host."""
+        return False
+
+    def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
+        """Let the agent of its host start a worker, or any agent a server; None if the worker's process exists
+        already.
+        """
+        raise LookupError(f"{spec.address} is on no other host")
+
+    def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
+        """Connect to the process, which listens at `endpoint` on its host."""
+        raise LookupError(f"{address} is on no other host")
+
+    def descriptors(self) -> dict[int, bool]:
+        """File descriptors to wait for, each with whether it has to accept output."""
+        return {}
+
+    def heard(self) -> Iterator[bytes]:
+        """Messages on the control sockets of the other hosts since the last call."""
+        yield from ()
+
+    def pump(self) -> None:
+        """Handle what has arrived, and send what waits."""
+
+    def abandon(self) -> None:
+        """Count hosts as lost whose processes do not end although they were told to."""
+
+    def close(self, reason: str, code: int) -> None:
+        """Tell the hosts that the run is over, and why it failed: they end what is left of their processes. Closing
+        again has no effect.
+        """
+
+
+class RemoteHosts(OtherHosts):
+    """The other hosts of a run, each with an agent."""
 
     def __init__(
         self,
@@ -180,16 +255,9 @@ class RemoteHosts:
         self._links = itertools.count()
         self._named: set[str] = set()
         """Addresses about which a line was printed."""
-        self.rejected = 0
-        """Number of connections that were turned away."""
 
     def meet(self) -> None:
-        """Wait until the agents of all other hosts have joined.
-
-        Raises:
-            ConfigurationError: some did not come in time.
-        """
-        until, reminded = time.monotonic() + self._meeting.timeout, time.monotonic()
+        until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         while missing := self._missing():
             time.sleep(POLL)
             self.pump()
@@ -198,11 +266,11 @@ class RemoteHosts:
             if time.monotonic() > until:
                 raise ConfigurationError(
                     f"{missing} did not come within {self._meeting.timeout:g} s; start flockstep there with "
-                    f"--coordinator {self._meeting.where}, or raise --timeout"
+                    f"--coordinator {self._meeting.where}, or {WAIT_LONGER}"
                 )
-            if time.monotonic() - reminded > REMIND:
-                reminded = time.monotonic()
-                self._say(f"waiting for {missing} at {self._meeting.where}")
+            if reminder.remind(f"{missing} at {self._meeting.where}"):
+                for host in self._hosts.values():
+                    host.send(Waiting(missing))
         ranks = sorted([*self._where, *self._own])
         if self._placement is None and ranks != list(range(self._workers)):
             raise ConfigurationError(
@@ -217,12 +285,6 @@ class RemoteHosts:
         return _listed("node", [node for node in self._nodes if node not in self._hosts], self._nodes.stop)
 
     def require_running(self) -> None:
-        """Raise what another host has asked for.
-
-        Raises:
-            Interrupted: its user stops the run.
-            RunError: it cannot do its part.
-        """
         if self._stopped is not None:
             raise (RunError if self._stopped.failed else Interrupted)(self._stopped.reason)
 
@@ -232,18 +294,13 @@ class RemoteHosts:
                 raise PeerLost(f"{host.title} was lost {when}: {host.lost}")
 
     def takes_server(self, index: int) -> bool:
-        """Whether that server runs on another host: servers are placed on all hosts with workers in turn."""
         here = bool(self._own)
         return bool((index % (len(self._hosts) + here)) or not here)
 
     def has(self, address: Address) -> bool:
-        """Whether a process is on another host."""
         return address in self._where
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
-        """Let the agent of its host start a worker, or any agent a server; None if the worker's process exists
-        already.
-        """
         if server is not None:
             here = bool(self._own)
             turn = server.index % (len(self._hosts) + here) - here
@@ -256,25 +313,21 @@ class RemoteHosts:
         return child
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> RemoteFrames:
-        """Connect to the process, which listens at `endpoint` on its host."""
         host, link = self._where[address], next(self._links)
         host.send(Open(link, endpoint, max_bytes))
         frames = host.frames[link] = RemoteFrames(host, link)
         return frames
 
     def descriptors(self) -> dict[int, bool]:
-        """File descriptors to wait for, each with whether it has to accept output."""
         channels = [host.channel for host in self._hosts.values() if not host.lost]
         channels += [channel for _, channel in self._strangers]
         return {self._listener.fileno(): False, **{one.fileno(): one.blocked for one in channels}}
 
     def heard(self) -> Iterator[bytes]:
-        """Messages on the control sockets of the other hosts since the last call."""
         found, self._heard = self._heard, []
         yield from found
 
     def pump(self) -> None:
-        """Handle what has arrived, and send what waits."""
         self._accept()
         for begun, channel in list(self._strangers):
             self._admit(begun, channel)
@@ -283,12 +336,11 @@ class RemoteHosts:
                 self._serve(host)
 
     @property
-    def waiting(self) -> bool:
+    def waiting(self) -> bool:  # type: ignore[override]
         """Whether messages have arrived that nobody has taken."""
         return bool(self._heard) or any(host.waiting for host in self._hosts.values())
 
     def abandon(self) -> None:
-        """Count hosts as lost whose processes do not end although they were told to."""
         for host in self._hosts.values():
             if not host.lost and any(child.code is None for child in host.children.values()):
                 self._lose(host, "its processes do not end")
@@ -403,16 +455,13 @@ class RemoteHosts:
                     frames.broke = True
             case Exited():
                 if (child := host.children.get(message.address)) is not None:
-                    child.code = message.code
+                    child.code, child.reason = message.code, message.reason
             case Stopped():
                 self._stopped = self._stopped or message
             case _:
                 raise ProtocolError(f"an agent sent {type(message).__name__}")
 
     def close(self, reason: str, code: int) -> None:
-        """Tell the hosts that the run is over, and why it failed: they end what is left of their processes. Closing
-        again has no effect.
-        """
         if self._listener.fileno() < 0:
             return
         until = time.monotonic() + LINGER

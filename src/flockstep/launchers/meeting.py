@@ -20,6 +20,10 @@ SHORTEST = 16
 """Fewest characters of a secret: a stranger could guess a shorter one from a recorded proof."""
 TIMEOUT = 600.0
 """Default time in seconds within which all hosts must have come."""
+WAIT_LONGER = (
+    "raise --timeout, or the argument timeout of flockstep.distribute in a script that torchrun or mpirun starts"
+)
+"""What a user can do against a wait that ends."""
 
 
 @dataclass(frozen=True)

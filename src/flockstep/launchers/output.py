@@ -46,8 +46,8 @@ def to_terminal(stream: int, data: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Output:
-    """What happens with the scripts' output."""
+class OutputOptions:
+    """What a user chooses for the scripts' output."""
 
     ranks: Literal["all", "rank0", "none"] = "all"
     """Ranks whose output is shown."""
@@ -55,6 +55,12 @@ class Output:
     """Whether each line that is shown begins with its rank."""
     folder: Path | None = None
     """Folder for the output of every rank: `rank-3.out` and `rank-3.err`; None: no files."""
+
+
+@dataclass(frozen=True)
+class Output(OutputOptions):
+    """What happens with the scripts' output."""
+
     show: Sink = to_terminal
     """Shows whole lines."""
 

@@ -18,7 +18,7 @@ from flockstep.launchers import script_entry
 from flockstep.launchers.children import Child, Script, drain_all, refuse_program
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
-from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
@@ -84,7 +84,7 @@ def launch(
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
     with contextlib.ExitStack() as stack:
-        hosts = None if gathering is None else gathering.hosts(config, settings, stack)
+        hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
         start = ScriptStarter(script, arguments, config, output, gathering)
         supervise(start, config, record, hosts, start.close, show)
@@ -165,7 +165,7 @@ def supervise(
     start: Callable[[NodeSpec], Child],
     config: RunConfig,
     record: RunFolder,
-    hosts: RemoteHosts | None,
+    hosts: OtherHosts,
     ended: Callable[[], None] = lambda: None,
     show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
 ) -> None:
@@ -173,7 +173,7 @@ def supervise(
 
     Args:
         start: starts a worker of this host.
-        hosts: the other hosts; None: there are none.
+        hosts: the other hosts.
         ended: called when all processes have ended, before the record is completed.
         show: called from time to time with the state of every node, by address.
 

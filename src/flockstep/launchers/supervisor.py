@@ -31,7 +31,7 @@ from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerpri
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.health import Health
 from flockstep.launchers.host_messages import ServerSpec
-from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
@@ -91,7 +91,7 @@ class Supervisor:
         patience: float | None = GRACE,
         step_timeout: float | None = None,
         evaluation: SnapshotHandler | None = None,
-        hosts: RemoteHosts | None = None,
+        hosts: OtherHosts | None = None,
         seed: int = 0,
         imports: tuple[str, ...] = (),
         every: int = 0,
@@ -114,7 +114,7 @@ class Supervisor:
         self._start_server = start_server
         self._show = show
         self._patience = patience
-        self._hosts = hosts
+        self._hosts = hosts or OtherHosts()
         self._seed = seed
         self._imports = imports
         self._every = every
@@ -163,13 +163,11 @@ class Supervisor:
             self._end_all()
         except KeyboardInterrupt:  # a second request to end
             kill_all(list(self.children.values()))
-            self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
-        if self._hosts is not None:
-            failure = self.outcome.error
-            self._hosts.close("" if failure is None else str(failure), 0 if failure is None else failure.exit_code)
-            if self._hosts.rejected:
-                many = f"{self._hosts.rejected} connections to the coordinator's port were turned away"
-                self.outcome.warnings.append(many)
+            why = self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
+            self._hosts.close(str(why), why.exit_code)
+        if self._hosts.rejected:
+            many = f"{self._hosts.rejected} connections to the coordinator's port were turned away"
+            self.outcome.warnings.append(many)
         self._clean_up()
         return self.outcome
 
@@ -184,12 +182,10 @@ class Supervisor:
         self._transport.prepare(self._directory)
         self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
         self._open.callback(self._control.close)
-        if self._hosts is not None:
-            self._hosts.meet()
+        self._hosts.meet()
         for rank in range(self._workers):
             spec = self._node_spec(rank)
-            there = self._hosts is not None and self._hosts.has(rank)
-            self._keep_child(rank, self._hosts.start(spec) if there and self._hosts else self._start_worker(spec))
+            self._keep_child(rank, self._hosts.start(spec) if self._hosts.has(rank) else self._start_worker(spec))
 
     def _keep_child(self, address: Address, child: Child | None) -> None:
         if child is not None:
@@ -237,8 +233,7 @@ class Supervisor:
         return bool(self._ready) and expected <= self._done
 
     def _poll(self) -> None:
-        if self._hosts is not None:
-            self._hosts.require_running()
+        self._hosts.require_running()
         if self._wait(POLL):
             for words in self._heard():
                 self._accept_control(words)
@@ -251,8 +246,6 @@ class Supervisor:
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
         frames = (link.frames for link in self._links.values())
-        if self._hosts is None:
-            return self._control.wait(frames, seconds)
         arrived = self._control.wait(frames, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
         self._hosts.pump()
         return arrived or self._hosts.waiting
@@ -260,12 +253,11 @@ class Supervisor:
     def _heard(self) -> Iterator[bytes]:
         """Messages of processes that are not linked yet."""
         yield from self._control.heard()
-        if self._hosts is not None:
-            yield from self._hosts.heard()
+        yield from self._hosts.heard()
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
         """Connect to a process, wherever it is; `endpoint`: where it listens on its host."""
-        if self._hosts is not None and self._hosts.has(address):
+        if self._hosts.has(address):
             return self._hosts.frames(address, endpoint, max_bytes)
         return self._control.frames(endpoint, max_bytes)
 
@@ -330,7 +322,7 @@ class Supervisor:
         """Start a server: on the hosts in turn, this one included if it has workers."""
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
         spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
-        if self._hosts is not None and self._hosts.takes_server(index):
+        if self._hosts.takes_server(index):
             return self._hosts.start(node_spec, spec)
         return self._start_server(node_spec, spec)
 
@@ -507,7 +499,7 @@ class Supervisor:
         deadline = None if patience is None else time.monotonic() + patience
         last = math.inf if deadline is None else deadline + 2 * GRACE
         while not all(map(self._health.ended, self.standings)):
-            if self._hosts is not None and time.monotonic() > last:
+            if time.monotonic() > last:
                 self._hosts.abandon()
             if deadline is not None and time.monotonic() > deadline:
                 kill_all(list(self.children.values()))

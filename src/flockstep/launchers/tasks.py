@@ -16,7 +16,7 @@ from flockstep.launchers.entry import worker_main
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
-from flockstep.launchers.output import SHOWN, Output
+from flockstep.launchers.output import SHOWN, Output, OutputOptions
 from flockstep.launchers.scratch import end_fork_server, scratch
 from flockstep.launchers.script import ScriptStarter
 from flockstep.records.config import RunConfig
@@ -63,7 +63,7 @@ class TaskSpec:
     """The job's or the script's file, if it is one, and those that register components."""
     arguments: tuple[str, ...]
     """Arguments of the script."""
-    output: Output
+    output: OutputOptions
 
 
 def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
@@ -85,7 +85,8 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
         if config.kind == "train":
             gathering.serve(config, settings_of(config), lambda node_spec, accepted: _worker(node_spec, config, own))
             return
-        start = ScriptStarter(Path(config.job), spec.arguments, config, spec.output, gathering)
+        shown = Output(spec.output.ranks, spec.output.prefix, spec.output.folder)
+        start = ScriptStarter(Path(config.job), spec.arguments, config, shown, gathering)
         try:
             gathering.serve(config, settings_of(config), lambda node_spec, accepted: start(node_spec))
         finally:
@@ -146,16 +147,17 @@ class TaskGathering(TaskPart, ABC):
         nodes, placement, text = range(self.nodes), self.placement(config.workers), config.to_toml()
         settings, heartbeat = settings_of(config), config.heartbeat or HEARTBEAT  # as the tasks are given them
         hosts = TaskHosts(self.meeting, nodes, placement, config.workers, settings, text, heartbeat)
-        stack.callback(hosts.close, "the run could not begin", 1)
+        stack.enter_context(hosts)  # if a task cannot be started
         hosts.failed = self.start([self._spec(config, hosts.port, node) for node in nodes], stack)
-        return hosts
+        return stack.enter_context(hosts)  # tasks are told of the end before they are ended
 
     def _spec(self, config: RunConfig, port: int, node: int) -> TaskSpec:
         paths = [path for path in (config.job, *config.imports) if Path(path).is_file()]
+        output = OutputOptions(self.output.ranks, self.output.prefix, self.output.folder)
         return TaskSpec(
             self.meeting.host, port, self.meeting.secret, self.meeting.timeout, self.nodes, node,
             tuple(self.placement(config.workers)[node]), config.to_toml(),
-            tuple(TaskFile(path, Path(path).read_bytes()) for path in paths), self.arguments, self.output,
+            tuple(TaskFile(path, Path(path).read_bytes()) for path in paths), self.arguments, output,
         )  # fmt: skip
 
     @abstractmethod

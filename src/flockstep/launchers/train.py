@@ -21,7 +21,7 @@ from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
-from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.supervisor import Outcome, Supervisor
@@ -79,7 +79,7 @@ def train(
     del engine, plan  # each holds a model; the evaluating process builds its own
     release()
     with contextlib.ExitStack() as stack:
-        hosts = None if gathering is None else gathering.hosts(config, settings, stack)
+        hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
         _train(config, record, every, policy, lambda standings: show(standings, steps), hosts, test)
     return record.read_summary()
@@ -108,7 +108,7 @@ def _train(
     every: int,
     policy: ResultPolicy,
     show: Callable[[dict[Address, NodeProgress]], None],
-    hosts: RemoteHosts | None,
+    hosts: OtherHosts,
     test: OwnData | None,
 ) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1, test)

@@ -30,6 +30,22 @@ def on_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
+class Reminder:
+    """Says what a wait is for, every ten seconds."""
+
+    def __init__(self, say: Callable[[str], None] = on_stderr):
+        self._say = say
+        self._said = time.monotonic()
+
+    def remind(self, text: str) -> bool:
+        """Say what is waited for, if ten seconds have passed since the last time; return whether they have."""
+        if time.monotonic() - self._said < PERIOD:
+            return False
+        self._said = time.monotonic()
+        self._say(f"waiting for {text}")
+        return True
+
+
 class WaitMonitor:
     """The time of each worker's last step, and what each waiting worker waits for."""
 

@@ -22,7 +22,7 @@ FILE = "trials.jsonl"
 """Name of the file in the given folder: the settings on the first line, then one trial per line."""
 
 
-def settings_of(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
+def trial_settings(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
     """Settings that must be equal for a trial to have the same result, besides those in the trial itself."""
     site, task, job = context.site, context.site.task, context.job(seed)
     return {

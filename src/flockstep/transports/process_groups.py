@@ -123,12 +123,23 @@ class Joining:
 class ProcessGroup:
     """All workers of a run as one process group of a backend."""
 
-    def __init__(self, backend: str, meeting: Rendezvous):
+    def __init__(self, backend: str, meeting: Rendezvous, hosts: int = 1):
+        """`hosts`: number of hosts of the workers.
+
+        Raises:
+            ConfigurationError: the group cannot be created, or its workers are on several hosts.
+        """
         self.backend = backend
         self._own = False
         self._meeting = meeting
         theirs = _of_script(backend, meeting)
         if theirs is None:
+            if hosts > 1 and backend != "mpi":
+                raise ConfigurationError(
+                    f"torch_distributed(backend={backend}) makes a group within one host, and the workers are on "
+                    f"{hosts}; leave collective=torch_distributed out, or let the script call "
+                    f"torch.distributed.init_process_group({backend!r}, …), whose links are not encrypted"
+                )
             joining = Joining(backend, meeting)
             meeting.attend(joining)
             self._own, theirs = True, joining.group
