@@ -72,6 +72,8 @@ def test_every_rank_gets_the_sum_with_the_same_bits(hosts: Hosts, collective: By
         got, _ = sums(hosts, collective, given)
         assert equal_bits(*got)
         np.testing.assert_allclose(got[0], given[:, 0].astype(np.float64).sum(axis=0), rtol=1e-5, atol=1e-6)
+        means = [array for _, array in over(hosts, collective.average, given)[1]]
+        assert equal_bits(got[0] / np.float32(n), *means)
 
 
 @pytest.mark.parametrize("hosts", PLACES, ids=ids)

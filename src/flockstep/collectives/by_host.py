@@ -37,15 +37,13 @@ class ByHost(Collective):
         host = next(host for host in me.hosts if me.rank in host)
         lane, shares = host.index(me.rank), dict(enumerate(slices(len(array), min(map(len, me.hosts)))))
         if (summed := me.reduce_on_host(array, len(shares), divisor)) is None:
-            await self._with_messages(me, array, shares)
-            if divisor != 1:
-                array /= divisor
+            await self._with_messages(me, array, shares, divisor)
             return
         if lane in shares:
             await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), summed[shares[lane]])
         me.gather_on_host(summed, array, len(shares), divisor)
 
-    async def _with_messages(self, me: Group, array: FlatArray, shares: dict[int, slice]) -> None:
+    async def _with_messages(self, me: Group, array: FlatArray, shares: dict[int, slice], divisor: int) -> None:
         host = next(host for host in me.hosts if me.rank in host)
         here, lane = Subgroup(me, host), host.index(me.rank)
         others = [(lane + hop) % here.workers for hop in range(1, here.workers)]
@@ -57,6 +55,8 @@ class ByHost(Collective):
             for source in others:
                 view += await here.receive_array("inside", source)
             await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), view)
+            if divisor != 1:  # each share on one worker of the host
+                view /= divisor
             here.send_all(others, "outside", view)
         for source in others:
             if source in shares:
