@@ -280,13 +280,6 @@ def test_workers_with_different_models(tmp_path: Path) -> None:
     failed(outcome("start(size=3 if rank else 2)", tmp_path), pattern, code=2)
 
 
-@pytest.mark.full
-def test_a_script_takes_part_once(tmp_path: Path) -> None:
-    once = "call flockstep.distribute once in a script, and flockstep.join after it"
-    pattern = f"this process is already part of a run; {once}"
-    failed(outcome("start(); steps(2); start()", tmp_path), pattern, code=2)
-
-
 @pytest.mark.parametrize(
     ("strategy", "body", "warned"),
     few(

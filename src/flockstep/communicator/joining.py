@@ -20,7 +20,7 @@ from flockstep.communicator.rank import Rank
 from flockstep.drivers.adoption import TIMEOUT
 from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
-from flockstep.drivers.membership import Membership, membership_here, set_membership
+from flockstep.drivers.membership import Membership, add_membership, membership_here, memberships_here
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.node_spec import claim_spec, enter_run, require_own_process
 from flockstep.errors import ConfigurationError, FlockstepError
@@ -119,7 +119,7 @@ class ScriptMembership(Membership):
             self._over = True
         finally:
             self._failed = True
-            self.member.close(0.0)
+            self.member.leave()
 
     def fail(self, error: Exception) -> None:
         """Report to the supervisor why this script cannot continue."""
@@ -151,12 +151,12 @@ def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
         import_components(node_spec.imports)
         claim_spec()
         membership = ScriptMembership(node_spec)
-        set_membership(membership)
+        add_membership(membership)
     elif membership.member.closed:
         raise ConfigurationError(
             "this process has left the run; call flockstep.join after flockstep.distribute and before finish()"
         )
-    elif membership.close_communicator is not None:
+    elif any(one.close_communicator is not None for one in memberships_here()):
         raise ConfigurationError("this process has already joined; call flockstep.join once in a script")
     try:
         beside = extra_sockets(membership.member, max_bytes)

@@ -17,8 +17,9 @@ import numpy as np
 
 from flockstep.arrays.namespace import copied, namespace, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.adoption import say_nothing_of
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
-from flockstep.drivers.membership import Membership, membership_here, set_membership
+from flockstep.drivers.membership import Membership, add_membership, first_membership, listen_to_others
 from flockstep.drivers.node_creation import make_server, make_worker
 from flockstep.drivers.node_metrics import NodeMetrics, fingerprint
 from flockstep.drivers.node_spec import claim_spec
@@ -55,6 +56,26 @@ def _check(strategy: Strategy, workers: int) -> None:
         raise CompositionError(
             f"{strategy} needs gradients that a script's own loop cannot give; declare a job() and use flockstep train"
         )
+
+
+def _enter(node_spec: NodeSpec) -> None:
+    """Begin a call of `distribute` in this process, before it has sockets for it.
+
+    Raises:
+        ConfigurationError: the first call has failed.
+        Interrupted: the run has failed.
+    """
+    if node_spec.call == 1:
+        die_with(node_spec.supervisor, node_spec.directory)
+        return
+    first = first_membership()
+    if first is None:
+        raise ConfigurationError("the first call of flockstep.distribute or flockstep.join has failed; end the script")
+    try:
+        first.member.begin_call(node_spec.call)
+    except FlockstepError as error:
+        say_nothing_of(error)  # the supervisor prints why
+        raise
 
 
 class Loop:
@@ -96,6 +117,8 @@ class Loop:
         self._finished = False
         self._failure: Exception | None = None
         self._connection: NodeConnection | None = None
+        self.membership: Membership | None = None
+        """This process's part in the run; None if it trains alone."""
         self._servers: dict[Address, Server] = {}
         """Servers that run in this process."""
         node_spec = claim_spec()
@@ -325,8 +348,8 @@ class Loop:
         if self._finished:
             return None
         self._finished = True
-        if self._member is not None and (membership := membership_here()) is not None:
-            membership.leave()
+        if self.membership is not None:
+            self.membership.leave()
         self._runner.close()
         with self._telling():
             last = self._leave(remember)
@@ -359,7 +382,10 @@ class Loop:
         if result is not None:
             self._params[:] = to_device_of(result, self._params)
         self._connection.leave(failed=False)
-        self._member.close(0.0)
+        if self._member.node_spec.call == 1:
+            self._member.leave()
+        else:
+            self._member.close(0.0)
 
     def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run the worker and the servers in this process."""
@@ -376,9 +402,11 @@ class Loop:
 
     def _together(self, node_spec: NodeSpec, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run a worker whose peers are in other processes."""
-        die_with(node_spec.supervisor, node_spec.directory)
+        _enter(node_spec)
         strategy, rank = self.strategy, self.rank
         self._member = Member(node_spec, schema, self._buffers().nbytes, notes_of(strategy), strategy.sums)
+        if node_spec.call > 1:
+            self._member.meanwhile = lambda: listen_to_others(None)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(to_host(self._params))
         with self._telling():
@@ -391,7 +419,9 @@ class Loop:
         self._connection = NodeConnection(self._member, worker, strategy)
         self._connection.snapshots.buffers = self._buffers
         self._runner, self.gradients = self._connection.runner, self._connection.home(self.gradients)
-        set_membership(Membership(self._member, self._runner.scalar))
+        self.membership = Membership(self._member, self._runner.scalar)
+        self.membership.listen = self.listen
+        add_membership(self.membership)
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Exception hook of a launched script: the run's own errors are printed by the supervisor as one sentence,
@@ -432,6 +462,8 @@ class Loop:
             self._warn_of_replicas()
             with contextlib.suppress(FlockstepError):  # the supervisor has been notified
                 self.finish()
+        if self._member is not None:
+            self._member.line.close(0.3)
 
     def _warn_of_replicas(self) -> None:
         """Say once in a run that the script has ended with models that differ."""

@@ -131,14 +131,31 @@ class NodeSpec:
     """
     process: int = 0
     """Process id of the only process that may use this; 0: any process that has it."""
-    claimed: bool = False
-    """Whether that process has used it."""
+    claimed: int = 0
+    """Number of times that process has used it: its calls of `distribute`, and of `join` if that came first."""
+    call: int = 1
+    """Number of the call of `distribute` for which this is, from 1."""
     seed: int = 0
     """Seed of the nodes' random streams."""
     imports: tuple[str, ...] = ()
     """Files that register custom components, for a script to import."""
     secret: str = dataclasses.field(default="", repr=False)
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
+
+    def of_call(self, number: int) -> NodeSpec:
+        """What the process needs for its call number `number` of `distribute`: each has a run and a record."""
+        record = str(folder_of_call(Path(self.record), number))
+        return dataclasses.replace(self, call=number, run=run_of_call(self.run, number), record=record)
+
+
+def run_of_call(run: str, number: int) -> str:
+    """Identifier of the run of a script's call number `number` of `distribute`."""
+    return run if number == 1 else f"{run}.{number}"
+
+
+def folder_of_call(record: Path, number: int) -> Path:
+    """Folder of the record of a script's call number `number` of `distribute`."""
+    return record if number == 1 else record / f"distribute-{number}"
 
 
 class Member:
@@ -173,8 +190,10 @@ class Member:
         me = SenderIdentity(node_spec.run, node_spec.address, schema.hash, self.largest, notes=notes, secret=secret)
         transport, folder = Transport.parse(node_spec.transport), Path(node_spec.directory)
         name = node_name(node_spec.address).replace(" ", "-")
-        with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
-            Path("/proc/self/comm").write_text(name)
+        if node_spec.call == 1 or node_spec.address < 0:
+            with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
+                Path("/proc/self/comm").write_text(name)
+        name = name if node_spec.call == 1 else f"{name}.{node_spec.call}"
         self.line = links.Line(dataclasses.replace(me, notes=SAID), f"ipc://{folder / name}-line", node_spec.heartbeat)
         self.bus = transport.bus(me, folder, name, node_spec.heartbeat)
         self._reads_peers = transport.zero_copy
@@ -190,6 +209,28 @@ class Member:
         self._linked = False
         self._untaken = 0
         self._early: deque[Message] = deque()
+        self.meanwhile: Callable[[], None] | None = None
+        """Called again and again while this process waits for a message."""
+
+    def begin_call(self, number: int) -> None:
+        """Tell the supervisor of the process's first call of `distribute` about call number `number`, and wait until
+        the supervisor is ready for it.
+
+        Raises:
+            Interrupted: the run has failed, or the supervisor is gone.
+        """
+        self.tell("call", None, {"number": number})
+        while True:
+            self.line.wait(PATIENCE)
+            message = self._heard()
+            if message is None:
+                self.tell("alive")
+            elif message.tag == "call":
+                return
+            elif message.tag == "stop":
+                raise stopped(message)
+            else:
+                self._early.append(message)
 
     def join(
         self, strategy: str, optimizer: dict[str, str | int | float | bool], initial: FlatArray | None
@@ -349,7 +390,10 @@ class Member:
         descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
-            message = self._heard() or self.bus.poll(left, descriptors, wanted)
+            most = left if self.meanwhile is None else min(PAUSE, PAUSE if left is None else left)
+            message = self._heard() or self.bus.poll(most, descriptors, wanted)
+            if message is None and self.meanwhile is not None and left != 0:
+                self.meanwhile()
             message = message or (self._heard() if also is not None or left == 0 else None)
             if message is not None or also is not None or left == 0:
                 if message is None and self._linked and (seconds or 0.0) >= PATIENCE:
@@ -390,6 +434,11 @@ class Member:
                     buffers[int(message.note["rank"])] = message.payload
             elif attend is not None:
                 attend(message)
+
+    def leave(self) -> None:
+        """Leave the run that has ended; the link to the supervisor stays, for further calls of `distribute`."""
+        self.closed = True
+        self.bus.close(0.0)
 
     def close(self, linger: float) -> None:
         """Leave the run; queued messages are delivered for up to `linger` seconds."""

@@ -1,9 +1,15 @@
-"""The membership of this process in a run, and the communicator that the process may open in addition."""
+"""The memberships of this process in runs, and the communicator that the process may open in addition.
+
+A script takes part in a run for each of its calls of `distribute`. While it waits for a message of one run, it handles
+the messages of the others, so that no other process waits for it there.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 from flockstep.drivers.member import Member
 from flockstep.drivers.node_metrics import NodeMetrics
@@ -20,6 +26,8 @@ class Membership:
         """Makes the context of an epoch over private data, whose steps end on all workers together."""
         self.told_data = False
         """Whether the supervisor knows what data this process reads."""
+        self.listen: Callable[[], None] | None = None
+        """Handles the messages that have arrived, without waiting."""
 
     def leave(self) -> None:
         """Close the communicator of a process that leaves the run."""
@@ -36,14 +44,41 @@ class Membership:
 
 
 _memberships: list[Membership] = []
-"""At most one entry: a process takes part in one run, because its environment holds one node specification."""
+"""Memberships of this process in the order of its calls of `distribute` or `join`, ended ones included."""
+_listening = threading.Lock()
+"""Held while messages of other runs are handled, so that a wait among these does not begin it again."""
 
 
-def set_membership(membership: Membership) -> None:
-    """Set the membership of this process."""
-    _memberships[:] = [membership]
+def add_membership(membership: Membership) -> None:
+    """Add a membership of this process."""
+    _memberships.append(membership)
+    live = [one for one in _memberships if not one.member.closed]
+    for one in live if len(live) > 1 else ():
+        one.member.meanwhile = partial(listen_to_others, one)
+
+
+def listen_to_others(waiting: Membership | None) -> None:
+    """Handle the messages of all runs but one, which waits."""
+    if not _listening.acquire(blocking=False):
+        return
+    try:
+        for one in _memberships:
+            if one is not waiting and one.listen is not None and not one.member.closed:
+                one.listen()
+    finally:
+        _listening.release()
+
+
+def first_membership() -> Membership | None:
+    """The membership of the first call, whose link to the supervisor lasts as long as this process; None before."""
+    return _memberships[0] if _memberships else None
+
+
+def memberships_here() -> list[Membership]:
+    """The memberships of this process that have not ended."""
+    return [one for one in _memberships if not one.member.closed]
 
 
 def membership_here() -> Membership | None:
-    """Return the membership of this process; None if the process takes part in no run."""
-    return _memberships[0] if _memberships else None
+    """The newest membership that has not ended, or else the last one; None if the process has taken part in no run."""
+    return (memberships_here() or _memberships or [None])[-1]  # type: ignore[list-item]

@@ -13,6 +13,7 @@ import msgspec
 
 from flockstep.drivers.adoption import TIMEOUT, adopt, say_nothing_of
 from flockstep.drivers.member import NodeSpec, failure_of, send_to_control
+from flockstep.drivers.membership import first_membership
 from flockstep.drivers.place import place_from
 from flockstep.errors import ConfigurationError, FlockstepError
 
@@ -68,16 +69,12 @@ def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
 
 
 def claim_spec() -> NodeSpec | None:
-    """The node specification of this process, which can be claimed once."""
+    """The node specification for the next call of `distribute` in this process; None if it takes part in no run."""
     node_spec = enter_run()
-    if node_spec is not None and node_spec.claimed:
-        raise ConfigurationError(
-            "this process is already part of a run; call flockstep.distribute once in a script, and flockstep.join "
-            "after it"
-        )
-    if node_spec is not None:
-        os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, claimed=True))
-    return node_spec
+    if node_spec is None:
+        return None
+    os.environ[NODE_SPEC] = spec_to_text(replace(node_spec, claimed=node_spec.claimed + 1))
+    return node_spec.of_call(node_spec.claimed + 1)
 
 
 def spec_to_text(node_spec: NodeSpec) -> str:
@@ -115,17 +112,20 @@ def joining_run(name: str, timeout: float = TIMEOUT) -> Iterator[None]:
         import_components(node_spec.imports if node_spec is not None else ())
         yield
     except FlockstepError as error:
-        refuse(error)
+        refuse(error, node_spec)
         raise
 
 
-def refuse(error: FlockstepError) -> None:
-    """Report an error to the supervisor before this process joins.
+def refuse(error: FlockstepError, before: NodeSpec | None) -> None:
+    """Report an error of a call that has not joined a run to the supervisor; `before`: the specification at the call.
 
     The supervisor prints the error instead of Python.
     """
-    node_spec = spec_from_environment()
-    if node_spec is None or node_spec.claimed:
+    node_spec, first = spec_from_environment(), first_membership()
+    if node_spec is None or before is None or node_spec.claimed != before.claimed:
         return
-    send_to_control(node_spec, failure_of(error, node_spec, None))
+    if node_spec.claimed == 0:
+        send_to_control(node_spec, failure_of(error, node_spec, None))
+    elif first is not None:
+        first.member.fail(failure_of(error, node_spec, None))
     say_nothing_of(error)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TypeVar
 
 from flockstep.drivers.epochs import EpochBatches, drawn
-from flockstep.drivers.membership import membership_here
+from flockstep.drivers.membership import memberships_here
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
@@ -26,9 +26,12 @@ class PrivateBatches(EpochBatches[B]):
         Raises:
             ConfigurationError: there is no batch.
         """
-        number, here = self.epoch, membership_here()
+        number = self.epoch
         self.epoch += 1
-        with nullcontext() if here is None or here.epoch is None else here.epoch():
+        with ExitStack() as stack:
+            for here in memberships_here():
+                if here.epoch is not None:
+                    stack.enter_context(here.epoch())
             none = True
             for batch in drawn(self._batches, number * self._workers + self._rank):
                 none = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,6 +30,9 @@ class Consent:
     stop or skip alone.
     """
 
+    _live: ClassVar[weakref.WeakSet[Consent]] = weakref.WeakSet()
+    """Those of all distributed optimizers of this process whose ranks proceed in step."""
+
     def __init__(self, flat: FlatModule, loop: Loop):
         self._flat = flat
         self._loop = loop
@@ -36,6 +41,8 @@ class Consent:
         self._on_workers = not traits.server_optimizer
         self._alike = traits.alike
         self._needed = loop.workers > 1 and traits.in_step
+        if self._needed:
+            self._live.add(self)
         self.joining = self._by_active = False
         """Whether the steps are inside of `join`."""
         self.shadowing = False
@@ -71,6 +78,13 @@ class Consent:
         """
         if self.joining:
             raise CompositionError("join() is already open; leave it before entering it again")
+        live = [one for one in self._live if not one._loop.finished]
+        if self._needed and len(live) > 1:
+            raise CompositionError(
+                f"a rank without batches can take part in the steps of one optimizer, this script has {len(live)} "
+                "whose ranks step together; give every rank the same number of batches (flockstep.shard does) without "
+                "join() and private=True, or finish() the other optimizers before"
+            )
         self._by_active, self.joining = by_active, True
         try:
             yield

@@ -12,7 +12,6 @@ import torch
 from flockstep.arrays.namespace import as_tensor, copied, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.membership import membership_here
 from flockstep.drivers.torch_backward import BackwardHooks
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
 from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
@@ -93,8 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else WorkerMemory(optimizer, self.loop)
         )
         self._memory.begin()
-        if (here := membership_here()) is not None:
-            here.epoch = self._epoch
+        if self.loop.membership is not None:
+            self.loop.membership.epoch = self._epoch
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
 
     def __getattr__(self, name: str) -> Any:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.member import NodeSpec
+from flockstep.drivers.member import NodeSpec, folder_of_call
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import script_entry
 from flockstep.launchers.children import Child, Script, drain_all, refuse_program
@@ -180,26 +180,46 @@ def supervise(
     Raises:
         RunError: the run failed, or a part of its record was lost.
     """
-    supervisor = Supervisor(
-        config.workers,
-        Transport.parse(config.transport or "shared_memory"),
-        config.heartbeat or HEARTBEAT,
-        record.path.resolve(),
-        start,
-        start_server,
-        show,
-        patience=None,
-        step_timeout=config.step_timeout,
-        seed=config.seed,
-        imports=config.imports,
-        hosts=hosts,
-    )
-    try:
+    records: list[RunFolder] = []
+    path = record.path.resolve()
+
+    def supervisor_of(place: Path, within: Supervisor | None = None) -> Supervisor:
+        return Supervisor(
+            config.workers,
+            Transport.parse(config.transport or "shared_memory"),
+            config.heartbeat or HEARTBEAT,
+            place,
+            start,
+            start_server,
+            show,
+            patience=None,
+            step_timeout=config.step_timeout,
+            seed=config.seed,
+            imports=config.imports,
+            hosts=hosts,
+            begin_call=begin_call,
+            within=within,
+        )
+
+    def begin_call(first: Supervisor, number: int) -> Supervisor:
+        records.append(RunFolder(folder_of_call(path, number)))
+        stack.enter_context(records[-1].created(config))
+        return supervisor_of(records[-1].path, first)
+
+    with contextlib.ExitStack() as stack:
+        supervisor = supervisor_of(path)
+        stack.callback(supervisor.forget)
         supervisor.run(result_of)
         ended()
+        for later, outcome in zip(records, supervisor.later_outcomes, strict=True):
+            with contextlib.suppress(FlockstepError) if outcome.error else contextlib.nullcontext():
+                conclude(later, config, outcome)
+        if records:
+            where = ", ".join(one.path.name for one in records)
+            supervisor.outcome.warnings.append(
+                f"this record is that of the script's first call of distribute; those of the others are in {where}"
+            )
         conclude(record, config, supervisor.outcome)
-    finally:
-        supervisor.forget()
 
 
 def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:

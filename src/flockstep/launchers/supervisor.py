@@ -19,7 +19,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.communicator.joining import rule_of
 from flockstep.drivers.event_sender import MOST, events_in
-from flockstep.drivers.member import WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short
+from flockstep.drivers.member import WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short, run_of_call
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
@@ -95,13 +95,16 @@ class Supervisor:
         seed: int = 0,
         imports: tuple[str, ...] = (),
         every: int = 0,
+        begin_call: Callable[[Supervisor, int], Supervisor] | None = None,
+        within: Supervisor | None = None,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
 
         `evaluation` receives the snapshots that nodes send, servers `every` so many steps. `patience`:
         seconds that processes may continue after a successful run; None, for users' scripts, sets no limit and requires
-        exit code 0.
+        exit code 0. `begin_call`: creates the supervisor of a script's later call of `distribute`, from that of the
+        first call and the number of the call, 2 for the second; for that one, `within` is the first.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
@@ -118,7 +121,16 @@ class Supervisor:
         self._seed = seed
         self._imports = imports
         self._every = every
-        self._run, self._secret = secrets.token_hex(8), secrets.token_bytes(32)
+        self._begin_call = begin_call
+        self._calls: list[Supervisor] = [self] if within is None else within._calls
+        """Supervisors of the calls of `distribute` that the scripts have begun; the first one watches the processes."""
+        self._number = 1 if within is None else len(self._calls) + 1
+        self._asked: set[int] = set()
+        """Workers that have begun this call, if it is a later one."""
+        self._over = False
+        """Whether all nodes have been dismissed."""
+        self._run: str = secrets.token_hex(8) if within is None else run_of_call(within._run, self._number)
+        self._secret: bytes = secrets.token_bytes(32) if within is None else within._secret
         self._evaluation, self._places = evaluation or SnapshotHandler(), snapshot_folders(record, self._run)
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, ProcessLink] = {}
@@ -127,9 +139,7 @@ class Supervisor:
         self._health = Health(self.children, self._links, heartbeat)
         self._went: float | None = None
         self._hashes: dict[Address, str] = {}
-        self._ready: set[Address] = set()
-        self._done: set[Address] = set()
-        self._gone: set[Address] = set()
+        self._ready, self._done, self._gone = set[Address](), set[Address](), set[Address]()
         self._wait_monitor = WaitMonitor(workers, step_timeout)
         self._view = View(0, tuple(range(workers)))
         self._losses: dict[Address, NodeLost] = {}
@@ -148,8 +158,7 @@ class Supervisor:
         """
         try:
             self._start()
-            self._watch()
-            self._dismiss(result(self.outcome))
+            self._watch(result)
         except FlockstepError as error:
             self.outcome.error = error
         except KeyboardInterrupt as stop:
@@ -162,7 +171,7 @@ class Supervisor:
         try:
             self._end_all()
         except KeyboardInterrupt:  # a second request to end
-            kill_all(list(self.children.values()))
+            kill_all(self._processes())
             why = self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
             self._hosts.close(str(why), why.exit_code)
         if self._hosts.rejected:
@@ -173,8 +182,15 @@ class Supervisor:
 
     def forget(self) -> None:
         """Remove the snapshots that nodes have sent."""
-        for place in self._places:
+        for place in (place for one in self._calls for place in one._places):
             shutil.rmtree(place, ignore_errors=True)
+
+    @property
+    def later_outcomes(self) -> list[Outcome]:
+        """Outcomes of the second and every further call of `distribute`, with the error of a run that failed."""
+        for one in self._calls[1:]:
+            one.outcome.error = None if one._over else self.outcome.error
+        return [one.outcome for one in self._calls[1:]]
 
     def _start(self) -> None:
         self._directory = self._open.enter_context(scratch())
@@ -205,26 +221,70 @@ class Supervisor:
             seed=self._seed,
             imports=self._imports,
             secret=self._secret.hex(),
+            call=self._number,
         )
 
-    def _watch(self) -> None:
-        """Handle messages until every remaining node has sent its final parameters.
+    def _ask_for_call(self, rank: int, number: int) -> None:
+        """A worker calls `distribute` for the second time, or for a later one: let it say hello."""
+        if self._begin_call is None or not 2 <= number <= len(self._calls) + 1:
+            raise ProtocolError(f"it began call {number} of distribute after {len(self._calls)}")
+        if number == len(self._calls) + 1:
+            self._calls.append(self._begin_call(self, number))
+            self._calls[-1]._open_within(self)
+        self._calls[number - 1]._asked.add(rank)
+        self._links[rank].tell("call")
+
+    def _open_within(self, first: Supervisor) -> None:
+        """Begin a later call in the processes that the supervisor of the first one has started."""
+        self._hosts, self._directory = first._hosts, first._directory
+        self.children.update({rank: child for rank, child in first.children.items() if rank >= 0})
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
+        first._open.callback(self._control.close)
+        first._open.push(self._open)
+
+    def _watch(self, result: Callable[[Outcome], FlatArray | None]) -> None:
+        """Handle messages until every remaining node has sent its final parameters and has been dismissed.
+
+        The processes of scripts may begin further calls of `distribute` until they end.
 
         Raises:
             RunError: a node failed, or was lost and the others cannot continue without it.
         """
         shown = 0.0
-        while not self._finished():
+        while not all(one._over for one in self._calls) or not self._scripts_ended():
             self._poll()
+            for one in list(self._calls):
+                one._turn(result)
             if time.monotonic() - shown > 0.25:
                 shown = time.monotonic()
-                self._show(self.standings)
+                self._show(self._current().standings)
                 owner.check(self._record)
-        self._show(self.standings)
+        self._show(self._current().standings)
+
+    def _current(self) -> Supervisor:
+        """The supervisor of the first call whose run is not over; if all are, that of the last call."""
+        return next((one for one in self._calls if not one._over), self._calls[-1])
+
+    def _scripts_ended(self) -> bool:
+        """Whether no process can begin a further call of `distribute`."""
+        return self._begin_call is None or all(map(self._health.ended, range(self._workers)))
+
+    def _turn(self, result: Callable[[Outcome], FlatArray | None]) -> None:
+        """Look for lost and late nodes of this call, and dismiss its nodes once all have finished."""
+        if self._over:
+            return
+        self._look_after_children()
+        self._wait_monitor.look(self._links.keys(), self._done | self._gone)
+        self._evaluation.go_on()
+        if not self._finished():
+            return
         assert self.outcome.strategy is not None
         for address in self._gone - self._done:  # the others may have finished too when this node was lost
             if address < 0 or not self.outcome.strategy.traits.survives:
                 raise PeerLost(self.outcome.lost[address].reason)
+        self._dismiss(result(self.outcome))
+        self._over = True
 
     def _finished(self) -> bool:
         expected = set(self.standings) - self._gone
@@ -233,31 +293,32 @@ class Supervisor:
         return bool(self._ready) and expected <= self._done
 
     def _poll(self) -> None:
+        """Handle the messages of all calls' nodes."""
         self._hosts.require_running()
-        if self._wait(POLL):
-            for words in self._heard():
-                self._accept_control(words)
-            for link in list(self._links.values()):
-                self._hear(link, TURN)
-        self._look_after_children()
-        self._wait_monitor.look(self._links.keys(), self._done | self._gone)
-        self._evaluation.go_on()
+        if self._wait(LAST_POLL if all(one._over for one in self._calls) else POLL):
+            for one in list(self._calls):
+                for words in one._heard():
+                    self._accept_control(words)
+                for link in list(one._links.values()):
+                    one._hear(link, TURN)
 
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
-        frames = (link.frames for link in self._links.values())
-        arrived = self._control.wait(frames, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
+        sources: list[Frames | Control] = [link.frames for one in self._calls for link in one._links.values()]
+        sources += [one._control for one in self._calls[1:]]
+        arrived = self._control.wait(sources, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
         self._hosts.pump()
         return arrived or self._hosts.waiting
 
     def _heard(self) -> Iterator[bytes]:
         """Messages of processes that are not linked yet."""
         yield from self._control.heard()
-        yield from self._hosts.heard()
+        if self._number == 1:
+            yield from self._hosts.heard()
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
         """Connect to a process, wherever it is; `endpoint`: where it listens on its host."""
-        if self._hosts.has(address):
+        if self._hosts.has(address) and (address >= 0 or self._number == 1):
             return self._hosts.frames(address, endpoint, max_bytes)
         return self._control.frames(endpoint, max_bytes)
 
@@ -276,11 +337,11 @@ class Supervisor:
             words = msgspec.msgpack.decode(data, type=Hello | Failure)
         except (ValueError, RecursionError):
             return  # A stranger on the control socket; it is ignored.
-        if words.run != self._run or words.address not in self.standings:
-            return
-        if isinstance(words, Failure):
-            self._fail(words.address, words.kind, words.reason, words.trace)
-        self._hello(words)
+        for one in self._calls:
+            if words.run == one._run and words.address in one.standings:
+                if isinstance(words, Failure):
+                    one._fail(words.address, words.kind, words.reason, words.trace)
+                one._hello(words)
 
     def _hello(self, hello: Hello) -> None:
         if hello.address in self._links or hello.address in self._gone:  # a lost node may not return
@@ -319,10 +380,10 @@ class Supervisor:
                 self._keep_child(server(index), self._server(self._node_spec(server(index)), index, hello))
 
     def _server(self, node_spec: NodeSpec, index: int, hello: Hello) -> Child | None:
-        """Start a server: on the hosts in turn, this one included if it has workers."""
+        """Start a server: on the hosts in turn, this one included if it has workers; on this host in a later call."""
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
         spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
-        if self._hosts.takes_server(index):
+        if self._number == 1 and self._hosts.takes_server(index):
             return self._hosts.start(node_spec, spec)
         return self._start_server(node_spec, spec)
 
@@ -357,10 +418,10 @@ class Supervisor:
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
                         self._begin(link, went)
+            case "call":
+                self._ask_for_call(address, int(note["number"]))
             case "communicator":
                 self._communicators.hear(self._links[address], self._links, note, self.frames, self._directory)
-            case "alive":
-                pass  # this message has verified the node's link
             case "events":
                 self._write(address, events_in(message.payload))
             case "waiting":
@@ -399,6 +460,8 @@ class Supervisor:
         writer.flush()
         if address >= 0 and any(isinstance(event, StepEvent) for event in events):
             self._wait_monitor.hear(address, {"step": self.standings[address].step})
+            for one in self._calls:
+                one._wait_monitor.note_sign(address)
 
     def _begin_snapshot(self, link: ProcessLink, note: Fields) -> None:
         with self._warned(float(note["tick"])):
@@ -494,16 +557,17 @@ class Supervisor:
         """
         error = self.outcome.error
         if error is not None:
-            self._stop_all(error)
+            for one in self._calls:
+                one._stop_all(error)
         patience = self._patience if error is None else GRACE
         deadline = None if patience is None else time.monotonic() + patience
         last = math.inf if deadline is None else deadline + 2 * GRACE
-        while not all(map(self._health.ended, self.standings)):
+        while not all(one._health.ended(address) for one in self._calls for address in one.standings):
             if time.monotonic() > last:
                 self._hosts.abandon()
             if deadline is not None and time.monotonic() > deadline:
-                kill_all(list(self.children.values()))
-                if all(child.exit_code() is not None for child in self.children.values()):
+                kill_all(self._processes())
+                if all(child.exit_code() is not None for child in self._processes()):
                     break  # the others are not processes of this host: their links are closed
                 deadline += 1.0
             self._collect(LAST_POLL)
@@ -511,31 +575,37 @@ class Supervisor:
         if error is None and self._patience is None:
             self._check_exits()
 
+    def _processes(self) -> list[Child]:
+        """The processes of all calls' nodes."""
+        return [*{id(child): child for one in self._calls for child in one.children.values()}.values()]
+
     def _stop_all(self, error: FlockstepError) -> None:
-        """Ask connected processes to end, and kill those that have not joined yet."""
+        """Ask connected processes to end, and kill those that are about to join."""
         refused = int(isinstance(error, ConfigurationError))
         for address, child in self.children.items():
-            if address not in self._links:
+            if address not in self._links and (self._number == 1 or address < 0 or address in self._asked):
                 child.kill()
         for link in self._links.values():
             link.tell("stop", {"reason": str(error)[:2000], "refused": refused})
 
     def _collect(self, seconds: float) -> None:
         """Store what nodes send while the run ends, for about `seconds`."""
-        if (self.children or self._links) and self._wait(seconds):
-            list(self._heard())  # no process can join any more
-            for link in self._links.values():
+        if not (self._processes() or self._links) or not self._wait(seconds):
+            return
+        for one in self._calls:
+            list(one._heard())  # no process can join any more
+            for link in one._links.values():
                 with contextlib.suppress(ProtocolError, RunError):
                     while (message := link.receive()) is not None:
                         if message.tag in ("events", "snapshot", "part", "done"):
-                            self._handle(message)
+                            one._handle(message)
 
     def _clean_up(self) -> None:
-        reap(list(self.children.values()), GRACE)
+        reap(self._processes(), GRACE)
         self._open.close()
 
     def _check_exits(self) -> None:
-        for address, child in self.children.items():
+        for address, child in ((address, child) for one in self._calls for address, child in one.children.items()):
             code = child.exit_code()
-            if code not in (0, None, ENDED) and address not in self._gone:
+            if code not in (0, None, ENDED) and not any(address in one._gone for one in self._calls):
                 self.outcome.error = RunError(f"{node_name(address)} {how_it_ended(code)} after the run had ended")

@@ -82,6 +82,10 @@ class WaitMonitor:
             self._since[rank] = self._now()
             self._waiting.pop(rank, None)
 
+    def note_sign(self, rank: int) -> None:
+        """Handle a worker's step in another call of `distribute`: it is at work there."""
+        self._since[rank] = self._now()
+
     def look(self, joined: Collection[int], ended: Collection[int]) -> None:
         """Report the workers that the run waits for, if a report is due.
 

@@ -324,7 +324,8 @@ class RunFolder:
         halves = self.path.glob(f"*{HALF}")
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
             file.unlink(missing_ok=True)
-        shutil.rmtree(self.path / SNAPSHOTS, ignore_errors=True)
+        for folder in (self.path / SNAPSHOTS, *self.path.glob("distribute-*")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _undamaged(path: Path, read: Callable[[Path], T]) -> T:

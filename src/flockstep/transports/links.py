@@ -73,28 +73,30 @@ class Control:
         """
         self._heartbeat = heartbeat
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        harden(self._socket, CONTROL_BYTES, heartbeat)
-        self.address = bind(self._socket, address)
+        self.socket = self._context.socket(zmq.ROUTER)
+        harden(self.socket, CONTROL_BYTES, heartbeat)
+        self.address = bind(self.socket, address)
 
     def heard(self) -> Iterator[bytes]:
         """The messages that have arrived on the control socket since the last call."""
-        while self._socket.poll(0):
-            yield self._socket.recv_multipart()[-1]
+        while self.socket.poll(0):
+            yield self.socket.recv_multipart()[-1]
 
     def frames(self, endpoint: str, max_bytes: int) -> LocalFrames:
         """Connect to the node that listens at `endpoint`; its largest array has `max_bytes` bytes."""
         return LocalFrames(self._context, endpoint, max_bytes, self._heartbeat)
 
-    def wait(self, connections: Iterable[Frames], seconds: float, also: Mapping[int, bool] | None = None) -> bool:
+    def wait(
+        self, connections: Iterable[Frames | Control], seconds: float, also: Mapping[int, bool] | None = None
+    ) -> bool:
         """Wait up to `seconds` for a message on the control socket or on a connection; return whether one has arrived.
 
         `also`: file descriptors to wait for too, each with whether it has to accept output.
         """
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.socket, zmq.POLLIN)
         for one in connections:
-            if isinstance(one, LocalFrames):
+            if isinstance(one, LocalFrames | Control):
                 poller.register(one.socket, zmq.POLLIN)
         for descriptor, writes in (also or {}).items():
             poller.register(descriptor, zmq.POLLIN | (zmq.POLLOUT if writes else 0))
@@ -102,7 +104,7 @@ class Control:
 
     def close(self) -> None:
         """Close the control socket; all connections must be closed before."""
-        self._socket.close(linger=0)
+        self.socket.close(linger=0)
         self._context.term()
 
 

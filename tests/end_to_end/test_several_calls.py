@@ -1,0 +1,155 @@
+"""Scripts that call `flockstep.distribute` more than once: models side by side, and one after the other."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.records.folder import RunFolder
+from support.processes import Ended, RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+BEFORE = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Strategy
+
+HERE = Path(__file__).parent
+rank = spec_from_environment().address
+
+class Model:
+    \"\"\"What `flockstep.distribute` makes of a model whose loss is least where every parameter is `goal + rank`.\"\"\"
+
+    def __init__(self, strategy, size, goal):
+        self.params, self.gradient, self.goal = np.zeros(size, np.float32), np.zeros(size, np.float32), goal
+        stepper = LocalOptimizer(SGD(lr=0.1), self.params)
+        given = Schema.of({"w": (size,)}), Strategy.parse(strategy), stepper, SGD(lr=0.1)
+        self.loop = Loop(self.params, self.gradient, *given)
+
+    def steps(self, count):
+        for _ in range(count):
+            self.gradient[:] = self.params - self.goal - rank
+            self.loop.step()
+
+    def end(self, name):
+        self.loop.finish()
+        np.save(HERE / f"{name}-{rank}", self.params)
+
+"""
+
+
+def outcome(body: str, folder: Path, workers: int = 2) -> Ended:
+    script = folder / "script.py"
+    script.write_text(BEFORE + body)
+    return RealRun(["launch", "-n", str(workers), str(script)], folder / "run").end()
+
+
+def result(name: str, folder: Path, workers: int = 2) -> np.ndarray:
+    """A model's parameters, which are the same on every worker."""
+    found = [np.load(folder / f"{name}-{rank}.npy") for rank in range(workers)]
+    assert all(np.array_equal(one, found[0]) for one in found)
+    return found[0]
+
+
+def test_each_call_is_a_run_with_a_strategy_servers_and_a_record(tmp_path: Path) -> None:
+    body = """
+one, other = Model("all_reduce", 20, 0.0), Model("ps(consistency=bsp)", 7, 10.0)
+for _ in range(10):
+    one.steps(1)
+    other.steps(2)
+one.end("one")
+last = Model("local_sgd(period=2)", 5, -3.0)
+last.steps(4)
+other.steps(1)
+other.end("other")
+last.end("last")
+"""
+    ended = outcome(body, tmp_path)
+    assert (ended.code, ended.out) == (0, ""), ended.err
+    for name, goal, steps in (("one", 0.5, 10), ("other", 10.5, 21), ("last", -2.5, 4)):
+        np.testing.assert_allclose(result(name, tmp_path), goal * (1 - 0.9**steps), rtol=1e-5)
+    expected = [(".", "one", "all_reduce", 10), ("distribute-2", "other", "ps", 21)]
+    expected.append(("distribute-3", "last", "local_sgd", 4))
+    for place, name, strategy, steps in expected:
+        folder = RunFolder(tmp_path / "run" / place)
+        record = folder.read()
+        assert record.config.strategy.startswith(strategy)
+        assert (record.summary.status, [one.steps for one in record.summary.per_worker]) == ("finished", [steps, steps])
+        np.testing.assert_array_equal(folder.read_result()[0], result(name, tmp_path))
+    assert "distribute-2, distribute-3" in str(RunFolder(tmp_path / "run").read_summary().notes)
+
+
+def test_workers_whose_calls_come_in_another_order_are_refused(tmp_path: Path) -> None:
+    body = """
+first = Model("all_reduce", 4, 0.0)
+for size in ((2, 3) if rank else (3, 2)):
+    Model("all_reduce", size, 0.0)
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 2
+    assert re.search(r"the model of worker \d differs: .*; build the same model on every worker", ended.err)
+
+
+@pytest.mark.full
+def test_a_worker_that_waits_in_one_run_takes_the_messages_of_the_others(tmp_path: Path) -> None:
+    """Worker 0 asks for averages that worker 1 answers while that one waits for it in another run."""
+    body = """
+pairs, together = Model("adpsgd", 5, 0.0), Model("all_reduce", 3, 0.0)
+pairs.steps(1 if rank else 20)
+together.steps(1)
+pairs.end("pairs")
+together.end("together")
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 0, ended.err
+    np.testing.assert_allclose(result("together", tmp_path), 0.05, rtol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["all_reduce", "gossip"])
+def test_a_worker_that_dies_dies_in_every_run(tmp_path: Path, strategy: str) -> None:
+    body = f"""
+one, other = Model({strategy!r}, 20, 0.0), Model({strategy!r}, 7, 0.0)
+for step in range(20):
+    one.steps(1)
+    if rank == 1 and step == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    other.steps(1)
+one.end("one")
+other.end("other")
+"""
+    ended = outcome(body, tmp_path, 3)
+    assert "worker 1 was killed by SIGKILL" in ended.err
+    records = [RunFolder(tmp_path / "run" / place).read_summary() for place in (".", "distribute-2")]
+    if strategy == "all_reduce":
+        assert ended.code == 1
+        assert [one.status for one in records] == ["failed", "failed"]
+    else:
+        assert ended.code == 0, ended.err
+        assert [one.status for one in records] == ["finished", "finished"]
+        assert [np.load(tmp_path / f"{name}-0.npy").shape for name in ("one", "other")] == [(20,), (7,)]
+
+
+@pytest.mark.full
+def test_a_worker_that_does_not_come_to_the_second_call_ends_the_run(tmp_path: Path) -> None:
+    body = """
+first = Model("all_reduce", 4, 0.0)
+first.steps(3)
+first.end("first")
+if rank == 0:
+    Model("all_reduce", 4, 0.0)
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 1
+    assert re.search(r"worker 1 (ended|exited).* before the run started|worker 1 .*without joining the run", ended.err)
