@@ -70,10 +70,12 @@ __all__ = [
     "Traits",
     "Worker",
     "__version__",
+    "barrier",
     "check_strategy",
     "clip_grad_norm_",
     "compare",
     "distribute",
+    "is_main",
     "join",
     "on_ray",
     "on_spark",
@@ -151,6 +153,32 @@ def workers() -> int:
     from flockstep.drivers.node_spec import place_of_script
 
     return place_of_script()[1]
+
+
+def is_main() -> bool:
+    """Return whether this process has rank 0, the one that prints and writes files; True in a script that runs alone.
+
+    Raises:
+        ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
+    """
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait until every rank has called this, for example for a file that rank 0 writes; nothing happens in a script
+    that runs alone.
+
+    Every rank calls this between two steps, after `distribute` and before `finish()`, which wait for all ranks too.
+
+    Raises:
+        ConfigurationError: this process takes part in no run at this time.
+        CompositionError: a rank that waits would delay steps of others, which take the first gradients that come.
+        PeerLost: another rank died, or has left.
+    """
+    from flockstep.drivers.membership import barrier
+
+    if workers() > 1:
+        barrier()
 
 
 def clip_grad_norm_(

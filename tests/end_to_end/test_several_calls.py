@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.script import script_of_module
 from flockstep.records.folder import RunFolder
 from support.processes import Ended, RealRun
 
@@ -153,3 +155,49 @@ if rank == 0:
     ended = outcome(body, tmp_path)
     assert ended.code == 1
     assert re.search(r"worker 1 (ended|exited).* before the run started|worker 1 .*without joining the run", ended.err)
+
+
+def test_a_module_runs_as_under_python_m_and_its_ranks_meet(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "goals.py").write_text("GOAL = 4.0\n")
+    (package / "train.py").write_text(
+        BEFORE
+        + """
+import flockstep
+from .goals import GOAL
+
+assert (__package__, sys.argv[1:]) == ("package", ["--lr", "2"])
+model = Model("gossip", 5, GOAL)
+model.steps(5)
+file = HERE.parent / "of-rank-0"
+if flockstep.is_main():
+    file.touch()
+flockstep.barrier()
+assert file.exists()
+HERE = HERE.parent
+model.end("model")
+try:
+    flockstep.barrier()
+except flockstep.ConfigurationError as error:
+    print(error)
+"""
+    )
+    within = ["env", "-C", str(tmp_path)]
+    words = ["launch", "-n", "2", "-m", "package.train", "--lr", "2"]
+    ended = RealRun(words, tmp_path / "run", within=within).end()
+    assert ended.code == 0, ended.err
+    assert ended.out.count("barrier() needs a run; call it after distribute() and before finish()") == 2
+    assert result("model", tmp_path).shape == (5,)
+    assert RunFolder(tmp_path / "run").read_config().job == "package.train"
+
+
+def test_a_module_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise AssertionError('looking for a module runs nothing')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"there is no module package\.train; give its name as in python -m"):
+        script_of_module("package.train")
+    (tmp_path / "package" / "train.py").touch()
+    assert script_of_module("package.train").name == "module_entry.py"

@@ -172,6 +172,8 @@ def test_an_optimizer_that_needs_several_gradients_is_refused() -> None:
     model = network()
     with pytest.raises(ConfigurationError, match="LBFGS computes several gradients per step"):
         flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), "all_reduce")
+    with pytest.raises(ConfigurationError, match=r"sparse gradients alone.*; use torch.optim.Adagrad, which"):
+        flockstep.distribute(model, torch.optim.SparseAdam(model.parameters()), "all_reduce")
 
 
 @pytest.mark.parametrize("strategy", [*SELVES, *SERVERS])

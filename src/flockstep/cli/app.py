@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import signal
@@ -275,6 +276,7 @@ def launch(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for the script.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
     workers: o.Workers = 4,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
@@ -298,15 +300,21 @@ def launch(
     context.obj["debug"] |= debug
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
     shown = Output(output, prefix, rank_output)
+    name = f"launch-{script.stem}"
+    if module:
+        from flockstep.launchers.script import script_of_module
+
+        name, arguments = f"launch-{script}", [str(script), *(arguments or [])]
+        script = script_of_module(str(script))
     with o.gathered(context, where, workers, arguments or [], shown) as gathering:
         if gathering is not None:
-            config = o.over_hosts(context, config, gathering)
+            config = dataclasses.replace(o.over_hosts(context, config, gathering), job=str(script))
         if gathering is not None and not gathering.coordinates:
             from flockstep.launchers.script import launch_for
 
             launch_for(gathering, script, arguments or [], config, shown, overwrite)
             return
-        place = o.folder(out, f"launch-{script.stem}")
+        place = o.folder(out, name)
         launch_one(script, arguments or [], config, place, as_json, shown, overwrite, gathering)
 
 

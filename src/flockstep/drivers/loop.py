@@ -253,6 +253,9 @@ class Loop:
         self._runner.aside(to_the_end())
         return returned[0]
 
+    def _barrier(self) -> None:
+        self.exchange("barrier", lambda me: meet(me, "here"))
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Use other optimizer settings from the next step on, on the servers and for the slices that workers step
         themselves.
@@ -420,7 +423,7 @@ class Loop:
         self._connection.snapshots.buffers = self._buffers
         self._runner, self.gradients = self._connection.runner, self._connection.home(self.gradients)
         self.membership = Membership(self._member, self._runner.scalar)
-        self.membership.listen = self.listen
+        self.membership.listen, self.membership.barrier = self.listen, self._barrier
         add_membership(self.membership)
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

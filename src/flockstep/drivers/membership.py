@@ -13,6 +13,7 @@ from functools import partial
 
 from flockstep.drivers.member import Member
 from flockstep.drivers.node_metrics import NodeMetrics
+from flockstep.errors import ConfigurationError
 
 
 class Membership:
@@ -28,6 +29,8 @@ class Membership:
         """Whether the supervisor knows what data this process reads."""
         self.listen: Callable[[], None] | None = None
         """Handles the messages that have arrived, without waiting."""
+        self.barrier: Callable[[], None] | None = None
+        """Waits until every rank has called it."""
 
     def leave(self) -> None:
         """Close the communicator of a process that leaves the run."""
@@ -77,6 +80,22 @@ def first_membership() -> Membership | None:
 def memberships_here() -> list[Membership]:
     """The memberships of this process that have not ended."""
     return [one for one in _memberships if not one.member.closed]
+
+
+def barrier() -> None:
+    """Wait until every rank has called this.
+
+    Raises:
+        ConfigurationError: this process follows no strategy at this time.
+    """
+    for one in reversed(memberships_here()):
+        if one.barrier is not None:
+            one.barrier()
+            return
+    raise ConfigurationError(
+        "flockstep.barrier() needs a run; call it after distribute() and before finish(), which wait for all ranks "
+        "themselves, or use the barrier() of a communicator of flockstep.join()"
+    )
 
 
 def membership_here() -> Membership | None:

@@ -374,6 +374,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _require_one_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ConfigurationError` if the optimizer cannot step along one dense gradient."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError(
+            "SparseAdam steps along sparse gradients alone, and strategies combine dense ones; use "
+            "torch.optim.Adagrad, which leaves rows without a gradient as they are, or Adam; sparse=True may stay"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigurationError(

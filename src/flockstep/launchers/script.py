@@ -7,6 +7,8 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
@@ -14,7 +16,7 @@ from flockstep.drivers.member import NodeSpec, folder_of_call
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components
-from flockstep.launchers import script_entry
+from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.children import Child, Script, drain_all, refuse_program
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
@@ -115,6 +117,21 @@ def launch_for(
         gathering.serve(config, settings_of(config, arguments), lambda node_spec, accepted: start(node_spec))
     finally:
         start.close()
+
+
+def script_of_module(name: str) -> Path:
+    """The script that runs the module which its first argument names, as `python -m` does.
+
+    Raises:
+        ConfigurationError: there is no such module in this folder or on Python's path.
+    """
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]  # noqa: PTH109 - what python -m adds
+    for part in accumulate(name.split("."), "{}.{}".format):
+        found = None if places is None else PathFinder.find_spec(part, places)
+        if found is None:
+            raise ConfigurationError(f"there is no module {part}; give its name as in python -m, without .py")
+        places = found.submodule_search_locations
+    return Path(module_entry.__file__)
 
 
 def _require_script(script: Path) -> None:
