@@ -61,7 +61,7 @@ class HierarchicalServer(Claim):
                             late > alone,
                         )
                     )
-        late = figures["mean staleness if workers wait for their leaf, groups of 4"]
+        late = figures["staleness, waiting leaves, group 4"]
         note = (
             f"where workers wait for their leaf's answer from the root, {WORKERS // 4} leaves take turns as single "
             f"workers do, so that a sum of 4 is late by {late:.3g} gradients; only cached answers add a level"
