@@ -21,8 +21,8 @@ from flockstep.errors import UnknownName
 from flockstep.optimizers.sgd import SGD
 from flockstep.planning.advice import DROPS, REQUIREMENTS, Advice, advise, value
 from flockstep.planning.advice_text import Case, recommendation
-from flockstep.planning.criteria import DOUBT, NOISE, approximates, is_central, is_synchronous, lost, relative_samples
-from flockstep.planning.job_profile import JobProfile, Site, task_of
+from flockstep.planning.criteria import DOUBT, approximates, is_central, is_synchronous, lost, relative_samples
+from flockstep.planning.job_profile import NOISE, JobProfile, Site, task_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.step_prediction import ALONE, predict_step
 from flockstep.strategies.base import Strategy

@@ -19,8 +19,8 @@ from flockstep.planning import step_prediction
 from flockstep.planning.advice import advise, slower, value
 from flockstep.planning.advice_text import quantity
 from flockstep.planning.check import Check, Figures, check_cells
-from flockstep.planning.criteria import DOUBT, NOISE, relative_samples
-from flockstep.planning.job_profile import JobProfile, Site, task_of
+from flockstep.planning.criteria import DOUBT, relative_samples
+from flockstep.planning.job_profile import NOISE, JobProfile, Site, task_of
 from flockstep.planning.plan import MOST, Outlook, combines, plan
 from flockstep.planning.plan_text import (
     HEADINGS,

@@ -24,10 +24,6 @@ from flockstep.planning.surrogate import Unrehearsed
 from flockstep.report.formatting import number
 from flockstep.strategies.base import TaxonomyEntry, Traits
 
-NOISE = 3.0
-"""r: noise scale B_noise / B, the relative number of additional samples that plain training needs because its batches
-are small.
-"""
 DEPTH = 50.0
 """S: steps of a very large batch to the target. With more steps, a delay of a fixed number of steps counts less."""
 APART = 0.5
@@ -151,8 +147,8 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
     """Number of samples of a strategy that do the work of one sample of plain training on one worker.
 
     To a target, plain training takes S (1 + r) steps: S of them for any batch size, and r S because of gradient noise,
-    which a batch n times as large reduces n times (McCandlish et al. 2018, equation 2.7; S and r are `DEPTH` and
-    `NOISE`, because no plan knows them). Counted in gradients of all its workers and in units of S, a strategy takes:
+    which a batch n times as large reduces n times (McCandlish et al. 2018, equation 2.7; r is `JobProfile.noise`, and S
+    is `DEPTH`, because no plan knows it). Counted in gradients of all its workers and in units of S, a strategy takes:
 
     * synchronous: n c + r (1 + ω), with c as below, and ω the variance that an unbiased codec adds;
     * asynchronous: c(τ) + r, where c(τ) = 1 / sin(π / (2 (2 τ + 1))) is the factor by which the learning rate must be
@@ -187,7 +183,8 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
     waits = is_synchronous(cell, traits)
     replicas = not is_central(cell) or (not waits and not found.strategy.servers_for(n))
     doubts = approximates(found) + (not waits) + replicas
-    return (depth + NOISE * (1 + noise) + NOISE * (n - 1) * apart + last) / (1 + NOISE) * DOUBT**doubts
+    r = site.task.noise
+    return (depth + r * (1 + noise) + r * (n - 1) * apart + last) / (1 + r) * DOUBT**doubts
 
 
 def lateness(found: StepPrediction, site: Site) -> float:

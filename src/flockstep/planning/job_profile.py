@@ -25,6 +25,7 @@ from flockstep.frameworks.job import build_model, make_engine
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
+from flockstep.planning.gradient_noise import GRADIENTS, gradient_noise
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.report import formatting
 from flockstep.simulation.compute import ComputeModel
@@ -38,6 +39,12 @@ BATCH = 32
 """Batch size of a model without a job."""
 OPERATIONS = 1e10
 """Floating-point operations per second of a worker of which nothing is known."""
+NOISE = 3.0
+"""Noise scale in batches that is assumed where measuring it is not possible or takes too long."""
+DENSE = 6.0
+"""Operations per parameter and sample of a gradient if the work of a model is not known, as of dense layers."""
+AFFORDED = 1e10
+"""Largest number of floating-point operations for measuring the noise scale."""
 WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
 """Operations assumed per element if the machines' rates were not measured."""
 
@@ -63,6 +70,8 @@ class JobProfile:
     """Function from a seed to the job of a run; None if only sizes are known, so that nothing can be trained."""
     file: Path | None = field(default=None, compare=False)
     """The Python file of the job; None for a built-in job, or one given as an object."""
+    known_noise: float | None = None
+    """The noise scale, if this profile is a scaled one; None if the noise scale is to be measured."""
     identity: str | None = None
     """The job's entry in a cluster file, see `identity`; None if the job has no name by which it could be loaded."""
 
@@ -73,6 +82,19 @@ class JobProfile:
             return SurrogateBatches(self.batch)
         engine = make_engine(self.job(0), 0)
         return SurrogateBatches(self.batch, engine.train_size, engine.layers(self.batch))
+
+    @cached_property
+    def noise(self) -> float:
+        """Noise scale of the gradients in batches, see `gradient_noise`; `NOISE` if there is no job, if its gradients
+        take too long, or if training diverges.
+        """
+        if self.known_noise is not None:
+            return self.known_noise
+        work = DENSE * self.elements * self.batch if self.work is None else self.work
+        if self.job is None or GRADIENTS * work > AFFORDED:
+            return NOISE
+        found = gradient_noise(make_engine(self.job(0), 0), self.batch)
+        return found if math.isfinite(found) else NOISE
 
     @property
     def itemsize(self) -> int:
@@ -98,7 +120,8 @@ class JobProfile:
 
     def scaled(self, factor: float) -> JobProfile:
         """The task with `factor` times the parameters, in one tensor, and the same work."""
-        return replace(self, elements=max(1, round(self.elements * factor)), tensors=(), job=None)
+        elements = max(1, round(self.elements * factor))
+        return replace(self, elements=elements, tensors=(), job=None, known_noise=self.noise)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,42 @@
+"""The noise scale of a job's gradients, measured by a short training of one worker."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.frameworks.base import Engine
+
+STEPS = 64
+"""Number of steps of each part of a measurement: at the start, training, and measuring while training."""
+GRADIENTS = 6 * STEPS
+"""Number of gradients that a measurement takes."""
+
+
+def gradient_noise(engine: Engine, batch: int) -> float:
+    """Noise scale in batches, B_noise / B of McCandlish et al. (2018): the variance of a batch's gradient, relative to
+    the squared norm of the gradient of all samples; not finite if training diverges.
+
+    Gradients a and b of two batches at equal parameters have E|a - b|²/2 = tr Σ / B and E[a · b] = |G|². The noise
+    scale changes while a job trains, and the number of steps to a target depends on its mean over those steps. The
+    result is the mean of two measurements: before training, and between steps `STEPS` and 2 `STEPS`.
+    """
+    params, first, second = engine.initial(), engine.initial(), engine.initial()
+    optimizer = LocalOptimizer(engine.optimizer, params, engine.schema.slices)
+    random, size = np.random.default_rng(0), min(batch, engine.train_size)
+
+    def measured(train: bool) -> float:
+        noise, signal = 0.0, 0.0
+        for step in range(STEPS):
+            for out in (first, second):
+                engine.gradient(params, random.choice(engine.train_size, size, replace=False), out, 0, step)
+            noise += float(((first - second) ** 2).sum()) / 2
+            signal += float((first * second).sum())
+            if train:
+                optimizer.step(params, first)
+        return noise / max(signal, noise / STEPS) if noise else 0.0
+
+    with np.errstate(all="ignore"):
+        start = measured(train=False)
+        measured(train=True)
+        return (start + measured(train=True)) / 2
