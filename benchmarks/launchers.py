@@ -2,7 +2,8 @@
 
 python benchmarks/launchers.py --rounds 3
 
-Needs Linux, root, and the launchers themselves; the hosts are namespaces of this machine.
+Needs Linux, root, and the launchers themselves; the hosts are namespaces of this machine. `--only TEXT` measures those
+launchers whose name contains the text.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def seconds(host: Host, folder: Path, command: list[str]) -> float:
     return float(said.read_text()) - begun
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
+def measure(rounds: int, only: str) -> dict[str, list[float]]:
     """Name of a launcher → seconds, one figure for each round."""
     folder, bin_ = Path(tempfile.mkdtemp(prefix="fl-")), Path(sys.executable).parent
     os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
@@ -65,6 +66,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
         home, first, _ = hosts
         config, agent = slurm.start(folder / "slurm", hosts), ssh.serve(folder / "ssh", hosts[1:])
         mpirun, srun = [str(bin_ / "mpirun"), "--oversubscribe"], ["env", f"SLURM_CONF={config}", "srun"]
+        job = [*srun[:-1], *own, "launch", "--on", "slurm", "-n", "2"]
         passed = ["-x", "FLOCKSTEP_SECRET", "-x", "FLOCKSTEP_COORDINATOR=d0:21078", "--host", "d0:1,d1:1"]
         by_ssh = ["--prtemca", "plm_ssh_agent", f"ssh -F {agent}"]
         torchrun = [str(bin_ / "torchrun"), "--standalone", "--nproc-per-node", "2", "script.py"]
@@ -75,9 +77,15 @@ def measure(rounds: int) -> dict[str, list[float]]:
             "srun, one host": lambda: seconds(home, folder, [*srun, "-N1", "-n2", *python]),
             "mpirun, two hosts": lambda: seconds(home, folder, [*mpirun, *by_ssh, *passed, "-n", "2", *python]),
             "srun, two hosts": lambda: seconds(home, folder, [*srun, "-N2", "-n2", *python]),
+            "flockstep launch --on slurm, one host": lambda: seconds(home, folder, [*job, "script.py"]),
+            "flockstep launch --on slurm, two hosts": lambda: seconds(
+                home, folder, [*job, "--nodes", "2", "script.py"]
+            ),
         }
         for _ in range(rounds):
             for name, trial in trials.items():
+                if only not in name:
+                    continue
                 found.setdefault(name, []).append(trial())
     return found
 
@@ -85,7 +93,9 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    found = measure(parser.parse_args().rounds)
+    parser.add_argument("--only", default="")
+    given = parser.parse_args()
+    found = measure(given.rounds, given.only)
     print("| launcher | seconds to the first step: median | range |\n|---|---|---|")
     for name, times in found.items():
         print(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f} to {max(times):.1f} |")

@@ -172,6 +172,9 @@ def usual() -> Iterator[SelfTest]:
     yield SelfTest("torchrun", "launchers", command, False, fix, "torch", needs=("torch",), judge=_two_places)
     for program, fix in _LAUNCHERS.items():
         yield SelfTest(program, "launchers", ("-n", "2", *_PLACE), False, fix, program=program, judge=_two_places)
+    fix = "only for --on slurm outside an allocation: try this on a host from which jobs are submitted"
+    job = ("--test-only", "--ntasks=2", "--wrap=true")
+    yield SelfTest("sbatch", "launchers", job, False, fix, program="sbatch", judge=lambda output: "would take a job")
     for extra, module, code, more in _CLUSTERS:
         fix = f"only for runs on its clusters: pip install 'flockstep[{extra}]'{more}"
         yield SelfTest(extra, "launchers", ("-c", code), False, fix, module)

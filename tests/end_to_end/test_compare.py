@@ -192,3 +192,19 @@ def test_every_workers_own_model_is_evaluated_at_the_end(capsys: pytest.CaptureF
     assert None not in alone
     assert len(set(together)) == 1
     assert together[0] == pytest.approx(one[1]["final_metric"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nodes", "2"], "--nodes 2 is for hosts that you start yourself"),
+        (["--node-rank", "1"], "where a comparison has several; use --hosts a:4,b:4, --on slurm or --on ray"),
+        (["--simulate", "--on", "ray"], "--on ray is for real processes only; leave it or --simulate out"),
+        (["--simulate", "--hosts", "a:2"], "--hosts a:2 is for real processes only"),
+        (["--slurm-options", "--hold"], "--slurm-options --hold is for a job of Slurm; add --on slurm"),
+    ],
+)
+def test_hosts_that_a_comparison_cannot_have(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "quadratic", "-s", "bsp", "-n", "2", *options, "--out", "c"]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("c").exists()

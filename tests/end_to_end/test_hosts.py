@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flockstep.records.events import ClockEvent, StepEvent
+from flockstep.records.events import ClockEvent, EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from support.hosts import PORT, SECRET, Ended, Host, network, on_all
 from support.processes import PATIENCE, RealRun, wait_until
@@ -219,12 +219,17 @@ def test_workers_of_two_hosts_with_data_of_their_own(two: list[Host], tmp_path: 
     assert [worker["steps"] for worker in summary(tmp_path / "run")["per_worker"]] == [24] * 4
 
 
+def commands_of_the_page(*titles: str) -> list[str]:
+    """What follows "flockstep" in the blocks with these titles."""
+    page = (EXAMPLES.parent / "docs" / "how-to" / "several-hosts.md").read_text()
+    found = dict(re.findall(r"^```sh title=\"(.*)\"\nflockstep (.*)$", page, re.MULTILINE))
+    return [found[title] for title in titles]
+
+
 @pytest.mark.full
 def test_the_commands_of_the_page(two: list[Host], tmp_path: Path) -> None:
     """As they stand in docs/how-to/several-hosts.md, in a folder with the example."""
-    page = (EXAMPLES.parent / "docs" / "how-to" / "several-hosts.md").read_text()
-    found = re.findall(r"^```sh title=.*\nflockstep (.*)$", page, re.MULTILINE)
-    assert len(found) == 2
+    found = commands_of_the_page("first host", "second host")
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "own_loop.py").write_text((EXAMPLES / "own_loop.py").read_text())
     secret = tmp_path / "secret"
@@ -394,8 +399,70 @@ def test_a_coordinator_that_never_comes_and_hosts_that_never_come(two: list[Host
     alone = Ended.of(two[1].start("launch", *own, *where))
     assert alone.code == 2
     for option in ("--json", "--out"):
-        assert f"{option} has no effect on node 1: node 0 writes the record" in alone.err
+        assert f"{option} has no effect on node 1: the coordinator writes the record" in alone.err
     assert f"no coordinator answers at {two[0].address}:{PORT} within 1 s" in alone.err
     first = Ended.of(two[0].start("launch", "--node-rank", "0", "--out", tmp_path / "run", *where))
     assert first.code == 2
     assert "node 1 of 2 did not come within 1 s" in first.err
+
+
+def separately(hosts: list[Host], *arguments: str | Path, out: Path) -> list[Ended]:
+    """Run a command on all hosts but the first, which coordinates alone; what came of each."""
+    coordinator, *others = hosts
+    command, *rest = arguments
+    place = ["--nodes", str(len(others)), "--port", str(PORT)]
+    processes = [coordinator.start("coordinate", *place, command, "--out", out, *rest)]
+    for rank, host in enumerate(others):
+        own = ["--nodes", str(len(others)), "--node-rank", str(rank), "--coordinator", f"{coordinator.address}:{PORT}"]
+        processes.append(host.start(command, *own, "--separate-coordinator", *rest))
+    return [Ended.of(process) for process in processes]
+
+
+def test_a_coordinator_of_its_own_has_the_record_and_no_worker(tmp_path: Path) -> None:
+    """With the commands of docs/how-to/several-hosts.md."""
+    found = commands_of_the_page("coordinator", "host 0, with workers", "host 1, with workers")
+    (tmp_path / "secret").write_text("0123456789abcdef" * 4)
+    (tmp_path / "secret").chmod(0o600)
+    with network(3) as hosts:
+        started = [host.start(*shlex.split(words), within=tmp_path) for host, words in zip(hosts, found, strict=True)]
+        require([Ended.of(process) for process in started], 0, 0, 0)
+        assert not any(host.processes() for host in hosts)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert RunFolder(run).read_summary().status == "finished"
+    events = RunFolder(run).read_events()
+    assert {event.rank for event in events if isinstance(event, StepEvent)} == {0, 1, 2, 3}
+    assert any(isinstance(event, EvaluationEvent) for event in events), "the coordinator evaluates"
+
+
+@pytest.mark.full
+def test_servers_are_on_the_hosts_of_workers_where_the_coordinator_is_of_its_own(tmp_path: Path) -> None:
+    arguments = ["train", "softmax", "-s", "ps(shards=2)", "-n", "2", "--steps", str(STEPS), "--seed", "1"]
+    arguments += ["--heartbeat", "60"]
+    with network(3) as hosts:
+        require(separately(hosts, *arguments, out=tmp_path / "run"), 0, 0, 0)
+        assert hosts[0].sent("lo") == 0, "no worker and no server is on the coordinator's host"
+    alone = RealRun(arguments, tmp_path / "alone").end()
+    assert alone.summary is not None
+    assert alone.summary["hashes"] == summary(tmp_path / "run")["hashes"]
+
+
+@pytest.mark.full
+def test_what_a_separate_coordinator_ends_with(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import flockstep\nflockstep.join()\nraise SystemExit(flockstep.rank())\n")
+    with network(3) as hosts:
+        failed = separately(hosts, "launch", "-n", "2", script, out=tmp_path / "run")
+        require(failed, 1, 1, 1)
+        assert "worker 1 exited with code 1" in failed[0].err
+        where = ["--nodes", "2", "--node-rank", "0", "--coordinator", f"{hosts[0].address}:{PORT}"]
+        refused = Ended.of(hosts[1].start("launch", *where, "-n", "2", script))
+        assert refused.code == 2
+        assert "with a free port" in refused.err
+        assert "or add --separate-coordinator" in refused.err
+        for words, said in (
+            (["simulate", "softmax"], "write launch or train"),
+            (["train", "softmax", "-s", "bsp", "--nodes", "2"], "as on one host, without --nodes"),
+        ):
+            refused = Ended.of(hosts[0].start("coordinate", "--nodes", "2", "--port", str(PORT), *words))
+            assert refused.code == 2
+            assert said in refused.err

@@ -5,12 +5,14 @@ runs of scripts that they have started.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from support import slurm, ssh
 from support.named_hosts import TOOLS, Host, connected, lacking
-from support.processes import COMMAND, PATIENCE, SOURCE, wait_until
+from support.processes import COMMAND, PATIENCE, SOURCE, content, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -402,3 +404,173 @@ def test_what_a_run_over_hosts_needs(hosts: tuple[Host, ...], srun: list[str], s
     code, said = hosts[0].ended(*trial.words(launcher, "all_reduce"))
     assert code != 0
     assert "flockstep: mpirun does not tell on which host rank 0 is; let it pass FLOCKSTEP_COORDINATOR" in said
+
+
+def on_slurm(srun: list[str], *more: str, command: str = "launch") -> list[str]:
+    """The command that submits a job to the cluster of `srun`."""
+    return [*srun[:-1], *COMMAND, command, "--on", "slurm", *more]
+
+
+def canceled(host: Host, words: list[str], ready: Callable[[], bool]) -> str:
+    """Start a command, press Ctrl-C when it is `ready`; return standard error. Its exit code must be 130."""
+    process = subprocess.Popen(host.command(*words), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: ready() or process.poll() is not None, PATIENCE, "a command that can be canceled")
+        (inner,) = content(f"/proc/{process.pid}/task/{process.pid}/children").split()
+        os.kill(int(inner), signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, said
+    return said
+
+
+def test_a_job_of_slurm_on_two_hosts(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    command = on_slurm(srun, "--nodes", "2", "-n", "3", "--json", "--slurm-options", "--comment 'a b'")
+    said = hosts[0].run(*trial.words(command, "ps(shards=2)", python=False))
+    learned(said, 3)
+    assert json.loads(said.splitlines()[-1])["status"] == "finished"
+    assert trial.summary(3)["workers"] == 3
+    assert [path.name for path in (trial.folder / "runs").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.full
+def test_a_job_that_fails_ends_with_the_exit_code_of_its_command(
+    hosts: tuple[Host, ...], srun: list[str], trial: Trial
+) -> None:
+    code, said = hosts[0].ended(*trial.words(on_slurm(srun, "-n", "2"), "all_reduce", "1", "20", python=False))
+    assert code == 1, said
+    assert re.search(r"flockstep: worker 1 was killed by SIGKILL at about step", said), said
+    assert trial.summary(2)["status"] == "failed"
+
+
+@pytest.mark.full
+def test_a_canceled_job_leaves_a_whole_record_and_nothing_else(
+    hosts: tuple[Host, ...], srun: list[str], trial: Trial
+) -> None:
+    options = ("--nodes", "2", "-n", "2", "-s", "gossip", "--steps", "1000000", "--out", "runs/one")
+    words = trial.words(on_slurm(srun, "softmax", *options, command="train"), python=False)[:-1]
+    stepped = trial.folder / "runs" / "one" / "events" / "worker-1.jsonl"
+    said = canceled(hosts[0], words, lambda: b'"step"' in content(stepped))
+    assert re.search(r"flockstep: job \d+ runs on d\[0-1\]\n", said), said
+    assert re.search(r"flockstep: interrupted; job \d+ has ended\n$", said), said
+    assert trial.summary(2)["status"] == "interrupted"
+
+
+def test_a_job_that_waits_is_canceled_and_slurm_does_not_know_the_secret(
+    hosts: tuple[Host, ...], srun: list[str], trial: Trial
+) -> None:
+    """Slurm keeps the script and the environment of a job where its administrators can read them."""
+    settings = Path(srun[1].partition("=")[2])
+    kept: list[bytes] = []
+
+    def waits() -> bool:
+        files = [content(path) for path in (settings.parent / "state").glob("hash.*/job.*/*")]
+        ours = str(trial.folder).encode(), str(trial.scratch).encode()  # in its script, in its environment
+        kept[:] = [data for data in files if any(path in data for path in ours)]
+        return len(kept) == 2
+
+    command = on_slurm(srun, "-n", "2", "--slurm-options=--hold")
+    said = canceled(hosts[0], trial.words(command, "ps", python=False), waits)
+    assert re.search(r"flockstep: job \d+ waits: JobHeldUser\n", said), said
+    assert not any(SECRET.encode() in data for data in kept)
+    assert list((trial.folder / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "expected"),
+    [
+        (("--slurm-options", "--partition=none"), 2, "Slurm did not take the job: .*[Ii]nvalid partition name"),
+        (("--slurm-options", "'"), 2, "--slurm-options must be words as in a shell, got "),
+        (("--nodes", "3"), 2, "--nodes must be at least 1 and at most 2, the number of workers"),
+        (("--cpus-per-worker", "0.5"), 2, "--cpus-per-worker must be a whole number >= 1 on Slurm, got 0.5"),
+        (("--coordinator", "d0:29400"), 2, "--coordinator d0:29400 does not go with --on slurm"),
+        (("--out", "/run/one"), 2, "the host d[01] of job .* does not see .* and /run; work, and keep the record"),
+        (("--remote-python", "/no/python"), 127, "/no/python: not found"),
+    ],
+)
+@pytest.mark.full
+def test_jobs_that_cannot_run(
+    hosts: tuple[Host, ...], srun: list[str], trial: Trial, more: tuple[str, ...], code: int, expected: str
+) -> None:
+    (trial.folder / "runs").mkdir()
+    ended, said = hosts[0].ended(*trial.words(on_slurm(srun, "-n", "2", *more), "ps", python=False))
+    assert ended == code, said
+    assert re.search(expected, said), said
+    assert list((trial.folder / "runs").iterdir()) == []
+
+
+@pytest.mark.full
+def test_a_job_that_somebody_else_cancels_says_so(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    command = trial.words(on_slurm(srun, "-n", "2", "--slurm-options=--hold --job-name=theirs"), "ps", python=False)
+    process = subprocess.Popen(hosts[0].command(*command), stderr=subprocess.PIPE, text=True)
+    try:
+        listed = [*srun[:-1], "squeue", "--noheader", "--name=theirs", "--format=%i"]
+        wait_until(lambda: hosts[0].run(*listed).strip().isdecimal(), PATIENCE, "the job")
+        hosts[0].run(*srun[:-1], "scancel", "--name=theirs")
+        _, said = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1, said
+    assert re.search(r"flockstep: job \d+ was canceled\n$", said), said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("option", "harm", "expected"),
+    [
+        ("--comment=none", "update nodename=d1 state=down reason=test", "lost a host"),
+        ("--time=1", "", "reached its time limit; give it more with --slurm-options"),
+    ],
+    ids=["a lost host", "the time limit"],
+)
+def test_a_job_that_slurm_ends_says_why(
+    hosts: tuple[Host, ...], srun: list[str], trial: Trial, option: str, harm: str, expected: str
+) -> None:
+    options = ("--nodes", "2", "-n", "2", "-s", "all_reduce", "--steps", "100000000", "--out", "runs/one")
+    words = (*options, "--evaluate-every", "100000000", "--slurm-options", option)
+    command = trial.words(on_slurm(srun, "softmax", *words, command="train"), python=False)[:-1]
+    process = subprocess.Popen(hosts[0].command(*command), stderr=subprocess.PIPE, text=True)
+    try:
+        stepped = trial.folder / "runs" / "one" / "events" / "worker-1.jsonl"
+        wait_until(lambda: b'"step"' in content(stepped), PATIENCE, "a step of worker 1")
+        if harm:
+            hosts[0].run(*srun[:-1], "scontrol", *harm.split())
+        _, said = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1, said
+    assert re.search(rf"flockstep: job \d+ {expected}", said.splitlines()[-1]), said
+    assert trial.summary(2)["status"] in ("failed", "interrupted"), "the record is complete"
+    idle = [*srun[:-1], "sinfo", "--noheader", "--format=%T %D"]
+    wait_until(lambda: hosts[0].run(*idle).split() == ["idle", "2"], PATIENCE, "both hosts, for the next test")
+
+
+@pytest.mark.full
+def test_a_comparison_in_one_allocation(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    """Every run starts the agents of its hosts; repeated, it keeps what has finished."""
+    words = ("softmax", "-s", "all_reduce(ring)", "-s", "local_sgd", "-n", "2", "--steps", "20", "--out", "runs/both")
+    command = trial.words(on_slurm(srun, "--nodes", "2", *words, command="compare"), python=False)[:-1]
+    assert "report: runs/both/report.html" in hosts[0].run(*command)
+    records = [RunFolder(file.parent) for file in (trial.folder / "runs" / "both").glob("*/config.toml")]
+    assert [record.read_summary().status for record in records] == ["finished"] * 2
+    for record in records:
+        assert {event.rank for event in record.read_events() if isinstance(event, StepEvent)} == {0, 1}
+    code, said = hosts[0].ended(*command)
+    assert (code, said.count("kept from before")) == (0, 2), said
+
+
+DOCTOR = """
+from flockstep.doctor import examine, usual
+for one in examine(test for test in usual() if test.name in ("srun", "sbatch")).tried:
+    print(one.name, one.status, one.detail)
+"""
+
+
+@pytest.mark.full
+def test_doctor_tries_slurm(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    said = hosts[0].run(*trial.words([*srun[:-1], sys.executable, "-c", DOCTOR], python=False)[:-1])
+    assert said.splitlines() == ["srun works 2 processes know their ranks", "sbatch works would take a job"]

@@ -33,7 +33,7 @@ SlurmdParameters=config_overrides
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-KillWait=5
+KillWait=60
 PartitionName=main Nodes=ALL Default=YES State=UP MaxTime=INFINITE
 """
 NODE = "NodeName={host.name} NodeHostname={host.name} NodeAddr={host.address} Port=6818 CPUs={cpus}\n"

@@ -70,7 +70,7 @@ def test_what_fails_says_why() -> None:
 
 def test_launchers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     launchers = {one.name: one for one in usual() if one.group == "launchers"}
-    assert set(launchers) == {"torchrun", "mpirun", "srun", "ssh", "ray", "spark"}
+    assert set(launchers) == {"torchrun", "mpirun", "srun", "sbatch", "ssh", "ray", "spark"}
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
     tried = [one for name, one in launchers.items() if name in ("mpirun", "ssh")]

@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
@@ -20,6 +21,7 @@ from flockstep import __version__
 from flockstep.cli import bench, listing
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
+from flockstep.cli.coordinate import coordinate
 from flockstep.cli.manifest import manifest
 from flockstep.cli.plan import plan
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, UnknownName
@@ -44,8 +46,8 @@ app = typer.Typer(
 def run(arguments: list[str]) -> int:
     """Run a command; return its exit code: 2 for bad input, 1 for a run that failed, 130 when interrupted."""
     ours, scripts = _divided(arguments)
-    said = {"debug": "--debug" in ours}
     rest = [argument for argument in ours if argument != "--debug"] + scripts
+    said: dict[str, Any] = {"debug": "--debug" in ours, "arguments": rest}
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup has it ignored
         signal.signal(signal.SIGHUP, _interrupt)
@@ -171,8 +173,13 @@ def train(
 ) -> None:
     """Train for real, on processes of this machine or of several."""
     from flockstep.cli.runs import run_one
+    from flockstep.drivers.setup import check
 
     config = o.configured("train", locals())
+    place = o.folder(out, f"{job}-{strategy}")
+    if where.on == "slurm":
+        check(config)  # before it waits for its turn
+    o.leave_to_slurm(context, where, workers, place)
     with o.gathered(context, where, workers) as gathering:
         if gathering is not None:
             config = o.over_hosts(context, config, gathering)
@@ -181,7 +188,7 @@ def train(
 
             train_for(gathering, config)
             return
-        run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite, gathering)
+        run_one(config, place, as_json, target is not None, overwrite, gathering)
 
 
 @app.command(rich_help_panel=RUN)
@@ -220,6 +227,7 @@ def simulate(
 
 
 @app.command(rich_help_panel=RUN)
+@o.with_hosts
 def compare(
     context: typer.Context,
     job: o.JobArgument,
@@ -255,6 +263,7 @@ def compare(
     step_timeout: o.StepTimeout = None,
     threads: o.Threads = 1,
     imports: o.Imports = None,
+    where: o.HostOptions = o.HERE,
     out: o.Out = None,
     as_json: o.Json = False,
 ) -> None:
@@ -264,10 +273,19 @@ def compare(
 
     kind: Kind = "simulate" if simulate else "train"
     o.refuse_idle(kind, context)
+    o.refuse_by_hand(context, where)
     base = o.configured(kind, {**locals(), "strategy": ""})
     shape = o.cluster_of(cluster, imports, context)
     grid = Grid(base, tuple(strategy), o.rates(lr_grid, lr), seeds, shape)
-    raise typer.Exit(compare_all(grid, o.folder(out, f"compare-{job}"), as_json))
+    place = o.folder(out, f"compare-{job}")
+    if where.on == "slurm":
+        grid.groups(place)  # what is invalid is told before it waits for its turn
+    o.leave_to_slurm(context, where, workers, place)
+    with o.gathered(context, where, workers) as gathering:
+        if gathering is not None:
+            grid = replace(grid, base=gathering.over(o.over_hosts(context, base, gathering)))
+        code = compare_all(grid, place, as_json, gathering)
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -300,12 +318,18 @@ def launch(
     context.obj["debug"] |= debug
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
     shown = Output(output, prefix, rank_output)
-    name = f"launch-{script.stem}"
+    name, words = f"launch-{script.stem}", [str(script), *(arguments or [])]
     if module:
         from flockstep.launchers.script import script_of_module
 
-        name, arguments = f"launch-{script}", [str(script), *(arguments or [])]
+        name, arguments = f"launch-{script}", words
         script = script_of_module(str(script))
+    place = o.folder(out, name)
+    if where.on == "slurm":
+        from flockstep.launchers.script import require_script
+
+        require_script(script)  # before it waits for its turn
+    o.leave_to_slurm(context, where, workers, place, words)
     with o.gathered(context, where, workers, arguments or [], shown) as gathering:
         if gathering is not None:
             config = dataclasses.replace(o.over_hosts(context, config, gathering), job=str(script))
@@ -314,12 +338,14 @@ def launch(
 
             launch_for(gathering, script, arguments or [], config, shown, overwrite)
             return
-        place = o.folder(out, name)
         launch_one(script, arguments or [], config, place, as_json, shown, overwrite, gathering)
 
 
 app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     manifest
+)
+app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    coordinate
 )
 
 

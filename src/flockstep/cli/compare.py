@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flockstep.cli import runs, show
 from flockstep.experiments.comparison import Comparison, Grid, carry_out_all, runs_in
@@ -14,9 +15,15 @@ from flockstep.report import formatting
 from flockstep.report.medians import spreads
 from flockstep.report.table import one_by_one, table
 
+if TYPE_CHECKING:
+    from flockstep.launchers.gathering import Gathering
 
-def compare_all(grid: Grid, out: Path, as_json: bool) -> int:
-    """Carry out a comparison with its progress; return the exit code: 1 if a strategy has no useful run."""
+
+def compare_all(grid: Grid, out: Path, as_json: bool, gathering: Gathering | None = None) -> int:
+    """Carry out a comparison with its progress; return the exit code: 1 if a strategy has no useful run.
+
+    `gathering`: the hosts of each real run; None: all processes are on this machine.
+    """
     began, finished, ran = time.monotonic(), 0, 0
 
     def say(line: str) -> None:
@@ -30,7 +37,7 @@ def compare_all(grid: Grid, out: Path, as_json: bool) -> int:
         if ran and rest:
             title += f", {rest} more in about {formatting.seconds((time.monotonic() - began) / ran * rest)}"
         ran += 1
-        return runs.run(config, folder, title, overwrite)
+        return runs.run(config, folder, title, overwrite, gathering)
 
     found = carry_out_all(grid, out, execute, say, lambda found: _print(found, as_json))
     return 1 if found.failures else 0

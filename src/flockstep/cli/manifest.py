@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from flockstep.cli import options as o
 from flockstep.cli import show
+from flockstep.cli.coordinate import understood
 from flockstep.errors import ConfigurationError
-
-PLACE = ("on", "nodes", "node_rank", "coordinator", "secret_file", "host_address")
-"""Options that tell a host its place in a run."""
 
 
 def manifest(
@@ -56,14 +54,7 @@ def _require_understood(context: typer.Context, words: list[str], nodes: int) ->
     Raises:
         ConfigurationError: the command says which host it is for, or there are fewer workers than pods.
     """
-    root = context.find_root()
-    group = root.command
-    assert isinstance(group, typer.core.TyperGroup)
-    _, command, rest = group.resolve_command(root, words)
-    assert command is not None
-    inner: Any = command.make_context(words[0], list(rest), parent=root)
-    for option, _ in o.given_options(inner, PLACE):
-        raise ConfigurationError(f"the manifest gives every pod its own {option}; leave it out of the command")
+    inner = understood(context, words, "the manifest gives every pod its own")
     if (workers := inner.params["workers"]) < nodes:
         raise ConfigurationError(
             f"a run in {nodes} pods needs at least as many workers, got {workers}; raise -n, which counts the workers "

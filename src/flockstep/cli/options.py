@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,14 @@ CoordinatorAddress = Annotated[
         "--coordinator", help="Where the host of rank 0 listens, as host:port or [IPv6]:port.", rich_help_panel=HOSTS
     ),
 ]
+SeparateCoordinator = Annotated[
+    bool,
+    typer.Option(
+        "--separate-coordinator",
+        help="No host of the run coordinates, but flockstep coordinate, at --coordinator.",
+        rich_help_panel=HOSTS,
+    ),
+]
 SecretFile = Annotated[
     Path | None,
     typer.Option(
@@ -183,10 +192,11 @@ HostAddress = Annotated[
     ),
 ]
 On = Annotated[
-    Literal["local", "ray"],
+    Literal["local", "slurm", "ray"],
     typer.Option(
         "--on",
-        help="Where the processes run: local, on this machine and the hosts of --nodes, or ray, on a Ray cluster.",
+        help="Where the processes run: local, on this machine and the hosts of --nodes; slurm, in a job of its own or "
+        "in the allocation of this shell; or ray, on a Ray cluster.",
         rich_help_panel=HOSTS,
     ),
 ]
@@ -204,15 +214,30 @@ SshCommand = Annotated[
 RemotePython = Annotated[
     str | None,
     typer.Option(
-        "--remote-python", help="Path of Python on the hosts (--hosts; default: as here).", rich_help_panel=HOSTS
+        "--remote-python",
+        help="Path of Python on the hosts (--hosts, --on slurm; default: as here).",
+        rich_help_panel=HOSTS,
+    ),
+]
+SlurmOptions = Annotated[
+    str,
+    typer.Option(
+        "--slurm-options",
+        help="More options for sbatch, such as '--partition=gpu --time=1:00:00' (--on slurm).",
+        rich_help_panel=HOSTS,
     ),
 ]
 CpusPerWorker = Annotated[
     float,
-    typer.Option("--cpus-per-worker", help="Cores that each worker reserves (--on ray).", rich_help_panel=HOSTS),
+    typer.Option(
+        "--cpus-per-worker", help="Cores that each worker reserves (--on slurm or ray).", rich_help_panel=HOSTS
+    ),
 ]
 GpusPerWorker = Annotated[
-    float, typer.Option("--gpus-per-worker", help="GPUs that each worker reserves (--on ray).", rich_help_panel=HOSTS)
+    float,
+    typer.Option(
+        "--gpus-per-worker", help="GPUs that each worker reserves (--on slurm or ray).", rich_help_panel=HOSTS
+    ),
 ]
 
 
@@ -226,9 +251,11 @@ class HostOptions:
     hosts: SshHosts = None
     ssh: SshCommand = "ssh"
     remote_python: RemotePython = None
+    slurm_options: SlurmOptions = ""
     nodes: Nodes = None
     node_rank: NodeRank = None
     coordinator: CoordinatorAddress = None
+    separate_coordinator: SeparateCoordinator = False
     secret_file: SecretFile = None
     timeout: MeetTimeout = 600.0
     host_address: HostAddress = ""
@@ -336,9 +363,16 @@ Json = Annotated[
 ]
 
 
+BY_HAND = ("node_rank", "coordinator", "separate_coordinator", "secret_file")
+"""Options of hosts on which a user starts the same command."""
+FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
+"""Options that matter where a job of Slurm is submitted."""
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "faults", "until_target"),
-    "simulate": ("transport", "heartbeat", "step_timeout"),
+    "simulate": (
+        *("transport", "heartbeat", "step_timeout"),
+        *(field.name for field in dataclasses.fields(HostOptions)),
+    ),
     "launch": (),
 }
 
@@ -373,25 +407,99 @@ def gathered(
     Raises:
         ConfigurationError: options are missing, or do not go together.
     """
+    if (coordinating := context.obj.get("gathering")) is not None:  # of flockstep coordinate
+        yield coordinating
+        return
     if where.hosts is not None:
         with _by_ssh(context, where, arguments, output) as found:
             yield found
         return
-    for option, value in given_options(context, ("ssh", "remote_python")):
+    for option, value in given_options(context, ("ssh", *(("remote_python",) if where.on != "slurm" else ()))):
         raise ConfigurationError(f"{option} {value} is for hosts that ssh reaches; add --hosts")
+    for option, value in given_options(context, ("slurm_options",)) if where.on != "slurm" else ():
+        raise ConfigurationError(f"{option} {value} is for a job of Slurm; add --on slurm")
     if where.on == "local":
-        for option, value in given_options(context, ("cpus_per_worker", "gpus_per_worker")):
-            raise ConfigurationError(f"{option} {value:g} is for a Ray cluster; add --on ray")
+        for option, value in given_options(context, FOR_SUBMISSION):
+            raise ConfigurationError(f"{option} {value:g} is for a cluster; add --on slurm or --on ray")
         yield _by_hand(context, where)
         return
-    for option, value in given_options(context, ("node_rank", "coordinator", "secret_file", "host_address")):
-        raise ConfigurationError(f"{option} {value} is for hosts that you start yourself; leave it out with --on ray")
+    others = (*BY_HAND, *(("host_address",) if where.on == "ray" else ()))
+    for option, value in given_options(context, others):
+        raise ConfigurationError(
+            f"{option} {value} is for hosts that you start yourself; leave it out with --on {where.on}"
+        )
     from flockstep.launchers.output import SHOWN
+
+    on = _on_slurm if where.on == "slurm" else _on_ray
+    with on(context, where, workers, arguments, output or SHOWN) as found:
+        yield found
+
+
+def _on_ray(
+    context: typer.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
+) -> contextlib.AbstractContextManager[Gathering]:
+    """Context manager: nodes of a Ray cluster."""
     from flockstep.launchers.ray import ray_cluster
 
     reserved = where.cpus_per_worker, where.gpus_per_worker
-    with ray_cluster(workers, where.nodes, *reserved, where.timeout, arguments, output or SHOWN) as found:
-        yield found
+    return ray_cluster(workers, where.nodes, *reserved, where.timeout, arguments, output)
+
+
+def _on_slurm(
+    context: typer.Context, where: HostOptions, workers: int, arguments: Sequence[str], output: Output
+) -> contextlib.AbstractContextManager[Gathering]:
+    """Context manager: the hosts of the allocation of this process."""
+    from flockstep.launchers.slurm import slurm_allocation
+
+    for option, value in given_options(context, FOR_SUBMISSION):
+        raise ConfigurationError(
+            f"{option} {value} is for the submission of a job, and this is within one; leave it out"
+        )
+    python = where.remote_python or sys.executable
+    return slurm_allocation(workers, where.nodes, python, where.timeout, where.host_address, arguments, output)
+
+
+def leave_to_slurm(
+    context: typer.Context, where: HostOptions, workers: int, place: Path, script: Sequence[str] = ()
+) -> None:
+    """With --on slurm, outside an allocation: run this command in a job of its own, and exit with its exit code.
+
+    Args:
+        context: the command.
+        where: the command's options about hosts.
+        workers: number of workers.
+        place: folder of its record.
+        script: a launched script, and its arguments, with which the command ends.
+
+    Raises:
+        ConfigurationError: options do not go together, or Slurm refuses the job.
+        RunError: Slurm has ended the job.
+    """
+    from flockstep.launchers.slurm import in_allocation, submitted
+
+    if where.on != "slurm" or where.hosts is not None or in_allocation(os.environ):
+        return
+    for option, value in given_options(context, ("ssh", "host_address", *BY_HAND)):
+        raise ConfigurationError(f"{option} {value} does not go with --on slurm; leave it out")
+    words = context.obj["arguments"]
+    own = _without(FOR_SUBMISSION, words[: len(words) - len(script)])
+    nodes = 1 if where.nodes is None else where.nodes
+    reserved = where.cpus_per_worker, where.gpus_per_worker, where.slurm_options
+    python = where.remote_python or sys.executable
+    raise typer.Exit(submitted([*own, *script], place, workers, nodes, *reserved, python))
+
+
+def _without(names: Iterable[str], words: Sequence[str]) -> list[str]:
+    """The words of a command without options of these names, and their values."""
+    options = [f"--{name.replace('_', '-')}" for name in names]
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in options:
+            next(rest)
+        elif word.partition("=")[0] not in options:
+            kept.append(word)
+    return kept
 
 
 @contextlib.contextmanager
@@ -399,8 +507,7 @@ def _by_ssh(
     context: typer.Context, where: HostOptions, arguments: Sequence[str], output: Output | None
 ) -> Iterator[Gathering]:
     """Context manager: the hosts of --hosts."""
-    others = ("on", "nodes", "node_rank", "coordinator", "secret_file", "cpus_per_worker", "gpus_per_worker")
-    for option, value in given_options(context, others):
+    for option, value in given_options(context, ("on", "nodes", *BY_HAND, *FOR_SUBMISSION)):
         raise ConfigurationError(f"{option} {value} does not go with --hosts; leave one of them out")
     from flockstep.launchers.output import SHOWN
     from flockstep.launchers.ssh import ssh_hosts
@@ -417,6 +524,20 @@ def _by_ssh(
         yield found
 
 
+def refuse_by_hand(context: typer.Context, where: HostOptions) -> None:
+    """Refuse options of hosts that a user starts by hand, whose processes end with one run.
+
+    Raises:
+        ConfigurationError: such an option is given.
+    """
+    alone = where.on == "local" and where.hosts is None
+    for option, value in given_options(context, (*BY_HAND, *(("nodes",) if alone else ()))):
+        raise ConfigurationError(
+            f"{option} {value} is for hosts that you start yourself, and their processes end with one run, where a "
+            "comparison has several; use --hosts a:4,b:4, --on slurm or --on ray, which start the hosts of each run"
+        )
+
+
 def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
     """This host's part in a run over several; None without --nodes.
 
@@ -424,8 +545,7 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
         ConfigurationError: options are missing, or do not go together.
     """
     if where.nodes is None:
-        names = ("node_rank", "coordinator", "secret_file", "timeout", "host_address")
-        for option, value in given_options(context, names):
+        for option, value in given_options(context, (*BY_HAND, "timeout", "host_address")):
             raise ConfigurationError(f"{option} {value} is for several hosts; add --nodes")
         return None
     from flockstep.launchers.gathering import Gathering
@@ -438,7 +558,7 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
             "10.0.0.1:29400 on the first host"
         )
     meeting = meeting_at(where.coordinator, read_secret(where.secret_file), where.timeout, where.host_address)
-    return Gathering(meeting, where.nodes, where.node_rank)
+    return Gathering(meeting, where.nodes, where.node_rank, where.separate_coordinator)
 
 
 def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) -> RunConfig:
@@ -449,7 +569,9 @@ def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) 
     from flockstep.launchers.wait_monitor import on_stderr
 
     for option, _ in given_options(context, ("out", "as_json")) if not gathering.coordinates else ():
-        on_stderr(f"{option} has no effect on node {gathering.node}: node 0 writes the record and prints the outcome")
+        on_stderr(
+            f"{option} has no effect on node {gathering.node}: the coordinator writes the record and prints the outcome"
+        )
     return config if list(given_options(context, ("transport",))) else dataclasses.replace(config, transport=None)
 
 

@@ -39,10 +39,13 @@ class Gathering:
     meeting: Meeting
     nodes: int
     node: int
+    separate: bool = False
+    """Whether the coordinator is a process of its own, beside these hosts."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 2:
-            raise ConfigurationError(f"--nodes must be >= 2, got {self.nodes}; leave it out for one host")
+        least = 1 if self.separate else 2
+        if self.nodes < least:
+            raise ConfigurationError(f"--nodes must be >= {least}, got {self.nodes}; leave it out for one host")
         if not 0 <= self.node < self.nodes:
             raise ConfigurationError(
                 f"--node-rank must be >= 0 and < {self.nodes}, the number of --nodes, got {self.node}; the "
@@ -52,7 +55,7 @@ class Gathering:
     @property
     def coordinates(self) -> bool:
         """Whether this host is the coordinator's."""
-        return self.node == 0
+        return self.node == 0 and not self.separate
 
     def placement(self, workers: int) -> dict[int, range]:
         """Node → its ranks: neighbors on one host, as evenly as possible.
@@ -116,6 +119,47 @@ class Gathering:
             settings,
         )
         HostAgent(self.meeting, join, start_worker, start_server, config.heartbeat or HEARTBEAT, config.imports).run()
+
+
+@dataclass(frozen=True)
+class Coordinating(Gathering):
+    """The part of a coordinator that has no workers: all hosts of the run are others."""
+
+    node: int = 0
+
+    @property
+    def coordinates(self) -> bool:
+        """True."""
+        return True
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ConfigurationError(f"--nodes must be >= 1, got {self.nodes}; it counts the hosts with workers")
+
+    def ranks(self, workers: int) -> range:
+        """None."""
+        return range(0)
+
+    def over(self, config: RunConfig) -> RunConfig:
+        """The configuration with a transport between hosts, into which each agent puts its own address.
+
+        Raises:
+            ConfigurationError: the configuration names a transport that reaches no other host.
+        """
+        transport = config.transport or BETWEEN_HOSTS
+        self.meeting.address()
+        on_host(Transport.parse(transport), "127.0.0.1")
+        return dataclasses.replace(config, transport=transport)
+
+    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> RemoteHosts:
+        """Listen for the hosts until `stack` ends; `settings`: as the user gave them.
+
+        Raises:
+            ConfigurationError: it is not possible to listen there.
+        """
+        nodes, placement, heartbeat = range(self.nodes), self.placement(config.workers), config.heartbeat or HEARTBEAT
+        hosts = RemoteHosts(self.meeting, nodes, placement, config.workers, settings, config.to_toml(), heartbeat)
+        return stack.enter_context(hosts)
 
 
 def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, str]:

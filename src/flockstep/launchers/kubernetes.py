@@ -118,10 +118,10 @@ def manifest(pods: Pods, command: Sequence[str]) -> list[Object]:
 
 
 def require_trains(command: Sequence[str]) -> None:
-    """Raise `ConfigurationError` unless a command may be run by several pods."""
+    """Raise `ConfigurationError` unless a command may run on several hosts."""
     if not command or command[0] not in ("launch", "train"):
         raise ConfigurationError(
-            f"a run in pods is a flockstep command that trains, got {command[0] if command else 'none'!r}; write "
+            f"a run over several hosts is a command that trains, got {command[0] if command else 'none'!r}; write "
             "launch or train, as for one host, such as: launch -n 4 train.py"
         )
 

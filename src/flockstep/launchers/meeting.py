@@ -18,6 +18,8 @@ SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
 """Environment variable that holds the secret of a run over several hosts."""
 SHORTEST = 16
 """Fewest characters of a secret: a stranger could guess a shorter one from a recorded proof."""
+EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
+"""Addresses that stand for all addresses of a host where it listens."""
 TIMEOUT = 600.0
 """Default time in seconds within which all hosts must have come."""
 WAIT_LONGER = (
@@ -42,7 +44,8 @@ class Meeting:
     @property
     def where(self) -> str:
         """The coordinator's address as a user writes it."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        host = socket.gethostname() if self.host in EVERY else self.host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
         """Family and address of the coordinator.
@@ -107,7 +110,8 @@ class Meeting:
             sock.close()
             raise ConfigurationError(
                 f"the coordinator cannot listen at {self.where}: {error.strerror}; --coordinator must be an address of "
-                "the host with node rank 0, with a free port"
+                "the host with node rank 0, with a free port, or add --separate-coordinator where flockstep coordinate "
+                "runs"
             ) from None
         sock.setblocking(False)
         return sock
@@ -134,6 +138,24 @@ def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: s
     if not timeout > 0:
         raise ConfigurationError(f"--timeout must be > 0 s, got {timeout:g}; {TIMEOUT:g} is the default")
     return Meeting(host, int(port), secret, timeout, own)
+
+
+def address_towards(host: str) -> str:
+    """The address of this host from which another is reached.
+
+    Raises:
+        ConfigurationError: the other's name does not resolve, or there is no route.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # nothing is sent: the system only chooses the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"the host {host!r} cannot be reached from here: {error.strerror}; give --host-address, the address "
+            "of this machine that it can connect to"
+        ) from None
 
 
 def read_secret(file: Path | None) -> bytes:

@@ -77,7 +77,7 @@ def launch(
             output cannot be written where it should be.
         RunError: the run failed; the record is complete up to the failure.
     """
-    _require_script(script)
+    require_script(script)
     import_components(config.imports)
     settings = settings_of(config, arguments)
     if gathering is not None:
@@ -110,7 +110,7 @@ def launch_for(
         ConfigurationError: the script does not exist, or the coordinator refused, or cannot be reached.
         RunError: the run failed.
     """
-    _require_script(script)
+    require_script(script)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     start = ScriptStarter(script, arguments, config, output, gathering)
     try:
@@ -134,7 +134,12 @@ def script_of_module(name: str) -> Path:
     return Path(module_entry.__file__)
 
 
-def _require_script(script: Path) -> None:
+def require_script(script: Path) -> None:
+    """Refuse a script that does not exist.
+
+    Raises:
+        ConfigurationError: there is no such file.
+    """
     refuse_program()
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")

@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flockstep.errors import ConfigurationError
 from flockstep.launchers import task_entry
-from flockstep.launchers.children import Script, drain_all, reap
-from flockstep.launchers.meeting import TIMEOUT, Meeting
-from flockstep.launchers.output import ERR, SHOWN, Output, Sink
-from flockstep.launchers.tasks import TaskGathering, TaskSpec
+from flockstep.launchers.commands import CommandGathering
+from flockstep.launchers.meeting import TIMEOUT, Meeting, address_towards
+from flockstep.launchers.output import SHOWN, Output
 from flockstep.records.config import RunConfig
 
-GRACE = 5.0
-"""Seconds within which the agents end by themselves after the run."""
 SSH_FAILED = 255
 """Exit code of ssh if it could not connect."""
 
 
 @dataclass(frozen=True)
-class SshGathering(TaskGathering):
+class SshGathering(CommandGathering):
     """The hosts that ssh reaches, each with a number of workers."""
 
-    names: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
     """Workers of each host."""
-    command: tuple[str, ...] = ("ssh",)
-    python: str = sys.executable
-    """Python on the hosts."""
+    ssh: tuple[str, ...] = ("ssh",)
 
     def placement(self, workers: int) -> dict[int, range]:
         """Node → its ranks, as many as `shares` gives it."""
@@ -50,51 +40,15 @@ class SshGathering(TaskGathering):
         """The configuration with the transport and the workers of these hosts."""
         return dataclasses.replace(super().over(config), workers=sum(self.shares))
 
-    def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
-        """Start the agents; each reads its part, secret included, from standard input."""
+    def command(self, name: str) -> list[str]:
+        """The ssh command of a host."""
         # The agent finds files and modules where this process does.
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.quote(self.python)} -m {task_entry.__name__}"
-        sinks = [_LastLine(self.output.show) for _ in specs]
-        scripts: list[Script] = []
-        stack.callback(_end, scripts)
-        for name, spec, sink in zip(self.names, specs, sinks, strict=True):
-            with tempfile.TemporaryFile() as file:
-                file.write(task_entry.written(spec))
-                file.seek(0)
-                command = [*self.command, "-T", "-o", "BatchMode=yes", name, remote]
-                scripts.append(Script(command, dict(os.environ), sink, stdin=file))
-        return lambda: _failed(self.names, scripts, sinks)
+        return [*self.ssh, "-T", "-o", "BatchMode=yes", name, remote]
 
-
-class _LastLine:
-    """Shows a host's output, and keeps the last line of its standard error."""
-
-    def __init__(self, show: Sink):
-        self._show = show
-        self.text = ""
-
-    def __call__(self, stream: int, data: bytes) -> None:
-        """Take a part of the output."""
-        if stream == ERR and data.strip():
-            self.text = data.decode(errors="replace").strip().splitlines()[-1]
-        self._show(stream, data)
-
-
-def _failed(names: Sequence[str], scripts: Sequence[Script], sinks: Sequence[_LastLine]) -> str | None:
-    """Why an agent has ended before the run began; None if all are there."""
-    for name, script, sink in zip(names, scripts, sinks, strict=True):
-        code = script.exit_code()
-        if code is not None:
-            drain_all([script])
-            hint = f"; try: ssh {name} true" if code == SSH_FAILED else ""
-            return f"ssh {name} ended with exit code {code} before the run began: {sink.text or 'no reason'}{hint}"
-    return None
-
-
-def _end(scripts: Sequence[Script]) -> None:
-    """Wait for the agents, which end with their connection to the coordinator."""
-    reap(scripts, GRACE)
-    drain_all(scripts)
+    def hint(self, name: str, code: int) -> str:
+        """What a user may try if ssh could not connect."""
+        return f"; try: ssh {name} true" if code == SSH_FAILED else ""
 
 
 @contextlib.contextmanager
@@ -132,7 +86,7 @@ def ssh_hosts(
         output=output,
         names=names,
         shares=shares,
-        command=command,
+        ssh=command,
         python=python,
     )
 
@@ -167,14 +121,4 @@ def _own_address(ssh: Sequence[str], name: str) -> str:
     except subprocess.CalledProcessError as error:
         raise ConfigurationError(f"ssh does not accept the host {name!r}: {error.stderr.strip()}") from None
     settings = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
-    where = settings.get("hostname", name)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(where, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # nothing is sent: the system only chooses the route
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigurationError(
-            f"the host {where!r} cannot be reached from here: {error.strerror}; give --host-address, the address "
-            "of this machine that it can connect to"
-        ) from None
+    return address_towards(settings.get("hostname", name))

@@ -5,6 +5,7 @@ python -m flockstep.launchers.task_entry
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import msgspec
@@ -28,8 +29,13 @@ def read(text: bytes) -> TaskSpec:
     return msgspec.json.decode(text, type=TaskSpec, dec_hook=lambda kind, value: kind(value))
 
 
+def _stop(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt(f"stopped by {signal.Signals(signum).name}")
+
+
 def main() -> int:
     """Be the agent; return the exit code."""
+    signal.signal(signal.SIGTERM, _stop)  # as Slurm sends it some time before it kills a job
     try:
         run_task(read(sys.stdin.buffer.read()))
     except FlockstepError as error:

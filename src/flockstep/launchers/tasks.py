@@ -13,7 +13,7 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.errors import RunError
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.entry import worker_main
-from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, Coordinating, Gathering, settings_of
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output, OutputOptions
@@ -81,7 +81,7 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
         imports = tuple(here[file] for file in config.imports)
         config = dataclasses.replace(config, job=here.get(config.job, config.job), imports=imports)
         meeting = Meeting(spec.host, spec.port, spec.secret, min(spec.timeout, THERE))
-        gathering = TaskPart(meeting, spec.nodes, spec.node, spec.ranks)
+        gathering = TaskPart(meeting, spec.nodes, spec.node, here=spec.ranks)
         if config.kind == "train":
             gathering.serve(config, settings_of(config), lambda node_spec, accepted: _worker(node_spec, config, own))
             return
@@ -135,10 +135,9 @@ class TaskPart(Gathering):
 
 
 @dataclass(frozen=True)
-class TaskGathering(TaskPart, ABC):
-    """The part of the coordinator, which has no workers itself."""
+class TaskGathering(Coordinating, ABC):
+    """The part of the coordinator, which starts a task for each host."""
 
-    node: int = 0
     arguments: tuple[str, ...] = ()
     output: Output = SHOWN
 

@@ -1,0 +1,57 @@
+"""`flockstep coordinate`: a coordinator of its own, whose workers are all on other hosts."""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, Any
+
+import typer
+
+from flockstep.cli import options as o
+from flockstep.errors import ConfigurationError
+
+
+def coordinate(
+    context: typer.Context,
+    command: Annotated[
+        list[str],
+        typer.Argument(help="The command of the run, as on one host: train JOB -s … -n 4, or launch -n 4 train.py."),
+    ],
+    nodes: Annotated[int, typer.Option(help="Number of hosts with workers.")],
+    port: Annotated[int, typer.Option(help="Port at which the hosts find the coordinator.")],
+    host_address: Annotated[
+        str, typer.Option("--host-address", help="Address to listen on (default: all of this machine).")
+    ] = "",
+    secret_file: o.SecretFile = None,
+    timeout: o.MeetTimeout = 600.0,
+) -> None:
+    """Coordinate a run whose workers are on other hosts, started with --separate-coordinator; keep its record here."""
+    from flockstep.launchers.gathering import Coordinating
+    from flockstep.launchers.kubernetes import require_trains
+    from flockstep.launchers.meeting import EVERY, meeting_at, read_secret
+
+    require_trains(command)
+    inner = understood(context, command, "flockstep coordinate needs the command as on one host, without")
+    host = host_address or EVERY[not socket.has_dualstack_ipv6()]
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    meeting = meeting_at(where, read_secret(secret_file), timeout)
+    context.obj["gathering"] = Coordinating(meeting, nodes)
+    with inner:
+        inner.command.invoke(inner)
+
+
+def understood(context: typer.Context, words: list[str], instead: str) -> Any:
+    """The context of a command, with its options parsed.
+
+    Raises:
+        ConfigurationError: the command says which host it is for; `instead` says why, before the option.
+    """
+    root = context.find_root()
+    group = root.command
+    assert isinstance(group, typer.core.TyperGroup)
+    _, command, rest = group.resolve_command(root, words)
+    assert command is not None
+    inner: Any = command.make_context(words[0], list(rest), parent=root)
+    for option, _ in o.given_options(inner, ("on", "hosts", "nodes", *o.BY_HAND, "host_address")):
+        raise ConfigurationError(f"{instead} {option}; leave it out of the command")
+    return inner

@@ -1,0 +1,80 @@
+"""Runs whose hosts are each started by a command, such as ssh or srun, which passes on standard input and output."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from flockstep.launchers import task_entry
+from flockstep.launchers.children import Script, drain_all, reap
+from flockstep.launchers.meeting import SECRET
+from flockstep.launchers.output import ERR, Sink
+from flockstep.launchers.tasks import TaskGathering, TaskSpec
+
+GRACE = 5.0
+"""Seconds within which the agents end by themselves after the run."""
+
+
+@dataclass(frozen=True)
+class CommandGathering(TaskGathering):
+    """The hosts of a run, on each of which a command starts the agent."""
+
+    names: tuple[str, ...] = ()
+    python: str = sys.executable
+    """Python on the hosts."""
+
+    @abstractmethod
+    def command(self, name: str) -> list[str]:
+        """The words of the command that starts the agent on that host."""
+
+    def hint(self, name: str, code: int) -> str:
+        """What a user may try when the command has failed with that exit code; empty if nothing is known."""
+        return ""
+
+    def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
+        """Start the agents; each reads its part, secret included, from standard input."""
+        sinks = [_LastLine(self.output.show) for _ in specs]
+        environment = {name: value for name, value in os.environ.items() if name != SECRET}
+        scripts: list[Script] = []
+        stack.callback(_end, scripts)
+        for name, spec, sink in zip(self.names, specs, sinks, strict=True):
+            with tempfile.TemporaryFile() as file:
+                file.write(task_entry.written(spec))
+                file.seek(0)
+                scripts.append(Script(self.command(name), environment, sink, stdin=file))
+        return lambda: self._failed(scripts, sinks)
+
+    def _failed(self, scripts: Sequence[Script], sinks: Sequence[_LastLine]) -> str | None:
+        """Why an agent has ended before the run began; None if all are there."""
+        for name, script, sink in zip(self.names, scripts, sinks, strict=True):
+            code = script.exit_code()
+            if code is not None:
+                drain_all([script])
+                by, reason = self.command(name)[0], sink.text or "no reason"
+                return f"{by} {name} ended with exit code {code} before the run began: {reason}{self.hint(name, code)}"
+        return None
+
+
+class _LastLine:
+    """Shows a host's output, and keeps the last line of its standard error."""
+
+    def __init__(self, show: Sink):
+        self._show = show
+        self.text = ""
+
+    def __call__(self, stream: int, data: bytes) -> None:
+        """Take a part of the output."""
+        if stream == ERR and data.strip():
+            self.text = data.decode(errors="replace").strip().splitlines()[-1]
+        self._show(stream, data)
+
+
+def _end(scripts: Sequence[Script]) -> None:
+    """Wait for the agents, which end with their connection to the coordinator."""
+    reap(scripts, GRACE)
+    drain_all(scripts)

@@ -1,0 +1,345 @@
+"""Slurm: a job in whose allocation a command coordinates its run, and starts the agent of every host with srun.
+
+Within an allocation (of salloc, sbatch or srun) `slurm_allocation` has the hosts. Elsewhere `submitted` lets sbatch
+submit a job that runs the same flockstep command, shows its output, and returns its exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flockstep.drivers.place import host_names
+from flockstep.errors import ConfigurationError, Interrupted, RunError
+from flockstep.launchers import task_entry
+from flockstep.launchers.commands import CommandGathering
+from flockstep.launchers.meeting import SECRET, TIMEOUT, Meeting, address_towards
+from flockstep.launchers.output import ERR, OUT, SHOWN, Output, to_terminal
+from flockstep.launchers.train import undisturbed
+from flockstep.launchers.wait_monitor import on_stderr
+
+JOB, HOSTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
+"""Environment variables of an allocation: its number, and its hosts."""
+SEPARATE = 120
+"""Exit code of a job that does not find the folder of its output."""
+SCRIPT = """#!/bin/sh
+cd {here} && test -d {folder} || exit {separate}
+exec > {folder}/out 2> {folder}/err
+exec {command}
+"""
+"""The job. Its output goes to files in a folder that nobody else may enter."""
+GOING = (
+    "PENDING",
+    "CONFIGURING",
+    "RUNNING",
+    "COMPLETING",
+    "SUSPENDED",
+    "STOPPED",
+    "SIGNALING",
+    "STAGE_OUT",
+    "RESIZING",
+)
+"""States of a job that has not ended."""
+ENDED = {
+    "CANCELLED": "was canceled",
+    "TIMEOUT": "reached its time limit; give it more with --slurm-options --time=HOURS:MINUTES:SECONDS",
+    "DEADLINE": "reached its deadline",
+    "NODE_FAIL": "lost a host",
+    "BOOT_FAIL": "had a host that did not start",
+    "OUT_OF_MEMORY": "used more memory than it had; give it more with --slurm-options --mem=SIZE",
+    "PREEMPTED": "had to make room for another job",
+}
+"""State of a job that has ended → what became of it."""
+POLL = 0.25
+"""Seconds between two looks at the output of a job."""
+OFTEN, SELDOM = 0.5, 10.0
+"""Shortest and longest time in seconds between two questions to Slurm: a twentieth of the time since the submission."""
+GRACE = 30.0
+"""Seconds within which a canceled run completes its record, before Slurm is to end the job."""
+
+
+@dataclass(frozen=True)
+class SlurmGathering(CommandGathering):
+    """The hosts of an allocation, on each of which a step of one task is the agent."""
+
+    def command(self, name: str) -> list[str]:
+        """The srun command of a host; the step may use all that the job has there."""
+        step = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={name}", "--overlap"]
+        return ["srun", "--quiet", *step, "--cpu-bind=none", "--mpi=none", self.python, "-m", task_entry.__name__]
+
+
+def in_allocation(environment: Mapping[str, str]) -> bool:
+    """Whether a process with this environment belongs to an allocation."""
+    return JOB in environment and HOSTS in environment
+
+
+@contextlib.contextmanager
+def slurm_allocation(
+    workers: int,
+    nodes: int | None,
+    python: str = sys.executable,
+    timeout: float = TIMEOUT,
+    own: str = "",
+    arguments: Sequence[str] = (),
+    output: Output = SHOWN,
+) -> Iterator[SlurmGathering]:
+    """Context manager: hosts of the allocation to which this process belongs.
+
+    Args:
+        workers: number of workers.
+        nodes: number of hosts that share the workers; None for all of the allocation, and at most `workers`.
+        python: path of Python on the hosts, where flockstep is installed.
+        timeout: seconds to wait for the hosts.
+        own: address of this host that the others connect to; empty: the one from which the last host is reached.
+        arguments: arguments of a launched script.
+        output: which of the scripts' output is shown, and how.
+
+    Raises:
+        ConfigurationError: the allocation has fewer hosts, or srun is not installed, or a host's name does not resolve.
+    """
+    _require("srun")
+    names = tuple(host_names(os.environ[HOSTS]))
+    if nodes is not None and not 0 < nodes <= len(names):
+        raise ConfigurationError(
+            f"--nodes must be at least 1 and at most {len(names)}, the hosts of job {os.environ[JOB]}, got {nodes}"
+        )
+    names = names[: min(workers, len(names)) if nodes is None else nodes]
+    meeting = Meeting(own or address_towards(names[-1]), 0, secrets.token_bytes(32), timeout)
+    yield SlurmGathering(meeting, len(names), arguments=tuple(arguments), output=output, names=names, python=python)
+
+
+def submitted(
+    command: Sequence[str],
+    place: Path,
+    workers: int,
+    nodes: int = 1,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    options: str = "",
+    python: str = sys.executable,
+) -> int:
+    """Run a flockstep command in a job of its own, and show its output; return its exit code.
+
+    Args:
+        command: the words of the command, without "flockstep".
+        place: folder of its record.
+        workers: number of workers.
+        nodes: number of hosts that share the workers.
+        cpus: cores of each worker.
+        gpus: GPUs of each worker.
+        options: more options for sbatch, as in a shell.
+        python: path of Python on the hosts, where flockstep is installed.
+
+    Raises:
+        ConfigurationError: sbatch is not installed, Slurm refuses the job, or the job's hosts do not share the folder.
+        RunError: Slurm has ended the job.
+        Interrupted: the user has; nothing of the job is left.
+    """
+    for tool in ("sbatch", "scontrol", "scancel"):
+        _require(tool)
+    wanted = [f"--nodes={nodes}", *_shares(workers, nodes, cpus, gpus), *_words(options)]
+    parent = place.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".flockstep-slurm-", dir=parent))
+    try:
+        return _Job(folder).run(_script([python, "-u", "-m", "flockstep", *command], folder), wanted)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require(tool: str) -> None:
+    if shutil.which(tool) is None:
+        raise ConfigurationError(
+            f"{tool} is not installed here; run the command on a host from which jobs are submitted to Slurm"
+        )
+
+
+def _shares(workers: int, nodes: int, cpus: float, gpus: float) -> list[str]:
+    """Options of sbatch for what the workers need on each host."""
+    if not 0 < nodes <= workers:
+        raise ConfigurationError(
+            f"--nodes must be at least 1 and at most {workers}, the number of workers (-n), got {nodes}"
+        )
+    for name, amount, least in (("cpus", cpus, 1), ("gpus", gpus, 0)):
+        if amount != int(amount) or amount < least:
+            raise ConfigurationError(
+                f"--{name}-per-worker must be a whole number >= {least} on Slurm, got {amount:g}; the default is "
+                f"{least}"
+            )
+    share = -(-workers // nodes)
+    return [f"--ntasks-per-node={share}", f"--cpus-per-task={int(cpus)}"] + [
+        f"--gpus-per-node={int(gpus) * share}"
+    ] * bool(gpus)
+
+
+def _words(options: str) -> list[str]:
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--slurm-options must be words as in a shell, got {options!r}: {error}; write it like "
+            '"--partition=gpu --time=1:00:00"'
+        ) from None
+    if any(word.startswith(("--array", "-a")) for word in words):
+        raise ConfigurationError(f"--slurm-options must ask for one job, got {options!r}; leave the array out")
+    return words
+
+
+def _script(command: Sequence[str], folder: Path) -> str:
+    places = {"here": shlex.quote(str(Path.cwd())), "folder": shlex.quote(str(folder))}
+    return SCRIPT.format(**places, separate=SEPARATE, command=shlex.join(command))
+
+
+@dataclass
+class _Tail:
+    """A file that another host writes to."""
+
+    file: Path
+    stream: int
+    shown: int = 0
+    """Number of bytes that were shown."""
+
+    def show(self) -> None:
+        """Show what is new. A network file system shows the present size to those who open a file anew."""
+        with contextlib.suppress(FileNotFoundError), self.file.open("rb") as source:
+            source.seek(self.shown)
+            while data := source.read(1 << 16):
+                to_terminal(self.stream, data)
+                self.shown += len(data)
+
+
+@dataclass
+class _Job:
+    """A job that was submitted."""
+
+    folder: Path
+    """Folder of its output."""
+    number: str = ""
+    """What Slurm calls it; empty before it was submitted."""
+    state: dict[str, str] = field(default_factory=lambda: {"JobState": "PENDING"})
+    """What Slurm tells of the job: name → value."""
+    said: str = ""
+    begun: float = field(default_factory=time.monotonic)
+
+    def run(self, script: str, wanted: Sequence[str]) -> int:
+        """Submit the job, and show its output until its end; return its exit code.
+
+        Raises:
+            ConfigurationError: Slurm refuses the job, or the job does not find the folder.
+            RunError: Slurm has ended the job.
+            Interrupted: the user has.
+        """
+        tails = [_Tail(self.folder / "out", OUT), _Tail(self.folder / "err", ERR)]
+        try:
+            with undisturbed():  # a job that nobody knows of could not be canceled
+                self._submit(script, wanted)
+            self._follow(tails)
+        except KeyboardInterrupt as stop:
+            if not self.number:  # Slurm has refused it
+                raise
+            self._cancel(tails)
+            raise Interrupted(f"{str(stop) or 'interrupted'}; job {self.number} has ended") from None
+        return self._exit_code()
+
+    def _submit(self, script: str, wanted: Sequence[str]) -> None:
+        """Submit the job.
+
+        Raises:
+            ConfigurationError: Slurm refuses it.
+        """
+        # A job that is started again would find the record of its first attempt.
+        usual = ["--parsable", "--job-name=flockstep", "--no-requeue", "--output=/dev/null", "--error=/dev/null"]
+        done = _slurm("sbatch", *usual, *wanted, given=script)
+        said = [re.sub("^sbatch: (error: |fatal: )?", "", line) for line in done.stderr.splitlines() if line.strip()]
+        number = done.stdout.strip().partition(";")[0]
+        if done.returncode or not number.isdecimal():
+            reason = said[-1] if said else f"sbatch ended with exit code {done.returncode} and gave no number"
+            raise ConfigurationError(f"Slurm did not take the job: {reason}; see --slurm-options, --nodes and -n")
+        self.number = number
+        on_stderr(f"submitted job {number}")
+
+    def _follow(self, tails: Sequence[_Tail], until: float = float("inf")) -> None:
+        """Show output until the job has ended, or until that time."""
+        while True:
+            self._ask()
+            asked = time.monotonic()
+            while True:
+                for tail in tails:
+                    tail.show()
+                now = time.monotonic()
+                if self.state["JobState"] not in GOING or now > until:
+                    return
+                if now > asked + min(max(OFTEN, (now - self.begun) / 20), SELDOM):
+                    break
+                time.sleep(POLL)
+
+    def _ask(self) -> None:
+        """Ask Slurm for the state of the job; if it does not answer, the job keeps its state."""
+        done = _slurm("scontrol", "show", "job", "-o", self.number)
+        if done.returncode:
+            why = done.stderr.strip() or "no reason"
+            if "Invalid job id" in why:
+                raise RunError(f"Slurm no longer knows of job {self.number}; how it ended cannot be told")
+            self._say(f"Slurm does not answer: {why.splitlines()[-1]}")
+            return
+        self.state = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+        state, hosts = self.state["JobState"], self.state.get("NodeList", "")
+        if state == "PENDING" and (reason := self.state.get("Reason", "None")) != "None":
+            self._say(f"job {self.number} waits: {reason}")
+        elif state == "RUNNING":
+            self._say(f"job {self.number} runs on {hosts}")
+
+    def _say(self, text: str) -> None:
+        if text != self.said:
+            self.said = text
+            on_stderr(text)
+
+    def _cancel(self, tails: Sequence[_Tail]) -> None:
+        """Let the command complete its record, and see to it that nothing is left of the job."""
+        try:
+            self._ask()
+            # The job's first process is the command; without a signal Slurm would kill its steps as well.
+            if (
+                self.state["JobState"] == "RUNNING"
+                and not _slurm("scancel", "--batch", "--signal=INT", self.number).returncode
+            ):
+                self._follow(tails, time.monotonic() + GRACE)
+        except KeyboardInterrupt:  # a second request to end
+            pass
+        finally:
+            if self.state["JobState"] in GOING:
+                _slurm("scancel", self.number)
+                self._follow(tails)
+
+    def _exit_code(self) -> int:
+        state, host = self.state["JobState"], self.state.get("BatchHost", "its host")
+        code, _, signum = self.state.get("ExitCode", "").partition(":")
+        if state in ENDED:
+            raise RunError(f"job {self.number} {ENDED[state]}")
+        if state not in ("COMPLETED", "FAILED") or not code.isdecimal() or signum != "0":
+            raise RunError(f"job {self.number} ended as {state} on {host}, with exit code and signal {code}:{signum}")
+        if int(code) == SEPARATE:
+            raise ConfigurationError(
+                f"the host {host} of job {self.number} does not see {Path.cwd()} and {self.folder.parent}; work, and "
+                "keep the record (--out), in folders of a file system that all hosts share"
+            )
+        return int(code)
+
+
+def _slurm(*command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Carry out a command of Slurm, which Ctrl-C does not reach; `given`: its standard input."""
+    environment = {name: value for name, value in os.environ.items() if name != SECRET}  # Slurm keeps a copy
+    return subprocess.run(
+        command, input=given, env=environment, check=False, capture_output=True, text=True, start_new_session=True
+    )
