@@ -57,6 +57,8 @@ class Cluster:
 
     workers: int
     servers: int = 0
+    beside: tuple[int, ...] = ()
+    """For each server, the rank of a worker on whose host the server runs; empty: servers run on the hosts in turn."""
 
     @property
     def addresses(self) -> list[Address]:
@@ -88,7 +90,7 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=8)
 def one_host(workers: int) -> Hosts:
-    """All workers on one host, as in virtual time. All nodes share the value, as they share `everyone`."""
+    """All workers on one host. All nodes share the value, as they share `everyone`."""
     return (tuple(range(workers)),)
 
 
@@ -106,7 +108,7 @@ class Node:
     view: View
     """The workers that take part now, as reported by the supervisor, if there is one."""
     hosts: Hosts
-    """The workers of each host at the start of the run; all on one host in virtual time."""
+    """The workers of each host at the start of the run; in virtual time those that the network names."""
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address

@@ -15,12 +15,12 @@ from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import calibrate
-from flockstep.planning.fit import fit_records
+from flockstep.planning.fit import fit_records, hosts_in
 from flockstep.planning.fit_durations import fit_law
 from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.rates import measure_operations, measure_rates
 from flockstep.records.config import RunConfig
-from flockstep.records.events import ScalarEvent, StepEvent
+from flockstep.records.events import HostsEvent, ScalarEvent, StepEvent
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, Lognormal
 from flockstep.simulation.law import mean_of
 from support.matrix import few
@@ -110,6 +110,27 @@ def test_workers_of_different_speed_are_groups(records) -> None:
     assert [group.speed for group in shape.groups] == pytest.approx([1, 1, 1, 0.25])
     assert shape.law == ConstantTime(0.02)
     assert shape.tiers == (tuple(group.name for group in shape.groups),)
+
+
+@pytest.mark.parametrize("card", ["link", "fair_link"])
+def test_a_record_of_several_hosts_tells_the_card_that_workers_of_a_host_share(records, card: str) -> None:
+    network = f"tiers((2, 2), (0, 0), (link(1e12),), ({card}('50mbit', '3ms'),))"
+    shape = fit_records([records("all_reduce", network=network)], latency=LATENCY).shape
+    assert [(group.count, group.workers) for group in shape.groups] == [(2, 2)]
+    assert [(wire.reach, wire.fair) for wire in shape.wires] == [("node", False), ("inside", card == "fair_link")]
+    assert shape.wires[1].bandwidth == pytest.approx(BANDWIDTH, rel=0.05)
+    uneven = fit_records([records("all_reduce", network=network.replace("(2, 2)", "(3, 1)"))], latency=LATENCY).shape
+    assert [(group.name, group.workers) for group in uneven.groups] == [("host-0", 3), ("host-1", 1)]
+    assert uneven.wires[0].groups == ("host-0",)
+    with pytest.raises(ConfigurationError, match="records must be of the same hosts"):
+        fit_records([records("all_reduce"), records("all_reduce", network=network)])
+
+
+def test_hosts_whose_workers_are_no_neighbors_are_refused() -> None:
+    assert hosts_in([HostsEvent(0.0, ((0,), (1, 2)))]) == ((0,), (1, 2))
+    assert hosts_in([]) == ()
+    with pytest.raises(ConfigurationError, match="workers of a host must be neighbors in rank"):
+        hosts_in([HostsEvent(0.0, ((0, 2), (1, 3)))])
 
 
 def test_a_run_whose_messages_cost_nothing_says_that_no_link_can_be_told(records) -> None:

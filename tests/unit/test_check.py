@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.launchers.train import train
@@ -102,6 +102,32 @@ def test_a_simulated_run_of_another_network_than_the_clusters_is_said_to_be_so(
     assert "the run was simulated with link(bandwidth='10mbit'" in capsys.readouterr().out
     alike = record(tmp_path / "alike", "all_reduce", str(shape.network(4)), compute=str(site.compute(4)))
     assert check(alike, shape).notes == ()
+
+
+MACHINES = """
+compute = "constant(0.01)"
+[nodes.a]
+count = {count}
+workers = {workers}
+[[links]]
+node = "a"
+bandwidth = "8000gbit"
+[[links]]
+inside = "a"
+bandwidth = "10mbit"
+latency = "1ms"
+"""
+
+
+def test_a_run_over_hosts_is_predicted_on_their_machines_and_other_machines_are_noted(tmp_path: Path) -> None:
+    """Sums go by host: a ring of the workers would send half as much more."""
+    run = record(tmp_path / "run", "all_reduce", "tiers((2, 2), (0, 0), (link(1e12),), (link('10mbit', '1ms'),))")
+    found = check(run, read_cluster(MACHINES.format(count=2, workers=2)))
+    assert abs(found.error) < 0.05
+    assert not any("workers on its hosts" in note for note in found.notes)
+    apart = check(run, read_cluster(MACHINES.format(count=4, workers=1)))
+    assert abs(apart.error) > 0.1
+    assert "the run had [2, 2] workers on its hosts, cluster has [1, 1, 1, 1] on its machines" in " ".join(apart.notes)
 
 
 def test_two_tiers_are_rehearsed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,15 @@ from flockstep.costs.clusters import names
 from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.costs.toml_lines import Lines
 from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.launchers.simulate import simulate
 from flockstep.messages import server
 from flockstep.nodes import Cluster
 from flockstep.planning.rehearsal import rehearse
+from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, SharedCores
+from flockstep.simulation.fair import FairLink
 from flockstep.simulation.law import mean_of
-from flockstep.simulation.network import Fabric, Link, Network, TwoTier
+from flockstep.simulation.network import Fabric, Ideal, Link, Network, TwoTier
 from flockstep.simulation.tiers import Tiers
 from flockstep.strategies.base import Strategy
 
@@ -409,3 +413,85 @@ def test_the_mean_of_a_law_is_that_of_its_draws(text: str) -> None:
     law = ComputeModel.parse(text)
     draws = [value for _, value in zip(range(100000), law.stream(0, 0), strict=False)]
     assert mean_of(law) == pytest.approx(sum(draws) / len(draws), rel=0.02)
+
+
+HOSTS = """
+compute = "constant(0.01)"
+[nodes.a]
+count = {count}
+workers = {workers}
+[[links]]
+node = "a"
+bandwidth = "80gbit"
+latency = "10us"
+[[links]]
+inside = "a"
+bandwidth = "20mbit"
+latency = "1ms"
+fair = {fair}
+"""
+
+
+@pytest.mark.parametrize("fair", ["true", "false"])
+def test_machines_with_several_workers_are_hosts_that_share_a_card(fair: str) -> None:
+    """Each machine sends the two messages of its workers one after the other, or both at half the speed."""
+    shape = read_cluster(HOSTS.format(count=2, workers=2, fair=fair))
+    network = shape.network()
+    assert Network.parse(str(network)) == network
+    assert network.hosts(4) == ((0, 1), (2, 3))
+    assert network.hosts(3) == ((0, 1), (2,))
+    inside, *crossing = arrivals(network, Cluster(4), [(0, 1, 10**6), (0, 2, 10**6), (1, 3, 10**6), (2, 0, 10**6)])
+    assert inside == pytest.approx(1e-5 + 1e6 / 1e10, rel=1e-2)
+    assert max(crossing) == pytest.approx(2e6 / 2.5e6 + 1e-3, rel=0.2 if fair == "true" else 1e-3)
+    assert crossing[2] == pytest.approx(1e6 / 2.5e6 + 1e-3, rel=1e-3)
+    assert read_cluster(to_toml(shape)).network() == network
+
+
+def test_fair_links_between_machines_of_several_tiers_are_refused() -> None:
+    several = "".join(
+        HOSTS.format(count=2, workers=2, fair="true").replace('"a"', f'"{name}"').replace("nodes.a", f"nodes.{name}")
+        for name in "ab"
+    ).replace('compute = "constant(0.01)"', "")
+    joined = '[[links]]\nbetween = ["a", "b"]\nbandwidth = "1mbit"\n'
+    with pytest.raises(ConfigurationError, match="fair must be false where there is more than one kind of link"):
+        read_cluster(f'compute = "constant(0.01)"\n{several}{joined}')
+    card = FairLink(1e6)
+    with pytest.raises(ConfigurationError, match="among may hold a fair_link if there is one tier, got 2"):
+        Tiers((2, 2), (0, 1), (FAST,), (card,), (SLOW,))
+    with pytest.raises(ConfigurationError, match="among must hold links, got"):
+        Tiers((2, 2), (0, 0), (FAST,), (Ideal(),))
+
+
+def test_a_server_beside_a_worker_is_on_the_workers_machine() -> None:
+    network = Tiers((2, 2), (0, 0), (FAST,), (SLOW,))
+    near, far = arrivals(network, Cluster(4, 3, (0, 0, 2)), [(1, server(1), 1000), (0, server(2), 1000)])
+    assert near < 1e-4 < far
+    far, near = arrivals(network, Cluster(4, 3), [(1, server(1), 1000), (0, server(2), 1000)])
+    assert near < 1e-4 < far
+
+
+@pytest.mark.parametrize("machines", [(1,) * 4, (4,)])
+def test_where_no_two_hosts_have_several_workers_a_run_has_the_bits_of_one_without_hosts(
+    machines: tuple[int, ...], tmp_path: Path
+) -> None:
+    same = SLOW if len(machines) > 1 else FAST
+    tiers = Tiers(machines, (0,) * len(machines), (FAST,), (SLOW,))
+    found = []
+    for number, network in enumerate((tiers, same)):
+        config = RunConfig(
+            kind="simulate", job="softmax", strategy="all_reduce", workers=4, steps=5, network=str(network)
+        )
+        found.append(simulate(config, tmp_path / str(number)))
+    assert found[0].hashes == found[1].hashes
+    assert found[0].seconds == pytest.approx(found[1].seconds, rel=1e-12)
+
+
+def test_all_reduce_in_virtual_time_sums_by_host() -> None:
+    """Each machine sends the model once per step, where a ring of four workers sends it one and a half times."""
+    network = read_cluster(HOSTS.format(count=2, workers=2, fair="true")).network()
+    took = {}
+    for text in ("all_reduce", "all_reduce(ring)"):
+        found = rehearse(Strategy.parse(text), 4, 4e6, ConstantTime(0.0), network, steps=8)
+        took[text] = found.seconds_per_step
+    assert took["all_reduce"] == pytest.approx(4e6 / 2.5e6, rel=0.1)
+    assert took["all_reduce(ring)"] > 1.3 * took["all_reduce"]

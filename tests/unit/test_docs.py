@@ -97,6 +97,7 @@ def _parse(words: list[str]) -> None:
     given = command.make_context(name, rest, parent=root).params
     if "job" in given:
         load_job(given["job"], 0)
+    if {"job", "strategy"} <= given.keys():
         kind = "simulate" if name == "simulate" or given.get("simulate") else "train"
         texts = given["strategy"] if isinstance(given["strategy"], (list, tuple)) else [given["strategy"]]
         for text in texts:

@@ -23,6 +23,8 @@ from flockstep.launchers.host_messages import Accepted, Heard, Join, Over, Refus
 from flockstep.launchers.hosts import STRANGERS, RemoteHosts
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
+from flockstep.messages import server
+from flockstep.strategies.base import Strategy
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
 from flockstep.transports.wire import PROTOCOL
 from support.processes import PATIENCE, wait_until
@@ -207,6 +209,20 @@ def test_who_stops_while_the_run_ends_is_heard_later(hosts: RemoteHosts) -> None
     wait_until(both, PATIENCE, "both messages")
     with pytest.raises(Interrupted, match="stopped there"):
         hosts.require_running()
+    channel.close()
+
+
+def test_servers_run_beside_a_worker_or_on_the_hosts_in_turn(hosts: RemoteHosts) -> None:
+    """Workers 2 and 3 are on the other host; the coordinator's host counts in the turns if it has workers."""
+    channel = knock(hosts)
+    assert isinstance(answer(hosts, channel, JOIN), Accepted)
+    beside = Strategy.parse("hierarchical(group=2)").beside(4)
+    assert beside == (0, 0, 2)
+    assert [hosts.place_server(server(index), index, beside) for index in range(3)] == [False, False, True]
+    assert [hosts.has(server(index)) for index in range(3)] == [False, False, True]
+    assert [hosts.place_server(server(index), index, ()) for index in (3, 4)] == [True, True]
+    hosts._own = (0, 1)
+    assert [hosts.place_server(server(index), index, ()) for index in (5, 6)] == [True, False]
     channel.close()
 
 

@@ -21,7 +21,7 @@ class ByHost(Collective):
     host are sums in shared memory, in the same order, where its workers share memory, except in background tasks, which
     may not wait. With a ring, every
     host sends 2(h-1)/h K elements to other hosts, where a ring of all n workers sends 2(n-1)/n K or more. In virtual
-    time all workers count as being on one host.
+    time the machines of the network `tiers` are hosts.
     """
 
     flat: Collective = field(default_factory=Ring)

@@ -16,8 +16,9 @@ from flockstep.collectives import costs
 from flockstep.costs.machines import ClusterLink, MachineGroup, Rates, Reach, WrongValue, listed
 from flockstep.errors import ConfigurationError
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores, Speeds
+from flockstep.simulation.fair import FairLink
 from flockstep.simulation.law import mean_of
-from flockstep.simulation.network import Link, Network, TwoTier
+from flockstep.simulation.network import Link, Network
 from flockstep.simulation.tiers import Tiers
 
 
@@ -61,10 +62,11 @@ class ClusterShape:
         _check_names(self)
         _check_joined(self)
         for place, wire in enumerate(self.wires):
-            if wire.fair and len(self.wires) > 1:
+            others = {other.reach for other in self.wires if other is not wire}
+            if wire.fair and others and (wire.reach != "inside" or others != {"node"}):
                 raise WrongValue(
-                    f"fair must be false where there is more than one kind of link, got true among {len(self.wires)}; "
-                    "leave it out, or describe one kind only",
+                    f"fair must be false where there is more than one kind of link, other than node, got true among "
+                    f"{len(self.wires)}; leave it out, or describe one kind between machines only",
                     "links",
                     place,
                     "fair",
@@ -190,14 +192,10 @@ class ClusterShape:
             wire = inside[0] or among[0] or next(iter(self.wires), None)
             return Link(math.inf) if wire is None else wire.alone
         sizes = [size for _, size in machines]
-        if len(set(places)) == 1 and _alike(sizes) and len(set(inside)) == 1:
+        if len(set(places)) == 1 and max(sizes) == 1:
             outer = among[places[0]]
             assert outer is not None
-            if sizes[0] == 1:
-                return outer.alone
-            inner = inside[0]
-            assert inner is not None
-            return TwoTier(sizes[0], inner.bandwidth, inner.latency, outer.bandwidth, outer.latency)
+            return outer.alone
         return self._tiers(sizes, places, inside, among)
 
     def _tiers(
@@ -338,21 +336,18 @@ def _check_joined(cluster: ClusterShape) -> None:
         cluster._joining(here, there)
 
 
-def _or_that_beside(wire: ClusterLink | None, tier: int, between: Mapping[tuple[int, int], ClusterLink]) -> Link:
+def _or_that_beside(
+    wire: ClusterLink | None, tier: int, between: Mapping[tuple[int, int], ClusterLink]
+) -> Link | FairLink:
     """The link of a tier; for a single machine without a link, one that never limits a message."""
     if wire is not None:
-        return wire.network
+        return wire.alone
     return Link(max(one.bandwidth for pair, one in between.items() if tier in pair))
 
 
 def _shortened(links: tuple[Link, ...]) -> tuple[Link, ...]:
     """A tuple of one link if all links are equal."""
     return links[:1] if len(set(links)) == 1 else links
-
-
-def _alike(sizes: list[int]) -> bool:
-    """Whether all machines have equally many workers, except the last, which may have fewer."""
-    return len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
 
 
 def _shares(sizes: list[int], total: int) -> list[int]:

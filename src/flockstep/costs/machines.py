@@ -11,7 +11,7 @@ from flockstep.collectives import costs
 from flockstep.costs.toml_lines import KeyPath
 from flockstep.errors import ConfigurationError
 from flockstep.simulation.fair import FairLink
-from flockstep.simulation.network import Link, Network
+from flockstep.simulation.network import Link
 
 Reach = Literal["node", "inside", "between"]
 DAY = 86400.0
@@ -127,8 +127,8 @@ class ClusterLink:
         return Link(self.bandwidth, self.latency)
 
     @property
-    def alone(self) -> Network:
-        """The link for virtual time, if it is the only kind of link."""
+    def alone(self) -> Link | FairLink:
+        """The link for virtual time, if it is the only kind of link between machines."""
         return FairLink(self.bandwidth, self.latency) if self.fair else self.network
 
 

@@ -15,7 +15,6 @@ from flockstep.drivers.plan import Plan
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine
-from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
@@ -56,7 +55,7 @@ def check(config: RunConfig) -> Strategy:
     canonical(config)
     choose_result(strategy, config.result)  # type: ignore[arg-type]
     for fault in config.faults:
-        Fault.parse(fault).check(Cluster(config.workers, strategy.servers_for(config.workers)))
+        Fault.parse(fault).check(strategy.cluster(config.workers))
     for name in ("steps", "epochs", "batch", "lr", "evaluate_every"):
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -154,7 +153,7 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
     size, labels = engine.train_size, engine.labels
     parts = split.assign(labels, size, config.workers, config.seed) if own is None else own.parts
     result = choose_result(strategy, config.result)  # type: ignore[arg-type]
-    cluster = Cluster(config.workers, strategy.servers_for(config.workers))
+    cluster = strategy.cluster(config.workers)
     plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every, timetable)
     resolved = dataclasses.replace(
         config,

@@ -102,6 +102,7 @@ class Simulation:
         self._fault_injector = FaultInjector(faults, plan.cluster)
         self._clock = self._fault_injector.clock(compute.start(plan.cluster.workers, plan.seed))
         self._fabric = network.start(plan.cluster)
+        self._hosts = network.hosts(plan.cluster.workers)
         for t, node, factor in reversed(
             self._fault_injector.narrowings()
         ):  # refuses the impossible, applies those at 0
@@ -259,12 +260,15 @@ class Simulation:
         stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
         stepper.lr = plan.lr_at(0)
         worker = self._gradients.nodes[rank] = plan.worker(engine, rank, params, stepper)
+        worker.hosts = self._hosts
         return worker
 
     def _make_server(self, index: int) -> Server:
         plan, engine = self.plan, self._engine
         facts = plan.strategy, plan.cluster, index, engine.initial(), engine.schema, plan.seed
-        return make_server(*facts, plan.optimizer)
+        made = make_server(*facts, plan.optimizer)
+        made.hosts = self._hosts
+        return made
 
     def _runner_of(self, node: Node) -> Runner:
         metrics = NodeMetrics(node.address, self._emit)

@@ -171,8 +171,11 @@ class OtherHosts:
             RunError: it cannot do its part.
         """
 
-    def takes_server(self, index: int) -> bool:
-        """Whether that server runs on another host: servers are placed on all hosts with workers in turn."""
+    def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
+        """Choose the host of a server: that of a worker (see `Strategy.beside`), or the hosts with workers in turn.
+
+        Return whether it is another host than this one.
+        """
         return False
 
     def has(self, address: Address) -> bool:
@@ -180,9 +183,7 @@ class OtherHosts:
         return False
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
-        """Let the agent of its host start a worker, or any agent a server; None if the worker's process exists
-        already.
-        """
+        """Let the agent of its host start a worker or a server; None if the worker's process exists already."""
         raise LookupError(f"{spec.address} is on no other host")
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
@@ -293,18 +294,21 @@ class RemoteHosts(OtherHosts):
             if host.lost:
                 raise PeerLost(f"{host.title} was lost {when}: {host.lost}")
 
-    def takes_server(self, index: int) -> bool:
-        here = bool(self._own)
-        return bool((index % (len(self._hosts) + here)) or not here)
+    def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
+        if beside:
+            host = self._where.get(beside[index])
+        else:
+            here = bool(self._own)
+            turn = index % (len(self._hosts) + here) - here
+            host = None if turn < 0 else self._hosts[sorted(self._hosts)[turn]]
+        if host is not None:
+            self._where[address] = host
+        return host is not None
 
     def has(self, address: Address) -> bool:
         return address in self._where
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
-        if server is not None:
-            here = bool(self._own)
-            turn = server.index % (len(self._hosts) + here) - here
-            self._where[spec.address] = self._hosts[sorted(self._hosts)[turn]]
         host = self._where[spec.address]
         host.send(Start(spec, server))
         if server is None and self._placement is None and not host.join.watches:

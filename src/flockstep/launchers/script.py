@@ -256,8 +256,8 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
         record.write_config(config)
     with finished(record, config) as notes:
         with EventWriter(record.node_events_file(None)) as events:
-            for lost in outcome.lost.values():
-                events.write(lost)
+            for event in outcome.events:
+                events.write(event)
         if outcome.strategy is not None and outcome.strategy.traits.results:
             keep_newest(record, outcome.strategy.traits.results[0], outcome)
         notes += outcome.warnings

@@ -12,6 +12,7 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import TargetReached, finished, until_target
 from flockstep.records.config import RunConfig
+from flockstep.records.events import HostsEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Summary
 from flockstep.simulation.compute import ComputeModel
@@ -53,6 +54,8 @@ def simulate(
         finished(record, config),
         EventWriter(record.node_events_file(None), flush_every=4096) as events,
     ):
+        if len(hosts := network.hosts(config.workers)) > 1:
+            events.write(HostsEvent(0.0, hosts))
         heard = until_target(config, events.write) if config.until_target else events.write
         run = Simulation(
             engine, plan, compute, network, heard, lambda done, t: progress(done, every_step, t), faults=faults

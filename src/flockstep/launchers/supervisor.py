@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -38,10 +38,10 @@ from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.wait_monitor import WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name, server
-from flockstep.nodes import View
+from flockstep.nodes import Hosts, View
 from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
-from flockstep.records.events import Event, LostEvent, NodeEvent, StepEvent
+from flockstep.records.events import Event, HostsEvent, LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
 from flockstep.strategies.base import Strategy
@@ -70,10 +70,18 @@ class Outcome:
     strategy: Strategy | None = None
     newest: NewestSnapshots = field(default_factory=NewestSnapshots)
     warnings: list[str] = field(default_factory=list)
+    hosts: Hosts = ()
+    """The workers of each host; empty before all nodes have joined."""
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
     nodes: set[Address] = field(default_factory=set)
     """Nodes whose events are written to files."""
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of the record that the supervisor alone knows: the hosts if there are several, and the lost nodes."""
+        hosts = [HostsEvent(0.0, self.hosts)] if len(self.hosts) > 1 else []
+        return [*hosts, *self.lost.values()]
 
 
 class Supervisor:
@@ -377,13 +385,14 @@ class Supervisor:
                 require_open_files(1, more=0)
                 self.standings[server(index)] = NodeProgress()
                 hello = self._links[0].hello
-                self._keep_child(server(index), self._server(self._node_spec(server(index)), index, hello))
+                node_spec = self._node_spec(server(index))
+                self._keep_child(server(index), self._server(node_spec, index, hello, strategy.beside(self._workers)))
 
-    def _server(self, node_spec: NodeSpec, index: int, hello: Hello) -> Child | None:
-        """Start a server: on the hosts in turn, this one included if it has workers; on this host in a later call."""
+    def _server(self, node_spec: NodeSpec, index: int, hello: Hello, beside: Sequence[int]) -> Child | None:
+        """Start a server, on this host or on another one; on this host in a later call."""
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
         spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
-        if self._number == 1 and self._hosts.takes_server(index):
+        if self._number == 1 and self._hosts.place_server(node_spec.address, index, beside):
             return self._hosts.start(node_spec, spec)
         return self._start_server(node_spec, spec)
 
@@ -399,7 +408,7 @@ class Supervisor:
         places: dict[str, list[int]] = {}
         for rank in self._view.ranks:
             places.setdefault(self._links[rank].hello.host, []).append(rank)
-        hosts = tuple(map(tuple, places.values()))
+        hosts = self.outcome.hosts = tuple(map(tuple, places.values()))
         welcome = Welcome(self._view, hosts, servers, peers, "" if self._memory is None else self._memory.address)
         for link in self._links.values():
             link.tell("welcome", welcome)

@@ -156,8 +156,8 @@ def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outco
     finally:
         owner.check(record.path)
         with EventWriter(record.node_events_file(None)) as events:
-            for lost in outcome.lost.values():
-                events.write(lost)
+            for event in outcome.events:
+                events.write(event)
         if not record.result_file.exists():  # the evaluation did not finish
             keep_newest(record, policy, outcome)
     return outcome.error or error

@@ -12,7 +12,8 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
-from flockstep.planning.fit import first_counted, shortest, steps_by_worker, usual_seconds
+from flockstep.nodes import Hosts
+from flockstep.planning.fit import first_counted, hosts_in, shortest, steps_by_worker, usual_seconds
 from flockstep.planning.job_profile import BATCH, JobProfile, Site, task_of
 from flockstep.planning.plan_text import short
 from flockstep.planning.record_imports import NotAskedFor, trusted
@@ -101,7 +102,8 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; check a run of a job")
     if config.kind != "simulate" and cluster is None:
         raise ConfigurationError(f"{folder} is of real processes, whose machines are in no record; name a cluster")
-    measured = measure(record.read_events(), config.workers, str(folder))
+    events = record.read_events()
+    measured, hosts = measure(events, config.workers, str(folder)), hosts_in(events)
     config = trusted(config, folder, imports)
     import_components(config.imports)
     strategy = Strategy.parse(config.strategy)
@@ -120,7 +122,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
             found.staleness,
             _all_samples(config, task, found.seconds),
         )
-        source, where, notes = found.source, cluster.name, _unlike(config, site)
+        source, where, notes = found.source, cluster.name, (*_unlike(config, site), *_elsewhere(hosts, site.cluster))
     return Check(task.name, config.strategy, config.workers, where, source, predicted, measured, notes)
 
 
@@ -147,6 +149,18 @@ def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
     return (
         f"the run was simulated with {' and '.join(own)}: the error includes the difference to {site.cluster.name}",
     )
+
+
+def _elsewhere(hosts: Hosts, cluster: ClusterShape) -> tuple[str, ...]:
+    """A note if the workers of a run over several hosts share them otherwise than the cluster's machines."""
+    if not hosts:
+        return ()
+    ran = [len(host) for host in hosts]
+    there = [size for _, size in cluster.placed(sum(ran))]
+    if ran == there:
+        return ()
+    said = f"the run had {ran} workers on its hosts, {cluster.name} has {there} on its machines"
+    return (f"{said}: the error includes that difference",)
 
 
 def for_report(

@@ -26,18 +26,20 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.drivers.setup import prepare
 from flockstep.errors import ConfigurationError
+from flockstep.nodes import Hosts
 from flockstep.planning.calibrate import Calibration
 from flockstep.planning.fit_durations import fit_law
 from flockstep.planning.job_profile import identity
 from flockstep.planning.record_imports import trusted
 from flockstep.planning.rehearsal import LEFT_OUT, rehearse
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, StepEvent
+from flockstep.records.events import Event, HostsEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.handling import Overheads
-from flockstep.simulation.network import Ideal, Link
+from flockstep.simulation.network import Ideal, Link, Network
+from flockstep.simulation.tiers import Tiers
 from flockstep.strategies.base import Strategy
 
 ALIKE = 1.1
@@ -58,7 +60,6 @@ ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
 """Parameters of the least-squares fit on a logarithmic scale: iterations, step of a slope, and tolerance."""
 SEARCH = 40
 """Largest number of iterations of the search for one unknown."""
-FAIR = "fair_link"
 MOST = 1e12
 """Seconds, or bytes, of a step above which a record is invalid."""
 NOTHING = 0.01
@@ -89,6 +90,8 @@ class _Run:
     """Seconds of each worker's gradients, from the first one on."""
     seconds: float
     """Usual seconds of a step; see `usual_seconds`."""
+    hosts: Hosts
+    """The workers of each host; without hosts in the record, each worker is on its own."""
     message: float = 0.0
     """Seconds that a node spends on a message."""
 
@@ -100,7 +103,10 @@ class _Run:
     @property
     def fair(self) -> bool:
         """Whether messages share links, as over TCP or on a fair link in virtual time."""
-        return self.config.kind != "simulate" or (self.config.network or "").startswith(FAIR)
+        if self.config.kind != "simulate":
+            return True
+        network = Network.parse(self.config.network or "ideal")
+        return isinstance(network.cards[0] if isinstance(network, Tiers) else network, FairLink)
 
     def counted(self, rank: int) -> tuple[float, ...]:
         """Seconds of a worker's gradients, without those at the beginning."""
@@ -108,15 +114,13 @@ class _Run:
 
     def takes(self, latency: float, bandwidth: float) -> float:
         """Seconds of a step over links of that latency and bandwidth; nodes spend `message` seconds on each message."""
-        link = FairLink if self.fair else Link
-        network = Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
         events: list[Event] = []
         rehearse(
             self.strategy,
             self.config.workers,
             self.model_bytes,
             _Again(self.compute),
-            network,
+            self._network(latency, bandwidth),
             tensors=self.tensors,
             dtype_bytes=self.itemsize,
             steps=self.steps,
@@ -126,6 +130,14 @@ class _Run:
             listen=events.append,
         )
         return usual_seconds(steps_by_worker(events, self.config.workers), self.steps)
+
+    def _network(self, latency: float, bandwidth: float) -> Network:
+        """The links of that latency and bandwidth; between workers of one host messages cost their handling only."""
+        link = FairLink if self.fair and not math.isinf(bandwidth) else Link
+        if max(map(len, self.hosts)) > 1:
+            machines = tuple(map(len, self.hosts))
+            return Tiers(machines, (0,) * len(machines), (Link(FAST),), (link(bandwidth, latency),))
+        return Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
 
 
 def fit_records(
@@ -161,6 +173,10 @@ def fit_records(
                 raise ConfigurationError(
                     f"records must be of one {name}, got {one} and {other}; fit each of them by itself"
                 )
+        if run.hosts != first.hosts:
+            raise ConfigurationError(
+                f"records must be of the same hosts, got {first.hosts} and {run.hosts}; fit each of them by itself"
+            )
     notes = [f"fitted by flockstep calibrate to {len(runs)} record(s) of {first.config.job}"]
     notes += [f"{one.config.strategy}: {one.seconds:.4g} s a step" for one in runs]
     groups, law, why = _machines(runs)
@@ -170,6 +186,9 @@ def fit_records(
         found = _link(runs, latency, bandwidth, notes)
         names = tuple(group.name for group in groups)
         wires = (ClusterLink("inside", names, found[1], found[0], all(run.fair for run in runs)),)
+        if several := tuple(group.name for group in groups if group.workers > 1):
+            wires = (ClusterLink("node", several, FAST), *wires)
+            notes.append("messages within a host are assumed to cost no more than their handling")
         errors = [math.exp(_misfit([run], *found)) - 1 for run in runs]
         notes.append(
             f"with these a step takes longer than in the record(s) by {', '.join(f'{e:+.1%}' for e in errors)}"
@@ -191,7 +210,8 @@ def fit_records(
 def _read(folder: Path, imports: Sequence[str]) -> _Run:
     record = RunFolder(folder)
     config = record.read_config()
-    steps = steps_by_worker(record.read_events(), config.workers, str(folder))
+    events = record.read_events()
+    steps = steps_by_worker(events, config.workers, str(folder))
     length = min(LONGEST, shortest(steps, str(folder)))
     if config.kind == "launch":
         raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; fit a run of a job")
@@ -205,7 +225,23 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
         np.dtype(schema.dtype).itemsize,
         tuple(tuple(one.compute_seconds for one in mine[:length]) for mine in steps),
         usual_seconds(steps, length),
+        hosts_in(events) or tuple((rank,) for rank in range(config.workers)),
     )
+
+
+def hosts_in(events: Sequence[Event]) -> Hosts:
+    """The workers of each host of a run over several hosts; empty for other runs.
+
+    Raises:
+        ConfigurationError: the workers of a host are not neighbors in rank, as they are on the machines of a cluster.
+    """
+    hosts = next((event.hosts for event in events if isinstance(event, HostsEvent)), ())
+    if [rank for host in hosts for rank in host] != list(range(sum(map(len, hosts)))):
+        raise ConfigurationError(
+            f"workers of a host must be neighbors in rank, as on the machines of a cluster, got hosts {hosts}; let the "
+            "launcher fill one host after the other"
+        )
+    return hosts
 
 
 def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[StepEvent]]:
@@ -274,21 +310,25 @@ def first_counted(steps: int) -> int:
 
 
 def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeModel, str]:
-    """Groups of workers by speed, the compute model at speed 1, and the reason for that model."""
-    workers = len(runs[0].compute)
-    times = [[one for run in runs for one in run.counted(rank) if one > 0] for rank in range(workers)]
+    """Groups of hosts by speed, the compute model at speed 1, and the reason for that model."""
+    hosts = runs[0].hosts
+    times = [[one for run in runs for rank in host for one in run.counted(rank) if one > 0] for host in hosts]
     if min(map(len, times)) < 2:
         raise ConfigurationError(
             "records must hold the seconds of gradients, got none; give runs whose gradients take time"
         )
     medians = [statistics.median(mine) for mine in times]
-    if max(medians) < ALIKE * min(medians):
+    sizes, shared = [len(host) for host in hosts], max(map(len, hosts)) > 1
+    if max(medians) < ALIKE * min(medians) and len(set(sizes)) == 1:
         fit = fit_law([one for mine in times for one in mine])
-        return (MachineGroup("machines", workers),), fit.law, fit.why
+        return (MachineGroup("machines", len(hosts), sizes[0]),), fit.law, fit.why
     usual = statistics.median(medians)
     speeds = [float(f"{usual / one:.4g}") for one in medians]
     fit = fit_law([one * speed for mine, speed in zip(times, speeds, strict=True) for one in mine])
-    groups = tuple(MachineGroup(f"worker-{rank}", speed=speed) for rank, speed in enumerate(speeds))
+    groups = tuple(
+        MachineGroup(f"{'host' if shared else 'worker'}-{number}", workers=size, speed=speed)
+        for number, (size, speed) in enumerate(zip(sizes, speeds, strict=True))
+    )
     return groups, fit.law, fit.why
 
 

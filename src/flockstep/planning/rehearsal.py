@@ -21,7 +21,6 @@ from flockstep.codecs.base import Codec, Shape
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError
-from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
 from flockstep.planning.surrogate import (
     Shrunk,
@@ -195,7 +194,7 @@ class _Stage:
             shapes, self.model_bytes, self.dtype_bytes, self.surrogate_batches, self.workers, self.optimizer, self.seed
         )
         known = self.strategy if shapes == self.shapes else scaled(self.strategy, engine.factor)
-        cluster = Cluster(self.workers, known.servers_for(self.workers))
+        cluster = known.cluster(self.workers)
         parts = np.array_split(np.arange(engine.train_size), self.workers)
         result = choose_result(known, None)
         plan = Plan(

@@ -18,7 +18,6 @@ from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import make_engine
 from flockstep.launchers.threads import limit_threads
 from flockstep.messages import HEADER_BYTES
-from flockstep.nodes import Cluster
 from flockstep.planning.job_profile import Site
 from flockstep.planning.live import LiveSimulation
 from flockstep.planning.step_prediction import ALONE
@@ -163,7 +162,7 @@ def trial(
     most = steps or max(job.least_steps, steps_for(job.epochs, engine.train_size, 1, job.batch))
     plan = Plan(
         chosen,
-        Cluster(count, chosen.servers_for(count)),
+        chosen.cluster(count),
         optimizer,
         Split.parse(split).assign(engine.labels, engine.train_size, count, seed),
         job.batch,

@@ -62,6 +62,13 @@ class ClockEvent(msgspec.Struct, tag="clock", frozen=True, forbid_unknown_fields
     uncertainty_seconds: float
 
 
+class HostsEvent(msgspec.Struct, tag="hosts", frozen=True, forbid_unknown_fields=True):
+    """The run is on several hosts. `hosts`: the ranks of each host's workers, hosts in the order of their lowest."""
+
+    seconds: float
+    hosts: tuple[tuple[int, ...], ...]
+
+
 class EvaluationEvent(msgspec.Struct, tag="evaluation", frozen=True, forbid_unknown_fields=True):
     """Evaluation of the model that the run would return if the run ended at `seconds`.
 
@@ -145,6 +152,7 @@ Event = (
     | UpdateEvent
     | SpanEvent
     | ClockEvent
+    | HostsEvent
     | EvaluationEvent
     | NodeEvent
     | LostEvent

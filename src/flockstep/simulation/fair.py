@@ -53,10 +53,12 @@ class FairLink(Network):
             return Link(bandwidth, self.latency).start(cluster)
         egress, ingress = cards(cluster, bandwidth)
 
-        def route(source: Address, to: Address) -> Route:
-            return ((egress[source], ingress[to]), ()) if source != to else ((), ())
+        between = ((units.duration(self.latency), bandwidth),)
 
-        return _Shared(route, units.duration(self.latency), self.spread)
+        def route(source: Address, to: Address) -> Route:
+            return ((egress[source], ingress[to]), between) if source != to else ((), ())
+
+        return Shared(route, self.spread)
 
 
 class _Stream:
@@ -78,12 +80,14 @@ class _Stream:
         return self.left + sum(one.nbytes for one in itertools.islice(self.waiting, 1, place + 1))
 
 
-class _Shared(Fabric):
-    """Lets bytes flow between events; a message is checked again at the earliest time at which it can have left."""
+class Shared(Fabric):
+    """A network of routes of two hops, of which messages share the first, as on `FairLink`, and queue at the second.
 
-    def __init__(self, route: Routing, latency: float, spread: float) -> None:
+    Bytes flow between events; a message is checked again at the earliest time at which it can have left.
+    """
+
+    def __init__(self, route: Routing, spread: float) -> None:
         super().__init__(route)
-        self._latency = latency
         self._spread = spread
         self._random = np.random.default_rng(_TAG)
         self._streams: dict[tuple[Address, Address], _Stream] = {}
@@ -121,7 +125,7 @@ class _Shared(Fabric):
                 del self._busy[pair]
                 self._divide(stream.egress)
             behind = self._queued.get(stream.ingress, 0.0) / stream.ingress.bandwidth
-            transit.tail, transit.done = now + behind + self._latency, True
+            transit.tail, transit.done = now + behind + transit.gaps[0][0], True
             return True
         least = max(stream.ahead(transit), CLOSE * transit.nbytes) / stream.egress.full
         transit.head = max(now + least, math.nextafter(now, math.inf))

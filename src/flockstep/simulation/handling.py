@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES, Address
-from flockstep.nodes import Cluster
+from flockstep.nodes import Cluster, Hosts
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Fabric, Network, Transit
 
@@ -78,6 +78,9 @@ class Handled(Network):
     def start(self, cluster: Cluster) -> Fabric:
         """The network's own hops, between the processors of two nodes."""
         return _Handled(self.network.start(cluster), self)
+
+    def hosts(self, workers: int) -> Hosts:
+        return self.network.hosts(workers)
 
 
 def _time(seconds: float, name: str) -> None:

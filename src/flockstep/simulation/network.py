@@ -31,7 +31,7 @@ import msgspec
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 from flockstep.messages import Address, node_name, server
-from flockstep.nodes import Cluster
+from flockstep.nodes import Cluster, Hosts, one_host
 from flockstep.simulation import units
 
 
@@ -151,6 +151,10 @@ class Network(Component):
     @abstractmethod
     def start(self, cluster: Cluster) -> Fabric:
         """Create the network of a run, with all hops free."""
+
+    def hosts(self, workers: int) -> Hosts:
+        """The workers of each host; all are on one unless the network describes machines."""
+        return one_host(workers)
 
 
 @dataclass(frozen=True)

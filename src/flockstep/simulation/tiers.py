@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
+from typing import TypeVar
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Address, server
-from flockstep.nodes import Cluster
+from flockstep.nodes import Cluster, Hosts
 from flockstep.simulation import units
+from flockstep.simulation.fair import FairLink, Shared
 from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, gaps
 
 
@@ -20,13 +22,17 @@ class Tiers(Network):
     to another machine of the tier also passes the cards of both machines, which have the tier's link `among`. A message
     to another tier also passes the link `between` the two tiers, whose latency is added. `between` holds the pairs of
     tiers in order: (0, 1), (0, 2), (1, 2). A tuple of one link is used for all. Server i is on machine i mod m if that
-    machine has several workers, otherwise on a machine of its own in the same tier.
+    machine has several workers, otherwise on a machine of its own in the same tier; where machines have several
+    workers, a server that belongs beside a worker is on the worker's machine.
+
+    Machines are the hosts by which collectives sum. With one tier `among` may be a `fair_link`: all messages that leave
+    a machine at the same time share its card, and do not pass `inside`.
     """
 
     machines: tuple[int, ...]
     tiers: tuple[int, ...]
     inside: tuple[Link, ...]
-    among: tuple[Link, ...]
+    among: tuple[Network, ...]
     between: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
@@ -44,6 +50,22 @@ class Tiers(Network):
             got = len(getattr(self, name))
             if got not in (1, wanted) and wanted:
                 raise ConfigurationError(f"{name} must hold 1 or {wanted} links, got {got}; one counts for all")
+        if any(isinstance(one, FairLink) for one in self.cards) and self._count > 1:
+            raise ConfigurationError(
+                f"among may hold a fair_link if there is one tier, got {self._count}; write link(…) in its place"
+            )
+
+    @property
+    def cards(self) -> tuple[Link | FairLink, ...]:
+        """The links of `among`.
+
+        Raises:
+            ConfigurationError: one is another network.
+        """
+        found = tuple(one for one in self.among if isinstance(one, Link | FairLink))
+        if len(found) < len(self.among):
+            raise ConfigurationError(f"among must hold links, got {self.among}; write link('1gbit', '50us')")
+        return found
 
     @property
     def _count(self) -> int:
@@ -68,7 +90,13 @@ class Tiers(Network):
                 found = known[source, to] = floor.route(source, to)
             return found
 
-        return Fabric(route)
+        (first, *_) = self.cards
+        return Shared(route, first.spread) if isinstance(first, FairLink) else Fabric(route)
+
+    def hosts(self, workers: int) -> Hosts:
+        """The workers of each machine, the last of which may have fewer than they hold, or none."""
+        ends = [min(end, workers) for end in accumulate(self.machines, initial=0)]
+        return tuple(tuple(range(*pair)) for pair in pairwise(ends) if pair[0] < pair[1])
 
 
 class _Floor:
@@ -80,15 +108,17 @@ class _Floor:
         self._tier = list(shape.tiers)
         self._inside = list(_filled(shape.inside, len(shape.machines)))
         self._shared = [size > 1 for size in shape.machines]
+        beside = [self._machine[rank] for rank in cluster.beside] if any(self._shared) else []
         for index in range(cluster.servers):
-            machine = index % len(shape.machines)
+            machine = beside[index] if beside else index % len(shape.machines)
             if not self._shared[machine]:
                 self._tier.append(shape.tiers[machine])
                 self._inside.append(self._inside[machine])
                 self._shared.append(False)
                 machine = len(self._tier) - 1
             self._machine[server(index)] = machine
-        self._among = _filled(shape.among, max(shape.tiers) + 1)
+        self._among = _filled(shape.cards, max(shape.tiers) + 1)
+        self._fair = isinstance(self._among[0], FairLink)
         pairs = list(combinations(range(max(shape.tiers) + 1), 2))
         self._between = dict(zip(pairs, _filled(shape.between, len(pairs)), strict=True))
         self._hops: dict[str, Hop] = {}
@@ -116,19 +146,22 @@ class _Floor:
                 way = f"from tier {tiers[0]} to {tiers[1]}"
                 hops = [up, self._hop(f"out {way}", link), self._hop(f"in {way}", link), down]
                 latencies = [halves[0], units.duration(link.latency), halves[1]]
-            if self._shared[here]:
+            if self._shared[here] and not self._fair:
                 hops.insert(0, self._hop(f"egress of {source}", inner[0]))
                 latencies.insert(0, units.duration(inner[0].latency) / 2)
-            if self._shared[there]:
+            if self._shared[there] and not self._fair:
                 hops.append(self._hop(f"ingress of {to}", inner[1]))
                 latencies.append(units.duration(inner[1].latency) / 2)
         return tuple(hops), gaps([hop.bandwidth for hop in hops], latencies)
 
-    def _hop(self, name: str, link: Link) -> Hop:
+    def _hop(self, name: str, link: Link | FairLink) -> Hop:
         if name not in self._hops:
             self._hops[name] = Hop(name, units.bandwidth(link.bandwidth))
         return self._hops[name]
 
 
-def _filled(links: tuple[Link, ...], count: int) -> tuple[Link, ...]:
+L = TypeVar("L")
+
+
+def _filled(links: tuple[L, ...], count: int) -> tuple[L, ...]:
     return links * count if len(links) == 1 else links

@@ -12,7 +12,7 @@ from flockstep.collectives.base import Collective
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
 from flockstep.messages import Notes
-from flockstep.nodes import Server, Worker
+from flockstep.nodes import Cluster, Server, Worker
 from flockstep.strategies.traits import Clips as Clips
 from flockstep.strategies.traits import ResultPolicy as ResultPolicy
 from flockstep.strategies.traits import Traits as Traits
@@ -77,6 +77,14 @@ class Strategy(Component):
     def servers_for(self, workers: int) -> int:
         """Number of servers for a run with the given number of `workers`."""
         return self.servers
+
+    def beside(self, workers: int) -> tuple[int, ...]:
+        """For each server, the rank of a worker on whose host it runs; empty: servers run on the hosts in turn."""
+        return ()
+
+    def cluster(self, workers: int) -> Cluster:
+        """The nodes of a run with the given number of `workers`."""
+        return Cluster(workers, self.servers_for(workers), self.beside(workers))
 
     @property
     def coding(self) -> Codec | None:

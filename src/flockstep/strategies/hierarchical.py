@@ -216,7 +216,9 @@ class Hierarchical(Strategy):
 
     Server 0 is the root; every other server is the leaf of at most `group` workers, in order of rank. A leaf sums as
     many gradients as it has workers and sends the sum to the root; the root steps the job's optimizer along the mean
-    and answers with the parameters. So the root sends and receives 1/`group` of a single server's bytes.
+    and answers with the parameters. So the root sends and receives 1/`group` of a single server's bytes. A leaf runs on
+    the host of its group's first worker, the root on that of worker 0: with `group` workers on every host, only sums
+    and the root's answers pass between hosts.
 
     A synchronous leaf takes one gradient of each worker, in order of rank, and its workers wait for the root's answer.
     An asynchronous leaf takes gradients in order of arrival and answers a worker at once with the leaf's current
@@ -259,6 +261,10 @@ class Hierarchical(Strategy):
     def servers_for(self, workers: int) -> int:
         """One root, and one leaf for each group of workers."""
         return 1 + len(self._groups(workers))
+
+    def beside(self, workers: int) -> tuple[int, ...]:
+        """The root runs on worker 0's host, and each leaf on that of its group's first worker."""
+        return (0, *(group.start for group in self._groups(workers)))
 
     def held(self, workers: int, size: int) -> list[slice]:
         """Every server holds the whole model; the root's is the result."""

@@ -18,7 +18,7 @@ from flockstep.errors import CompositionError, ConfigurationError, FlockstepErro
 from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
 from flockstep.frameworks.numpy import NumpyEngine, QuadraticModel, SoftmaxRegression
 from flockstep.messages import LEAVE, Address, Message, Wanted, node_name
-from flockstep.nodes import Cluster, Node
+from flockstep.nodes import Node
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.events import EvaluationEvent, Event, NodeEvent, StepEvent, UpdateEvent
 from flockstep.schedules.base import Schedule
@@ -386,7 +386,7 @@ def run_strategy(
     strategy = Strategy.parse(strategy)
     strategy.check(workers)
     job = job or small_job()
-    source, cluster = GradientSource(workers, job, seed, engine), Cluster(workers, strategy.servers_for(workers))
+    source, cluster = GradientSource(workers, job, seed, engine), strategy.cluster(workers)
     policy, every = choose_result(strategy, result), evaluate_every or steps
     optimizer, timetable = source.engine.optimizer, None
     if schedule is not None:

@@ -1,0 +1,76 @@
+"""Three hosts with two workers each: the results of one host, wherever the strategy does not depend on time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.records.events import HostsEvent
+from flockstep.records.folder import RunFolder
+from support.hosts import Host, network, on_all
+from support.processes import RealRun
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+DIFFER = {"dpsgd": 0.0, "all_reduce": 1e-4, "local_sgd": 1e-4}
+"""Largest difference of parameters beside one host: with sums by host only their rounding differs, about 1e-5 at the
+end of a whole run.
+"""
+STRATEGIES = [*DIFFER, "ps(consistency=ssp(3), shards=3)", "gossip", "easgd"]
+
+
+@pytest.fixture
+def three() -> Iterator[list[Host]]:
+    with network(3) as hosts:
+        yield hosts
+
+
+def on_hosts(three: list[Host], out: Path, *arguments: str | Path) -> list[str]:
+    """Run a command with six workers on all hosts; what each host printed."""
+    command, *rest = arguments
+    ended = on_all(three, command, "-n", "6", *rest, first=["--out", out])
+    assert [one.code for one in ended] == [0] * 3, "\n".join(one.err for one in ended)
+    assert not any(host.processes() for host in three)
+    events = RunFolder(out).read_events()
+    assert [event.hosts for event in events if isinstance(event, HostsEvent)] == [((0, 1), (2, 3), (4, 5))]
+    return [one.out for one in ended]
+
+
+def beside_one_host(strategy: str, tmp_path: Path, *arguments: str) -> None:
+    """Check that the run in `hosts` ended as it does on one host, if the strategy makes that certain."""
+    if strategy in DIFFER:
+        alone = RealRun([*arguments, "-n", "6"], tmp_path / "alone", torch=True).end()
+        assert alone.code == 0, alone.err
+        found, usual = (np.load(tmp_path / name / "result.npy") for name in ("hosts", "alone"))
+        np.testing.assert_allclose(found, usual, rtol=0, atol=DIFFER[strategy])
+
+
+def test_a_synchronous_strategy_has_the_bits_of_one_host(three: list[Host], tmp_path: Path) -> None:
+    arguments = ["train", "digits", "-s", "dpsgd", "--seed", "1", "--steps", "10", "--evaluate-every", "10"]
+    on_hosts(three, tmp_path / "hosts", *arguments)
+    beside_one_host("dpsgd", tmp_path, *arguments)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_digits(three: list[Host], tmp_path: Path, strategy: str) -> None:
+    arguments = ["train", "digits", "-s", strategy, "--seed", "1"]
+    on_hosts(three, tmp_path / "hosts", *arguments)
+    assert json.loads((tmp_path / "hosts" / "summary.json").read_text())["final_metric"] >= 0.95
+    beside_one_host(strategy, tmp_path, *arguments)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_own_loop_of_the_readme(three: list[Host], tmp_path: Path, strategy: str) -> None:
+    script = tmp_path / "own_loop.py"
+    script.write_text(EXAMPLE.read_text().replace("ps(consistency=ssp(3))", strategy))
+    for out in on_hosts(three, tmp_path / "hosts", "launch", script):
+        found = [float(text) for text in re.findall(r"test accuracy ([0-9.]+)", out)]
+        assert len(found) == 2
+        assert min(found) > 0.85
+    beside_one_host(strategy, tmp_path, "launch", str(script))
