@@ -1,0 +1,82 @@
+"""Scripts that step together end with the parameters that DistributedDataParallel gives them, up to rounding."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.matrix import few
+from support.processes import RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+HERE = Path(__file__).parent
+BOTH = """
+import sys
+from pathlib import Path
+sys.modules.pop("torch._dynamo", None)  # DDP needs torch's own
+import torch
+import torch.distributed as dist
+import flockstep
+
+def parameters_of(text):
+    space = {{"__name__": "__main__"}}
+    exec(compile(text, "script", "exec"), space)
+    return [p.detach() for p in space["model"].parameters()]
+
+here, rank = Path(__file__).parent, flockstep.rank()
+ours = parameters_of({ours!r})
+dist.init_process_group("gloo", init_method=f"file://{{here / 'store'}}", rank=rank, world_size=flockstep.workers())
+theirs = parameters_of({theirs!r})
+dist.destroy_process_group()
+torch.save([ours, theirs], here / f"parameters-{{rank}}")
+"""
+"""A script that runs a script of ours, and the same with DDP, in the processes of one run."""
+INSTEAD = {
+    "import flockstep\n": "import flockstep\nfrom torch.nn.parallel import DistributedDataParallel\n",
+    "optimizer = flockstep.distribute(model, optimizer, sys.argv[1])": "model = DistributedDataParallel(model)",
+    "flockstep.clip_grad_norm_(optimizer, CLIP)": "nn.utils.clip_grad_norm_(model.parameters(), CLIP)",
+    "optimizer.finish()": "",
+    "for _ in range(ACCUMULATE):\n": "for micro in range(ACCUMULATE):\n"
+    "        model.require_backward_grad_sync = micro == ACCUMULATE - 1\n",
+}
+
+
+def trained(name: str, strategy: str, folder: Path, *, ours: str | None = None) -> list[list[torch.Tensor]]:
+    """For each worker, all parameters as the script leaves them, or another one in its place, and as DDP does."""
+    plain = (HERE / f"{name}.py").read_text()
+    theirs = plain
+    for line, other in INSTEAD.items():
+        theirs = theirs.replace(line, other)
+    assert "flockstep.distribute" not in theirs
+    assert "flockstep.clip" not in theirs
+    script = folder / "script.py"
+    script.write_text(BOTH.format(ours=ours or plain, theirs=theirs))
+    ended = RealRun(["launch", "-n", "2", str(script), strategy], folder / "run", torch=True).end(400)
+    assert ended.code == 0, ended.err
+    saved = [torch.load(folder / f"parameters-{rank}") for rank in range(2)]
+    return [[torch.cat([p.flatten() for p in one]) for one in each] for each in saved]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "tolerance"),
+    few(
+        [("classifier", "all_reduce", 0.0), ("gpt", "all_reduce", 0.0), ("classifier", "ps(consistency=bsp)", 1e-5)],
+        ("gpt", "all_reduce", 0.0),
+    ),
+)
+def test_a_script_ends_as_under_ddp(name: str, strategy: str, tolerance: float, tmp_path: Path) -> None:
+    """With two workers a sum has one order: all_reduce gives the same bits. Servers have optimizers of their own."""
+    for ours, theirs in trained(name, strategy, tmp_path):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.full
+def test_clipping_before_the_mean_is_another_result(tmp_path: Path) -> None:
+    before, after = next((line, other) for line, other in INSTEAD.items() if "clip" in line)
+    ours = (HERE / "gpt.py").read_text().replace(before, after)
+    for one, theirs in trained("gpt", "all_reduce", tmp_path, ours=ours):
+        assert not torch.allclose(one, theirs, atol=1e-3)
