@@ -105,6 +105,8 @@ class Node:
     """What the strategy keeps between steps, as its `worker_state` or `master_state` returned it."""
     step: int
     """Number of steps since the node's program last began."""
+    works_between_steps = False
+    """Whether a background task has been started that may last longer than a step."""
     view: View
     """The workers that take part now, as reported by the supervisor, if there is one."""
     hosts: Hosts
@@ -174,6 +176,7 @@ class Node:
         """
         self.started += 1
         task = self._latest[channel] = Task(self.started, f"/{channel}", program, again)
+        self.works_between_steps = self.works_between_steps or again != "never"
         if self.at_boundary is not None and again == "replayed":
             self.taken[task.channel] = []
         self._advance(task, None)

@@ -103,19 +103,42 @@ for size in ((2, 3) if rank else (3, 2)):
     assert re.search(r"the model of worker \d differs: .*; build the same model on every worker", ended.err)
 
 
-@pytest.mark.full
-def test_a_worker_that_waits_in_one_run_takes_the_messages_of_the_others(tmp_path: Path) -> None:
-    """Worker 0 asks for averages that worker 1 answers while that one waits for it in another run."""
+def test_strategies_with_background_tasks_are_refused_side_by_side(tmp_path: Path) -> None:
+    """Nobody would continue the tasks of one run while the script waits in another one."""
     body = """
-pairs, together = Model("adpsgd", 5, 0.0), Model("all_reduce", 3, 0.0)
-pairs.steps(1 if rank else 20)
-together.steps(1)
-pairs.end("pairs")
+pairs = Model("adpsgd", 5, 0.0)
+pairs.steps(3)
+together = Model("all_reduce", 3, 0.0)
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 2, ended.err
+    assert "exchanges messages between two steps, got several optimizers" in ended.err
+
+
+def test_a_strategy_with_background_tasks_may_follow_another_one(tmp_path: Path) -> None:
+    body = """
+together = Model("all_reduce", 3, 0.0)
+together.steps(2)
 together.end("together")
+late = Model("overlap_local_sgd(period=2)", 5, 0.0)
+late.steps(6)
+late.end("late")
 """
     ended = outcome(body, tmp_path)
     assert ended.code == 0, ended.err
-    np.testing.assert_allclose(result("together", tmp_path), 0.05, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_tasks_that_begin_later_are_refused_then(tmp_path: Path) -> None:
+    body = """
+late, together = Model("overlap_local_sgd(period=2)", 5, 0.0), Model("all_reduce", 3, 0.0)
+for _ in range(6):
+    late.steps(1)
+    together.steps(1)
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 2, ended.err
+    assert "exchanges messages between two steps" in ended.err
 
 
 @pytest.mark.full

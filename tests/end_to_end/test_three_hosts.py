@@ -16,10 +16,12 @@ from support.hosts import Host, network, on_all
 from support.processes import RealRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
-DIFFER = {"dpsgd": 0.0, "all_reduce": 1e-4, "local_sgd": 1e-4}
-"""Largest difference of parameters beside one host: with sums by host only their rounding differs, about 1e-5 at the
-end of a whole run.
+DIFFER = {"dpsgd": 0.0, "all_reduce": 1e-4, "local_sgd": 2e-3}
+"""Largest difference of parameters beside one host: with sums by host only their rounding differs. At the end of a
+whole run that was 1.3e-5 for all_reduce and 8.5e-4 for local_sgd, as between ring and binomial_tree in virtual time.
 """
+PATIENT = ["--heartbeat", "60"]
+"""Workers that wait for a busy processor are not lost."""
 STRATEGIES = [*DIFFER, "ps(consistency=ssp(3), shards=3)", "gossip", "easgd"]
 
 
@@ -32,7 +34,7 @@ def three() -> Iterator[list[Host]]:
 def on_hosts(three: list[Host], out: Path, *arguments: str | Path) -> list[str]:
     """Run a command with six workers on all hosts; what each host printed."""
     command, *rest = arguments
-    ended = on_all(three, command, "-n", "6", *rest, first=["--out", out])
+    ended = on_all(three, command, "-n", "6", *PATIENT, *rest, first=["--out", out])
     assert [one.code for one in ended] == [0] * 3, "\n".join(one.err for one in ended)
     assert not any(host.processes() for host in three)
     events = RunFolder(out).read_events()
@@ -43,7 +45,7 @@ def on_hosts(three: list[Host], out: Path, *arguments: str | Path) -> list[str]:
 def beside_one_host(strategy: str, tmp_path: Path, *arguments: str) -> None:
     """Check that the run in `hosts` ended as it does on one host, if the strategy makes that certain."""
     if strategy in DIFFER:
-        alone = RealRun([*arguments, "-n", "6"], tmp_path / "alone", torch=True).end()
+        alone = RealRun([arguments[0], "-n", "6", *PATIENT, *arguments[1:]], tmp_path / "alone", torch=True).end()
         assert alone.code == 0, alone.err
         found, usual = (np.load(tmp_path / name / "result.npy") for name in ("hosts", "alone"))
         np.testing.assert_allclose(found, usual, rtol=0, atol=DIFFER[strategy])

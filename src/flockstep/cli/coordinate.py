@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -40,8 +42,8 @@ def coordinate(
         inner.command.invoke(inner)
 
 
-def understood(context: typer.Context, words: list[str], instead: str) -> Any:
-    """The context of a command, with its options parsed.
+def understood(context: typer.Context, words: list[str], instead: str, allowed: Sequence[str] = ()) -> Any:
+    """The context of a command, with its options parsed; of the options of hosts, only those `allowed` may be given.
 
     Raises:
         ConfigurationError: the command says which host it is for; `instead` says why, before the option.
@@ -52,6 +54,6 @@ def understood(context: typer.Context, words: list[str], instead: str) -> Any:
     _, command, rest = group.resolve_command(root, words)
     assert command is not None
     inner: Any = command.make_context(words[0], list(rest), parent=root)
-    for option, _ in o.given_options(inner, ("on", "hosts", "nodes", *o.BY_HAND, "host_address")):
+    for option, _ in o.given_options(inner, [one.name for one in fields(o.HostOptions) if one.name not in allowed]):
         raise ConfigurationError(f"{instead} {option}; leave it out of the command")
     return inner

@@ -54,7 +54,7 @@ def _require_understood(context: typer.Context, words: list[str], nodes: int) ->
     Raises:
         ConfigurationError: the command says which host it is for, or there are fewer workers than pods.
     """
-    inner = understood(context, words, "the manifest gives every pod its own")
+    inner = understood(context, words, "the manifest gives every pod its own", allowed=("timeout",))
     if (workers := inner.params["workers"]) < nodes:
         raise ConfigurationError(
             f"a run in {nodes} pods needs at least as many workers, got {workers}; raise -n, which counts the workers "

@@ -531,7 +531,7 @@ def refuse_by_hand(context: typer.Context, where: HostOptions) -> None:
         ConfigurationError: such an option is given.
     """
     alone = where.on == "local" and where.hosts is None
-    for option, value in given_options(context, (*BY_HAND, *(("nodes",) if alone else ()))):
+    for option, value in given_options(context, (*BY_HAND, *(("nodes", "timeout", "host_address") if alone else ()))):
         raise ConfigurationError(
             f"{option} {value} is for hosts that you start yourself, and their processes end with one run, where a "
             "comparison has several; use --hosts a:4,b:4, --on slurm or --on ray, which start the hosts of each run"

@@ -19,12 +19,13 @@ from flockstep.arrays.namespace import copied, namespace, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.adoption import say_nothing_of
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
-from flockstep.drivers.membership import Membership, add_membership, first_membership, listen_to_others
+from flockstep.drivers.membership import Membership, add_membership, first_membership, require_side_by_side
 from flockstep.drivers.node_creation import make_server, make_worker
 from flockstep.drivers.node_metrics import NodeMetrics, fingerprint
 from flockstep.drivers.node_spec import claim_spec
 from flockstep.drivers.program_restart import (
     ScriptRequests,
+    all_here,
     common,
     end_tasks,
     meet,
@@ -63,6 +64,7 @@ def _enter(node_spec: NodeSpec) -> None:
 
     Raises:
         ConfigurationError: the first call has failed.
+        CompositionError: the strategy of another call has background tasks.
         Interrupted: the run has failed.
     """
     if node_spec.call == 1:
@@ -71,6 +73,7 @@ def _enter(node_spec: NodeSpec) -> None:
     first = first_membership()
     if first is None:
         raise ConfigurationError("the first call of flockstep.distribute or flockstep.join has failed; end the script")
+    require_side_by_side(1)
     try:
         first.member.begin_call(node_spec.call)
     except FlockstepError as error:
@@ -137,6 +140,7 @@ class Loop:
     def _begin(self) -> None:
         self._runner.begin(self.strategy.worker(self._worker))
         self._runner.advance()
+        require_side_by_side()
 
     def step(self) -> None:
         """Let the strategy use the gradients of one mini-batch, which are in the flat array."""
@@ -148,6 +152,7 @@ class Loop:
             if self._member is not None:
                 self._show_gradient()
             self._runner.advance(self.gradients)
+            require_side_by_side()
         except FlockstepError as error:
             self._fail(error)
             raise
@@ -254,7 +259,7 @@ class Loop:
         return returned[0]
 
     def _barrier(self) -> None:
-        self.exchange("barrier", lambda me: meet(me, "here"))
+        self.exchange("barrier", all_here)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Use other optimizer settings from the next step on, on the servers and for the slices that workers step
@@ -408,8 +413,6 @@ class Loop:
         _enter(node_spec)
         strategy, rank = self.strategy, self.rank
         self._member = Member(node_spec, schema, self._buffers().nbytes, notes_of(strategy), strategy.sums)
-        if node_spec.call > 1:
-            self._member.meanwhile = lambda: listen_to_others(None)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(to_host(self._params))
         with self._telling():
@@ -423,7 +426,8 @@ class Loop:
         self._connection.snapshots.buffers = self._buffers
         self._runner, self.gradients = self._connection.runner, self._connection.home(self.gradients)
         self.membership = Membership(self._member, self._runner.scalar)
-        self.membership.listen, self.membership.barrier = self.listen, self._barrier
+        self.membership.works_between_steps = lambda: worker.works_between_steps
+        self.membership.barrier = self._barrier
         add_membership(self.membership)
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

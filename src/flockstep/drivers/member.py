@@ -209,8 +209,6 @@ class Member:
         self._linked = False
         self._untaken = 0
         self._early: deque[Message] = deque()
-        self.meanwhile: Callable[[], None] | None = None
-        """Called again and again while this process waits for a message."""
 
     def begin_call(self, number: int) -> None:
         """Tell the supervisor of the process's first call of `distribute` about call number `number`, and wait until
@@ -390,10 +388,7 @@ class Member:
         descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
-            most = left if self.meanwhile is None else min(PAUSE, PAUSE if left is None else left)
-            message = self._heard() or self.bus.poll(most, descriptors, wanted)
-            if message is None and self.meanwhile is not None and left != 0:
-                self.meanwhile()
+            message = self._heard() or self.bus.poll(left, descriptors, wanted)
             message = message or (self._heard() if also is not None or left == 0 else None)
             if message is not None or also is not None or left == 0:
                 if message is None and self._linked and (seconds or 0.0) >= PATIENCE:

@@ -1,19 +1,13 @@
-"""The memberships of this process in runs, and the communicator that the process may open in addition.
-
-A script takes part in a run for each of its calls of `distribute`. While it waits for a message of one run, it handles
-the messages of the others, so that no other process waits for it there.
-"""
+"""The memberships of this process in runs, one for each call of `distribute`, and its communicator if it opens one."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 from flockstep.drivers.member import Member
 from flockstep.drivers.node_metrics import NodeMetrics
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 
 
 class Membership:
@@ -27,8 +21,8 @@ class Membership:
         """Makes the context of an epoch over private data, whose steps end on all workers together."""
         self.told_data = False
         """Whether the supervisor knows what data this process reads."""
-        self.listen: Callable[[], None] | None = None
-        """Handles the messages that have arrived, without waiting."""
+        self.works_between_steps: Callable[[], bool] | None = None
+        """Whether the run's strategy has background tasks, which other workers may wait for between two steps."""
         self.barrier: Callable[[], None] | None = None
         """Waits until every rank has called it."""
 
@@ -48,28 +42,29 @@ class Membership:
 
 _memberships: list[Membership] = []
 """Memberships of this process in the order of its calls of `distribute` or `join`, ended ones included."""
-_listening = threading.Lock()
-"""Held while messages of other runs are handled, so that a wait among these does not begin it again."""
 
 
 def add_membership(membership: Membership) -> None:
     """Add a membership of this process."""
     _memberships.append(membership)
-    live = [one for one in _memberships if not one.member.closed]
-    for one in live if len(live) > 1 else ():
-        one.member.meanwhile = partial(listen_to_others, one)
 
 
-def listen_to_others(waiting: Membership | None) -> None:
-    """Handle the messages of all runs but one, which waits."""
-    if not _listening.acquire(blocking=False):
-        return
-    try:
-        for one in _memberships:
-            if one is not waiting and one.listen is not None and not one.member.closed:
-                one.listen()
-    finally:
-        _listening.release()
+def require_side_by_side(more: int = 0) -> None:
+    """Refuse several runs at a time if the strategy of one has background tasks; `more`: runs that are about to begin.
+
+    While the process waits in another run, nobody would continue these tasks, and they would write to parameters
+    between the script's forward and backward pass.
+
+    Raises:
+        CompositionError: a strategy has background tasks.
+    """
+    live = memberships_here()
+    if len(live) + more > 1 and any(one.works_between_steps is not None and one.works_between_steps() for one in live):
+        raise CompositionError(
+            "a strategy of this script exchanges messages between two steps, got several optimizers of "
+            "flockstep.distribute at a time; finish() one before the next distribute(), or use strategies without "
+            "background tasks, such as all_reduce, ps, local_sgd or gossip"
+        )
 
 
 def first_membership() -> Membership | None:

@@ -173,6 +173,17 @@ async def common_steps(me: Worker, steps: float) -> float:
     return float((await me.receive("steps", 0)).note["steps"])
 
 
+async def all_here(me: Worker) -> None:
+    """Wait until every other worker has come here too.
+
+    Raises:
+        PeerLost: one died or left before.
+    """
+    me.send_all(me.peers, "here")
+    for peer in me.peers:
+        await me.receive("here", peer)
+
+
 async def meet(me: Worker, word: str) -> int:
     """Wait until every other living worker has sent `word` too; return the largest number of steps of a worker."""
     me.send_all(me.peers, word)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ class FlatTree:
         """
         paths, self.structure = jax.tree_util.tree_flatten_with_path(tree)
         named = {_name(path): leaf for path, leaf in paths}
+        if len(named) < len(paths):
+            twice = next(name for name, count in Counter(_name(path) for path, _ in paths).items() if count > 1)
+            raise ConfigurationError(f"every parameter must have a name of its own, got {twice!r} twice; rename a key")
         for name, leaf in named.items():
             _require_parameter(name, leaf)
         leaves = {name: jnp.asarray(leaf) for name, leaf in named.items()}

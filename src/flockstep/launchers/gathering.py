@@ -168,15 +168,15 @@ def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, s
     """
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     settings = {name: str(value) for name, value in fields.items() if name not in OWN and value is not None}
-    settings["job"] = _content(config.job)
+    settings["job"] = named_content(config.job)
     if arguments:
         settings["arguments of the script"] = shlex.join(arguments)
     for number, file in enumerate(config.imports):
-        settings[f"import {number}"] = _content(file)
+        settings[f"import {number}"] = named_content(file)
     return settings
 
 
-def _content(file: str) -> str:
+def named_content(file: str) -> str:
     """Name and hash of a file; a name of a built-in job stays."""
     path = Path(file)
     if not path.is_file():

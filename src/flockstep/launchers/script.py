@@ -19,7 +19,7 @@ from flockstep.frameworks.job import import_components
 from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.children import Child, Script, drain_all, refuse_program
 from flockstep.launchers.entry import start_server
-from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
@@ -34,6 +34,9 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Summary
 from flockstep.transports.base import Transport
+
+MODULE_ENTRY = Path(module_entry.__file__)
+"""The script that runs a module."""
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set the number of threads of numerical libraries; without them each process uses every
@@ -79,7 +82,7 @@ def launch(
     """
     require_script(script)
     import_components(config.imports)
-    settings = settings_of(config, arguments)
+    settings = _settings(config, script, arguments)
     if gathering is not None:
         config = gathering.over(config)
     require_open_files(config.workers)
@@ -114,7 +117,7 @@ def launch_for(
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     start = ScriptStarter(script, arguments, config, output, gathering)
     try:
-        gathering.serve(config, settings_of(config, arguments), lambda node_spec, accepted: start(node_spec))
+        gathering.serve(config, _settings(config, script, arguments), lambda node_spec, accepted: start(node_spec))
     finally:
         start.close()
 
@@ -125,13 +128,26 @@ def script_of_module(name: str) -> Path:
     Raises:
         ConfigurationError: there is no such module in this folder or on Python's path.
     """
+    _file_of_module(name)
+    return MODULE_ENTRY
+
+
+def _file_of_module(name: str) -> str:
+    """The file that `python -m` runs: the module's, or `__main__.py` of a package."""
     places: Sequence[str] | None = [os.getcwd(), *sys.path]  # noqa: PTH109 - what python -m adds
     for part in accumulate(name.split("."), "{}.{}".format):
         found = None if places is None else PathFinder.find_spec(part, places)
         if found is None:
             raise ConfigurationError(f"there is no module {part}; give its name as in python -m, without .py")
         places = found.submodule_search_locations
-    return Path(module_entry.__file__)
+    inside = next(filter(Path.is_file, (Path(place) / "__main__.py" for place in places or ())), None)
+    return str(inside or (found.origin if found is not None else name))
+
+
+def _settings(config: RunConfig, script: Path, arguments: Sequence[str]) -> dict[str, str]:
+    """What all hosts must have set alike."""
+    module = {"module": named_content(_file_of_module(arguments[0]))} if script == MODULE_ENTRY else {}
+    return {**settings_of(config, arguments), **module}
 
 
 def require_script(script: Path) -> None:
@@ -224,9 +240,10 @@ def supervise(
         )
 
     def begin_call(first: Supervisor, number: int) -> Supervisor:
-        records.append(RunFolder(folder_of_call(path, number)))
-        stack.enter_context(records[-1].created(config))
-        return supervisor_of(records[-1].path, first)
+        later = RunFolder(folder_of_call(path, number))
+        stack.enter_context(later.created(config))
+        records.append(later)
+        return supervisor_of(later.path, first)
 
     with contextlib.ExitStack() as stack:
         supervisor = supervisor_of(path)

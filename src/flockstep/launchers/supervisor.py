@@ -237,8 +237,9 @@ class Supervisor:
         if self._begin_call is None or not 2 <= number <= len(self._calls) + 1:
             raise ProtocolError(f"it began call {number} of distribute after {len(self._calls)}")
         if number == len(self._calls) + 1:
-            self._calls.append(self._begin_call(self, number))
-            self._calls[-1]._open_within(self)
+            later = self._begin_call(self, number)
+            later._open_within(self)
+            self._calls.append(later)
         self._calls[number - 1]._asked.add(rank)
         self._links[rank].tell("call")
 
@@ -246,9 +247,7 @@ class Supervisor:
         """Begin a later call in the processes that the supervisor of the first one has started."""
         self._hosts, self._directory = first._hosts, first._directory
         self.children.update({rank: child for rank, child in first.children.items() if rank >= 0})
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
-        first._open.callback(self._control.close)
+        self._control = first._control
         first._open.push(self._open)
 
     def _watch(self, result: Callable[[Outcome], FlatArray | None]) -> None:
@@ -304,16 +303,15 @@ class Supervisor:
         """Handle the messages of all calls' nodes."""
         self._hosts.require_running()
         if self._wait(LAST_POLL if all(one._over for one in self._calls) else POLL):
+            for words in self._heard():
+                self._accept_control(words)
             for one in list(self._calls):
-                for words in one._heard():
-                    self._accept_control(words)
                 for link in list(one._links.values()):
                     one._hear(link, TURN)
 
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
-        sources: list[Frames | Control] = [link.frames for one in self._calls for link in one._links.values()]
-        sources += [one._control for one in self._calls[1:]]
+        sources = [link.frames for one in self._calls for link in one._links.values()]
         arrived = self._control.wait(sources, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
         self._hosts.pump()
         return arrived or self._hosts.waiting
@@ -321,8 +319,7 @@ class Supervisor:
     def _heard(self) -> Iterator[bytes]:
         """Messages of processes that are not linked yet."""
         yield from self._control.heard()
-        if self._number == 1:
-            yield from self._hosts.heard()
+        yield from self._hosts.heard()
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
         """Connect to a process, wherever it is; `endpoint`: where it listens on its host."""
@@ -392,6 +389,11 @@ class Supervisor:
         """Start a server, on this host or on another one; on this host in a later call."""
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
         spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
+        if self._number > 1 and all(map(self._hosts.has, range(self._workers))):
+            raise ConfigurationError(
+                f"a later call of distribute starts its servers on the coordinator's host, got {hello.strategy} with a "
+                "coordinator without workers, which no worker could reach; use a strategy without servers there"
+            )
         if self._number == 1 and self._hosts.place_server(node_spec.address, index, beside):
             return self._hosts.start(node_spec, spec)
         return self._start_server(node_spec, spec)
@@ -413,20 +415,25 @@ class Supervisor:
         for link in self._links.values():
             link.tell("welcome", welcome)
 
+    def _be_ready(self, address: Address) -> None:
+        """Begin the run when all nodes are ready."""
+        self._ready.add(address)
+        if len(self._ready) < len(self._links):
+            return
+        went = self._went = time.monotonic()
+        self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
+        if self._begin_call is None:  # all are connected, so even a killed supervisor leaves no sockets behind
+            shutil.rmtree(self._directory, ignore_errors=True)
+        for link in self._links.values():
+            self._begin(link, went)
+
     def _handle(self, message: Message) -> None:
         address, note, heard = message.source, message.note, time.monotonic()
         match message.tag:
             case "clock":
                 self._links[address].tell("clock", {"heard": heard, "answered": time.monotonic()})
             case "ready":
-                self._ready.add(address)
-                if len(self._ready) == len(self._links):
-                    went = self._went = time.monotonic()
-                    self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
-                    # All are connected, so even a killed supervisor leaves no sockets behind.
-                    shutil.rmtree(self._directory, ignore_errors=True)
-                    for link in self._links.values():
-                        self._begin(link, went)
+                self._be_ready(address)
             case "call":
                 self._ask_for_call(address, int(note["number"]))
             case "communicator":

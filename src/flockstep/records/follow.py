@@ -19,8 +19,8 @@ Key = tuple[type[Event], int | None]
 def follow(record: RunFolder, pause: Callable[[], None] = lambda: time.sleep(SECONDS)) -> Iterator[list[Event]]:
     """Yield the events in the folder, then those that are added, until the run has ended; call `pause` in between.
 
-    The events of one node come in order, those of different nodes do not. A run that has ended is yielded at once. A
-    run that was killed without a summary ends too, provided that its process was on this host.
+    The events of one node come in order, those of different nodes do not. A run that has ended, or was killed, is
+    yielded at once.
 
     Raises:
         ConfigurationError: a file holds a line that is no event.

@@ -56,18 +56,17 @@ def is_ours(folder: Path) -> bool:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process owns the folder; one that was killed does not, if it was on this host."""
+    """Whether a process owns the folder; the system releases the folder of a process that dies."""
+    import fcntl
+
     try:
-        pid = int((folder / OWNER).read_text())
-    except (FileNotFoundError, ValueError):
+        with (folder / OWNER).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        pass
-    return True
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _lock(folder: Path) -> IO[str]:
