@@ -82,7 +82,7 @@ RANKED = 0.9
 """Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
 GRADIENTS, ROUNDS, TURNS = 30, 3, 3
 """Size of the calibration: gradients of each worker, alone and with all others; rounds of large messages between two
-workers; rounds in which the share of the bandwidth and the latency are fitted in turn.
+workers; rounds in which the links' latency, and the share of their bandwidth that messages get, are fitted in turn.
 """
 SECONDS = 6.0
 """Seconds that a run lasts, if it does not need more steps."""
@@ -325,7 +325,7 @@ def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]
 
 
 def together(parts: Sequence[Truth]) -> Truth:
-    """Join several measurements into one; each pair's strategy is extended by its job and number of workers."""
+    """Join several measurements into one, in which a strategy's name is followed by number of workers and job."""
     pairs = [
         replace(pair, strategy=f"{pair.strategy}, {one.workers} × {one.job}") for one in parts for pair in one.pairs
     ]

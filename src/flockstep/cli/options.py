@@ -32,7 +32,7 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def completed(*nouns: str) -> Callable[[str], list[str]]:
-    """Tab completion by the names of the given kinds: components, short names and published compositions."""
+    """Return a function for tab completion, which knows all names of the given kinds, short names included."""
 
     def complete(incomplete: str) -> list[str]:
         known = [

@@ -115,14 +115,14 @@ class Collective(Component):
 
     def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
         """Return the seconds that `all_reduce` of `nbytes` bytes takes on `link`; exact for P = 2^k that divides K."""
-        raise NotImplementedError(f"{type(self).__name__} has no cost model")
+        raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
         """Return the exact number of elements that `rank` sends in an `all_reduce` of `size` elements."""
-        raise NotImplementedError(f"{type(self).__name__} has no cost model")
+        raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")
 
     def rounds(self, workers: int) -> int:
         """Return the number of messages of an `all_reduce` that wait for one another, each of which adds the
         latency.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no cost model")
+        raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")

@@ -56,7 +56,7 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
         path = calibration()
         if not path.is_file():
             raise ConfigurationError(
-                f"{HERE} is this machine as flockstep calibrate keeps it in {path}, got no such file; run that once"
+                f"cluster {HERE} needs this machine's calibration, got no file {path}; run flockstep calibrate once"
             )
     elif path.suffix != ".toml":
         if str(name) not in names():

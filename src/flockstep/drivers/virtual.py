@@ -113,8 +113,8 @@ class Simulation:
         self._steps = 0
         if restarts and not plan.strategy.traits.restarts:
             raise CompositionError(
-                f"{plan.strategy} keeps state that no single node holds, got a restart in mid-run; let it run "
-                f"to its end"
+                f"{plan.strategy} cannot restart in the middle of a run, because no single node holds its state; let "
+                "it run to its end"
             )
         self._restarts = restarts
         self._steppers: dict[int, LocalOptimizer] = {}

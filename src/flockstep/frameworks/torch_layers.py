@@ -173,7 +173,10 @@ class _Finder:
             count, trained = sum(one.numel() for one in rest), sum(one.numel() for one in rest if one.requires_grad)
             self.layers.append(Layer("(not used)", "unused", parameters=count, trained=trained, forward=Pass()))
         if not self.layers:
-            raise ConfigurationError(f"no module of {self.title} was called and it has no parameters; count another")
+            raise ConfigurationError(
+                f"no module of {self.title} was called and it has no parameters, so there is nothing to count; give "
+                "another model"
+            )
         return tuple(self.layers)
 
 

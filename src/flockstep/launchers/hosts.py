@@ -247,6 +247,8 @@ class RemoteHosts(OtherHosts):
         self._heartbeat = heartbeat
         self._say = say
         self._own = own
+        self._turned_away = ""
+        """Which connection was turned away last, and why."""
         self._listener = meeting.listen()
         self._strangers: deque[tuple[float, HostChannel]] = deque()
         self._hosts: dict[int, Host] = {}
@@ -266,8 +268,8 @@ class RemoteHosts(OtherHosts):
             self._require_hosts("before the run began")
             if time.monotonic() > until:
                 raise ConfigurationError(
-                    f"{missing} did not come within {self._meeting.timeout:g} s; start flockstep there with "
-                    f"--coordinator {self._meeting.where}, or {WAIT_LONGER}"
+                    f"{missing} did not come within {self._meeting.timeout:g} s{self._turned_away}; start flockstep "
+                    f"there with --coordinator {self._meeting.where}, or {WAIT_LONGER}"
                 )
             if reminder.remind(f"{missing} at {self._meeting.where}"):
                 for host in self._hosts.values():
@@ -347,7 +349,7 @@ class RemoteHosts(OtherHosts):
     def abandon(self) -> None:
         for host in self._hosts.values():
             if not host.lost and any(child.code is None for child in host.children.values()):
-                self._lose(host, "its processes do not end")
+                self._lose(host, "its processes did not end in time")
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # nobody waits, or the other end has gone
@@ -359,11 +361,15 @@ class RemoteHosts(OtherHosts):
                 if len(self._strangers) > STRANGERS:
                     self._turn_away(*self._strangers[0])
 
+    def _say_turned_away(self, peer: str, reason: str) -> None:
+        self._turned_away = f" (turned away {peer}: {reason})"
+        self._say(self._turned_away.strip()[1:-1])
+
     def _turn_away(self, begun: float, channel: HostChannel, reason: str = "") -> None:
         """Close a connection, with a sentence for an agent that knows the secret."""
         self.rejected += 1
         if reason:
-            self._say(f"turned away {channel.peer}: {reason}")
+            self._say_turned_away(channel.peer, reason)
             with contextlib.suppress(PeerLost):
                 channel.send(encoded(Refused(reason)))
                 channel.flush()
@@ -384,7 +390,7 @@ class RemoteHosts(OtherHosts):
             if channel.begun and channel.peer not in self._named and len(self._named) < NAMED:
                 self._named.add(channel.peer)  # others are no hosts of ours: they are only counted
                 why = str(error) if channel.established else "it does not know the secret of this run"
-                self._say(f"turned away {channel.peer}: {why}")
+                self._say_turned_away(channel.peer, why)
             return
         if message is None and time.monotonic() - begun > PROVING:
             self._turn_away(begun, channel)

@@ -208,7 +208,10 @@ def _tried(choice: StepPrediction, second: StepPrediction | None, tried: dict[st
 
 
 def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> float:
-    """Samples per second, in samples of plain training; with slow links, as if the waiting parts took longer."""
+    """Number of samples per second that plain training would need for the same progress.
+
+    With requirements that say so, waiting counts as if the links were slower.
+    """
     rate = found.samples_per_second
     if found.strategy is not None:
         rate /= waiting(found.utilization, slower(requirements))

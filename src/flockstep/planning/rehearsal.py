@@ -41,7 +41,7 @@ from flockstep.strategies.base import Strategy, choose_result
 ELEMENTS = 4096
 """Number of parameters of the surrogate for a large model."""
 SMALL = 60_000
-"""Number of parameters of all workers up to which a model is always rehearsed itself."""
+"""Largest product of parameters and workers at which a model is always rehearsed itself, not a smaller surrogate."""
 LARGE = 5e7
 """Largest product of the parameters of a worker, the steps and the pairs of workers, at which the model itself may be
 rehearsed.

@@ -215,8 +215,8 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
 
 
 def picture(model: ModelShape, batch: int, workers: int) -> Figure:
-    """Three plots, one above the other, with one column per layer: parameters, W/D, and bytes sent per worker in both
-    ways.
+    """Three plots, one above the other, with one column per layer: parameters, work divided by depth
+    (W/D), and bytes sent per worker in both ways.
     """
     shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
     if len(shown) > MANY:
