@@ -37,6 +37,7 @@ def test_the_users_environment_stays_and_a_torch_that_the_job_imports_is_limited
     """Of simulations and of trials; a process of a run tells libraries that are imported later, too."""
     limited: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("NPROC", "7")
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
     def late(call):  # type: ignore[no-untyped-def]

@@ -247,7 +247,9 @@ class Supervisor:
         """Begin a later call in the processes that the supervisor of the first one has started."""
         self._hosts, self._directory = first._hosts, first._directory
         self.children.update({rank: child for rank, child in first.children.items() if rank >= 0})
-        self._control = first._control
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
+        first._open.callback(self._control.close)
         first._open.push(self._open)
 
     def _watch(self, result: Callable[[Outcome], FlatArray | None]) -> None:
@@ -303,15 +305,16 @@ class Supervisor:
         """Handle the messages of all calls' nodes."""
         self._hosts.require_running()
         if self._wait(LAST_POLL if all(one._over for one in self._calls) else POLL):
-            for words in self._heard():
-                self._accept_control(words)
             for one in list(self._calls):
+                for words in one._heard():
+                    self._accept_control(words)
                 for link in list(one._links.values()):
                     one._hear(link, TURN)
 
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
-        sources = [link.frames for one in self._calls for link in one._links.values()]
+        sources: list[Frames | Control] = [link.frames for one in self._calls for link in one._links.values()]
+        sources += [one._control for one in self._calls[1:]]
         arrived = self._control.wait(sources, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
         self._hosts.pump()
         return arrived or self._hosts.waiting
@@ -319,7 +322,8 @@ class Supervisor:
     def _heard(self) -> Iterator[bytes]:
         """Messages of processes that are not linked yet."""
         yield from self._control.heard()
-        yield from self._hosts.heard()
+        if self._number == 1:
+            yield from self._hosts.heard()
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
         """Connect to a process, wherever it is; `endpoint`: where it listens on its host."""
@@ -422,8 +426,8 @@ class Supervisor:
             return
         went = self._went = time.monotonic()
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
-        if self._begin_call is None:  # all are connected, so even a killed supervisor leaves no sockets behind
-            shutil.rmtree(self._directory, ignore_errors=True)
+        # All are connected, so even a killed supervisor leaves no sockets behind.
+        shutil.rmtree(self._directory, ignore_errors=True)
         for link in self._links.values():
             self._begin(link, went)
 
