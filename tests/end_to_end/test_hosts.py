@@ -462,6 +462,7 @@ def test_what_a_separate_coordinator_ends_with(tmp_path: Path) -> None:
         for words, said in (
             (["simulate", "softmax"], "write launch or train"),
             (["train", "softmax", "-s", "bsp", "--nodes", "2"], "as on one host, without --nodes"),
+            (["train", "softmax", "-s", "bsp", "--ssh", "ssh -v"], "as on one host, without --ssh"),
         ):
             refused = Ended.of(hosts[0].start("coordinate", "--nodes", "2", "--port", str(PORT), *words))
             assert refused.code == 2

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.script import script_of_module
+from flockstep.launchers.script import MODULE_ENTRY, _settings, script_of_module
+from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from support.processes import Ended, RealRun
 
@@ -214,6 +215,33 @@ except flockstep.ConfigurationError as error:
     assert ended.out.count("barrier() needs a run; call it after distribute() and before finish()") == 2
     assert result("model", tmp_path).shape == (5,)
     assert RunFolder(tmp_path / "run").read_config().job == "package.train"
+
+
+def test_a_barrier_tells_of_a_rank_that_died(tmp_path: Path) -> None:
+    body = """
+import flockstep
+model = Model("gossip", 5, 0.0)
+model.steps(2)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+flockstep.barrier()
+print("passed")
+"""
+    ended = outcome(body, tmp_path, 3)
+    assert (ended.code, ended.out) == (1, ""), ended.err
+    assert "worker 2" in ended.err
+
+
+def test_hosts_compare_the_module_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(kind="launch", job=str(MODULE_ENTRY), strategy="as the script says", workers=2)
+
+    def settings(content: str) -> dict[str, str]:
+        (tmp_path / "train_it.py").write_text(content)
+        return _settings(config, script_of_module("train_it"), ["train_it"])
+
+    assert settings("a = 1") == settings("a = 1")
+    assert settings("a = 1") != settings("a = 2")
 
 
 def test_a_module_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,9 @@ class Group:
             while not all(one.bus.reachable(peer) for peer in where if peer != rank):
                 for other in self.sockets:
                     assert other.receive(0.001) is None
+        self.nodes = [Rank(rank, workers, 0) for rank in range(workers)]
         self.ranks = [
-            Communicator(Rank(rank, workers, 0), one, most, patience=10.0) for rank, one in enumerate(self.sockets)
+            Communicator(node, one, most, patience=10.0) for node, one in zip(self.nodes, self.sockets, strict=True)
         ]
         self._pool = ThreadPoolExecutor(4 * workers)
 

@@ -18,6 +18,7 @@ from flockstep.errors import ConfigurationError, PeerLost, ProtocolError, TimedO
 from flockstep.messages import Message
 from flockstep.topologies.base import Topology
 from support.communicators import PATIENCE, Group, communicators
+from support.processes import wait_until
 
 N = 3
 SHAPES = [(), (0,), (1,), (10,), (4, 5), (2, 0, 3)]
@@ -308,6 +309,8 @@ def test_a_dead_rank_ends_a_fence_and_its_window() -> None:
             error = fence.exception(PATIENCE)
             assert isinstance(error, PeerLost)
             assert "worker 2 was killed by SIGKILL" in str(error)
+        # Rank 1 may have called the fence off before rank 0 hears of the death itself.
+        wait_until(lambda: group.nodes[0].gone(2), PATIENCE, "rank 0 knows of the death")
         for call in (lambda: windows[0].put(2, np.ones(3)), lambda: windows[0].get(2)):
             with pytest.raises(PeerLost, match="worker 2 was killed by SIGKILL"):
                 call()

@@ -157,6 +157,7 @@ def test_values_that_are_not_finite_are_told() -> None:
         ({"w": jnp.zeros(2)}, "lamb(lr=0.1)", "ps(bsp)", "which needs whole layers"),
         ({"w": jnp.zeros(2)}, 0.1, "all_reduce", "must be an optax.GradientTransformation or an expression .* float"),
         ({"w": jnp.zeros(2, "int32")}, optax.sgd(0.1), "all_reduce", "parameter w must be an array of .*, is int32"),
+        ({"a.b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}, optax.sgd(0.1), "all_reduce", "own, got 'a.b' twice"),
         ({}, optax.sgd(0.1), "all_reduce", "no trainable parameter"),
         ({"w": jnp.zeros(2)}, optax.sgd(0.1), "sandblaster", "gradients that a script's own loop cannot give"),
     ],

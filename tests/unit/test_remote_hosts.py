@@ -418,7 +418,10 @@ def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyP
         assert isinstance(
             answer(hosts, channel, msgspec.structs.replace(JOIN, nodes=3, workers=5, settings={})), Accepted
         )
-        with pytest.raises(ConfigurationError, match=r"node 2 of 3 did not come within 0\.5 s"):
+        with pytest.raises(PeerLost, match="secret"):
+            knock(hosts, b"another secret, as long as ours")
+        told = r"node 2 of 3 did not come within 0\.5 s \(turned away 127\.0\.0\.1: it does not know the secret"
+        with pytest.raises(ConfigurationError, match=told):
             hosts.meet()
         said: list[str] = []
         agent: Any = HostAgent(Meeting("127.0.0.1", 1, SECRET), JOIN, nothing, nothing, 5.0, say=said.append)

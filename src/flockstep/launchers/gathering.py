@@ -91,9 +91,9 @@ class Gathering:
         Raises:
             ConfigurationError: it is not possible to listen there.
         """
-        placement = self.placement(config.workers)
-        own = placement.pop(0)
-        others, heartbeat = range(1, self.nodes), config.heartbeat or HEARTBEAT
+        own, heartbeat = self.ranks(config.workers), config.heartbeat or HEARTBEAT
+        others = range(int(bool(own)), self.nodes)
+        placement = {node: ranks for node, ranks in self.placement(config.workers).items() if node in others}
         hosts = RemoteHosts(
             self.meeting, others, placement, config.workers, settings, config.to_toml(), heartbeat, own=own
         )
@@ -129,7 +129,7 @@ class Coordinating(Gathering):
 
     @property
     def coordinates(self) -> bool:
-        """True."""
+        """Whether this host is the coordinator's: always."""
         return True
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Coordinating(Gathering):
             raise ConfigurationError(f"--nodes must be >= 1, got {self.nodes}; it counts the hosts with workers")
 
     def ranks(self, workers: int) -> range:
-        """None."""
+        """Ranks of this host's workers: none."""
         return range(0)
 
     def over(self, config: RunConfig) -> RunConfig:
@@ -150,16 +150,6 @@ class Coordinating(Gathering):
         self.meeting.address()
         on_host(Transport.parse(transport), "127.0.0.1")
         return dataclasses.replace(config, transport=transport)
-
-    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> RemoteHosts:
-        """Listen for the hosts until `stack` ends; `settings`: as the user gave them.
-
-        Raises:
-            ConfigurationError: it is not possible to listen there.
-        """
-        nodes, placement, heartbeat = range(self.nodes), self.placement(config.workers), config.heartbeat or HEARTBEAT
-        hosts = RemoteHosts(self.meeting, nodes, placement, config.workers, settings, config.to_toml(), heartbeat)
-        return stack.enter_context(hosts)
 
 
 def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, str]:
