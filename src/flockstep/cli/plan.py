@@ -329,17 +329,18 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, e
         from flockstep.cli.search import left_out
 
         unknown, about = (*unknown, *left_out()), tried.notes
-    more = (
-        ("ruled out", ruled_out(advice.excluded)),
-        ("scaling", scaling(outlook.curves, advice.excluded)),
-        ("not in these figures", (*unknown, *unplanned(outlook))),
-    )
-    for heading, sentences in (
+    parts = [
         ("why", advice.reasons if everything else advice.reasons[:REASONS]),
         ("what would change this", advice.changes),
         ("trials", about),
-        *(more if everything else ()),
-    ):
+    ]
+    if everything:
+        parts += [
+            ("ruled out", ruled_out(advice.excluded)),
+            ("scaling", scaling(outlook.curves, advice.excluded)),
+            ("not in these figures", (*unknown, *unplanned(outlook))),
+        ]
+    for heading, sentences in parts:
         if sentences:
             page.print(f"\n{heading}:", highlight=False)
         for sentence in sentences:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from flockstep import registry
@@ -55,13 +56,22 @@ class Outlook:
     """Sentences about effects that the predictions ignore."""
     scalable: tuple[ScalablePrediction, ...]
     """Predictions that can be evaluated under other circumstances, one worker first."""
-    curves: tuple[Curve, ...] = ()
     further: bool = False
     """Whether scaling and crossovers were requested."""
     length: float | None = None
     """Duration of the run in seconds, as given by the user; None if not given."""
     steps: int | None = None
     """Steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
+
+    @cached_property
+    def curves(self) -> tuple[Curve, ...]:
+        """How the best strategies scale, the best first; empty if scaling was not requested."""
+        if not self.further:
+            return ()
+        ranked = sorted(self.scalable, key=lambda one: -worth(one.found.samples_per_second, one.relative_samples))
+        many = (one for one in ranked if one.pace is not None and combines(one.found))
+        found = (curve(one, self.site, self.alone.samples_per_second) for one in many)
+        return tuple(itertools.islice((one for one in found if one.workers), CURVES))
 
     @property
     def task(self) -> JobProfile:
@@ -177,13 +187,9 @@ def plan(
             refused.append((str(strategy), str(error)))
     found.sort(key=lambda one: -worth(one.samples_per_second, relative_samples(one, site)))
     others = _scalable(found, site)
-    outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found, count), tuple(others))
     steps = task.steps(count) if length is None and cluster.failures else None
-    outlook = replace(outlook, length=length, steps=steps)
-    if not further:
-        return outlook
-    say("scaling", len(wanted), len(wanted))
-    return _further(outlook)
+    missing = left_out(site, found, count)
+    return Outlook(site, count, tuple(found), tuple(refused), missing, tuple(others), further, length, steps)
 
 
 def candidates(texts: tuple[str, ...], site: Site) -> Iterator[Strategy]:
@@ -227,15 +233,6 @@ def _scalable(found: list[StepPrediction], site: Site) -> list[ScalablePredictio
         for one in found
     ]
     return sorted(others, key=lambda one: one.pace is not None)
-
-
-def _further(outlook: Outlook) -> Outlook:
-    ranked = sorted(outlook.scalable, key=lambda one: -worth(one.found.samples_per_second, one.relative_samples))
-    combining = [one for one in ranked if one.pace is None or combines(one.found)]
-    many = [one for one in combining if one.pace is not None]
-    curves = (curve(one, outlook.site, outlook.alone.samples_per_second) for one in many)
-    known = itertools.islice((one for one in curves if one.workers), CURVES)
-    return replace(outlook, curves=tuple(known), further=True)
 
 
 def combines(found: StepPrediction) -> bool:
