@@ -13,9 +13,10 @@ from hypothesis import settings
 
 from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
-from support.processes import RealRun
+from support.processes import RealRun, search_path
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
+os.environ["PYTHONPATH"] = search_path()
 settings.register_profile("push", settings.get_profile("ci"), max_examples=25)
 
 

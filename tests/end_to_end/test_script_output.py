@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.matrix import few
-from support.processes import COMMAND, PATIENCE, SOURCE, RealRun, wait_until
+from support.processes import COMMAND, PATIENCE, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -94,7 +94,7 @@ def test_on_a_terminal_lines_stand_above_a_table_of_all_ranks(tmp_path: Path) ->
     script.write_text(SCRIPT)
     command = [*COMMAND, "launch", "-n", "2", "--prefix", "--transport", "ipc", "--out", str(tmp_path / "run")]
     main, there = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm", "COLUMNS": "100"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     run = subprocess.Popen(
         [*command, str(script)], stdin=subprocess.DEVNULL, stdout=there, stderr=there, env=environment
     )

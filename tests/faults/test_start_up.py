@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import signal
@@ -18,7 +17,7 @@ from flockstep.launchers.script import launch
 from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
 from support.matrix import few
-from support.processes import PATIENCE, SOURCE, RealRun, content, wait_until
+from support.processes import PATIENCE, RealRun, content, wait_until
 
 PREPARING = """
 import time
@@ -148,10 +147,7 @@ train(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, s
 
 def test_an_unguarded_program_is_told_to_guard_its_call(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(UNGUARDED)
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    ended = subprocess.run(
-        [sys.executable, "mine.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1
     assert ended.stderr.splitlines()[-1].endswith('put the call under if __name__ == "__main__":')

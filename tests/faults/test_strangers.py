@@ -20,7 +20,7 @@ from flockstep.transports.links import routing_id
 from flockstep.transports.streams import STRANGERS
 from support.jobs import go_on, paced
 from support.matrix import few
-from support.processes import PATIENCE, SOURCE, RealRun, content, open_files, wait_until
+from support.processes import PATIENCE, RealRun, content, open_files, search_path, wait_until
 
 STEPS = 500
 LISTEN = "0A"  # in /proc/net/tcp
@@ -139,7 +139,7 @@ def test_a_flood_of_strangers_costs_a_run_little_and_changes_no_bit(frames: int,
     assert len(ports) == 4, "the buses of three workers and a server"
     before, files, most, raw = resident(run), handles(run), 0, list[socket.socket]()
     command = [sys.executable, "-c", ATTACK, str(frames), *map(str, ports)]
-    path = os.pathsep.join((str(Path(__file__).parents[1]), str(SOURCE)))
+    path = search_path(Path(__file__).parents[1])
     with strangers(ports), subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}) as attack:
         for port in ports:
             for garbage in GARBAGE:

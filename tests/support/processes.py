@@ -37,20 +37,15 @@ supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=3600.0
 IPC = ("--transport", "ipc")
 """For runs that name no transport: with sums in shared memory their processes would take a second longer to start."""
 MEMORY = ("--transport", "shared_memory")
-FIRST = """
-import atexit, gc
-gc.set_threshold(100_000, 10, 10)
-atexit.register(gc.freeze)
-"""
-"""What a process does first: looking for garbage in torch takes 0.2 s while it is imported, and 0.6 s at the end."""
-WITHOUT_COMPILER = """
-import sys, types
-dynamo = sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
-dynamo.disable = lambda function=None, *_, **__: function
-dynamo.graph_break = lambda: None
-"""
 NODE = re.compile("(worker|server)-[0-9]+")
 SOURCE = Path(flockstep.__file__).parents[1]
+CHILDREN = Path(__file__).parent / "children"
+"""Folder of what every process does first; it is the first on the path of all processes that tests start."""
+
+
+def search_path(*before: Path) -> str:
+    """`PYTHONPATH` of a process that a test starts: the given folders, then what every process needs."""
+    return os.pathsep.join(map(str, (*before, CHILDREN, SOURCE)))
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -124,7 +119,6 @@ class RealRun:
     ):
         """Without `torch` that package looks as if it were not installed: no process spends time on importing it.
 
-        With it, its compiler is left out, which every optimizer would import for nothing, for seconds.
         A real run that names no transport gets `IPC`. `within` is the command that runs it; `before` is Python that
         the command does first.
         """
@@ -133,11 +127,9 @@ class RealRun:
         self.scratch = Path(tempfile.mkdtemp(prefix="fs-"))  # short: a socket's path may not be long
         first = self.scratch / "first"
         first.mkdir()
-        (first / "sitecustomize.py").write_text(FIRST + (WITHOUT_COMPILER if torch else ""))
         if not torch:
             (first / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
-        path = os.pathsep.join(map(str, (first, SOURCE)))
-        environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": path}
+        environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": search_path(first)}
         program = [*COMMAND[:-1], f"{PATIENT}\n{before}\n{COMMAND[-1]}"]
         transport = IPC if arguments[0] in ("train", "launch", "compare") and "--transport" not in arguments else ()
         command = [*within, *program, arguments[0], "--out", str(record), *transport, *arguments[1:]]

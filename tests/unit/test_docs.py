@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 TUTORIALS: list[Path] = program("tutorials").PAGES
 BLOCK = re.compile(r"^```(\w+)(?: title=[^\n]*)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def shown(path: Path) -> str:

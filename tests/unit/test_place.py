@@ -15,7 +15,6 @@ from flockstep.drivers.place import PORTS, Place, host_names, place_from, port_o
 from flockstep.errors import ConfigurationError
 from support.launch_variables import OPENMPI, SRUN, TORCHRUN
 from support.matrix import each
-from support.processes import SOURCE
 
 LAUNCHERS = {"torchrun": TORCHRUN, "mpirun": OPENMPI, "srun": SRUN}
 
@@ -72,7 +71,7 @@ def test_a_coordinator_that_is_no_address_is_refused(given: str) -> None:
 def test_a_script_says_how_long_it_waits_for_the_other_processes(rank: int, said: str, tmp_path: Path) -> None:
     place = dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "2")
     place |= dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), str(rank))
-    place |= {"PMIX_NAMESPACE": str(tmp_path), "PYTHONPATH": str(SOURCE)}
+    place |= {"PMIX_NAMESPACE": str(tmp_path)}
     script = [sys.executable, "-c", "import flockstep; flockstep.join(timeout=0.5)"]
     done = subprocess.run(
         script, check=False, capture_output=True, text=True, env={**os.environ, **place}, cwd=tmp_path
