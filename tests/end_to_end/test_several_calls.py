@@ -93,6 +93,63 @@ last.end("last")
     assert "distribute-2, distribute-3" in str(RunFolder(tmp_path / "run").read_summary().notes)
 
 
+def test_a_finished_call_leaves_no_files_memory_or_sockets_open(tmp_path: Path) -> None:
+    """Twenty calls, each with a communicator, as in a script that searches for a learning rate."""
+    body = """
+import flockstep
+
+def handles(process):
+    return len(os.listdir(f"/proc/{process}/fd")), len(os.listdir(f"/proc/{process}/task"))
+
+def shared():
+    return sum("memfd:flockstep" in line for line in open("/proc/self/maps"))
+
+supervisor, found = spec_from_environment().supervisor, []
+for call in range(20):
+    model = Model("ps(consistency=bsp)" if call % 4 == 3 else "all_reduce", 50_000, 1.0)
+    with flockstep.join() as ranks:
+        assert ranks.all_reduce(np.ones(3))[0] == 2
+    model.steps(2)
+    model.end("model")
+    found.append((*handles("self"), *handles(supervisor), shared()))
+np.save(HERE / f"handles-{rank}", found)
+"""
+    ended = outcome(body, tmp_path)
+    assert (ended.code, ended.out) == (0, ""), ended.err
+    for rank in range(2):
+        found = np.load(tmp_path / f"handles-{rank}.npy")
+        files, threads, *_ = (found[4:].max(0) - found[:4].max(0)).tolist()
+        assert files <= 2, found
+        assert threads <= 2, found
+        assert found[:, 4].max() == 0, found
+        assert found[4:, 2].max() <= found[1:4, 2].max() + 25, found  # a call that is about to be closed has about 20
+        assert found[4:, 3].max() <= found[1:4, 3].max() + 4, found
+    for number in range(2, 21):
+        assert RunFolder(tmp_path / "run" / f"distribute-{number}").read_summary().status == "finished"
+
+
+def test_a_call_that_ended_well_is_recorded_so_if_a_later_one_fails(tmp_path: Path) -> None:
+    body = """
+for goal in (1.0, 2.0):
+    model = Model("all_reduce", 4, goal)
+    model.steps(3)
+    model.end("model")
+last = Model("all_reduce", 4, 0.0)
+last.steps(2)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+last.steps(2)
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 1
+    assert "worker 1 was killed by SIGKILL" in ended.err
+    places = (".", "distribute-2", "distribute-3")
+    first, second, third = (RunFolder(tmp_path / "run" / place).read_summary() for place in places)
+    assert (first.status, second.status, third.status) == ("finished", "finished", "failed")
+    assert "failed in a later call of distribute: worker 1 was killed by SIGKILL" in str(first.notes)
+    assert "worker 1 was killed by SIGKILL" in str(third.error)
+
+
 def test_workers_whose_calls_come_in_another_order_are_refused(tmp_path: Path) -> None:
     body = """
 first = Model("all_reduce", 4, 0.0)

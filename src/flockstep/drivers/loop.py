@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -19,7 +20,13 @@ from flockstep.arrays.namespace import copied, namespace, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.adoption import say_nothing_of
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
-from flockstep.drivers.membership import Membership, add_membership, first_membership, require_side_by_side
+from flockstep.drivers.membership import (
+    Membership,
+    add_membership,
+    end_membership,
+    first_membership,
+    require_side_by_side,
+)
 from flockstep.drivers.node_creation import make_server, make_worker
 from flockstep.drivers.node_metrics import NodeMetrics, fingerprint
 from flockstep.drivers.node_spec import claim_spec
@@ -59,8 +66,33 @@ def _check(strategy: Strategy, workers: int) -> None:
         )
 
 
-def _enter(node_spec: NodeSpec) -> None:
-    """Begin a call of `distribute` in this process, before it has sockets for it.
+_loops: list[Loop] = []
+"""This process's loops of launched runs that have not ended well, in the order of the calls of `distribute`."""
+
+
+@functools.cache
+def _watch_crashes() -> None:
+    """Let an uncaught error of the script fail its runs.
+
+    The supervisor prints the runs' own errors as one sentence, Python prints all others.
+    """
+    before = sys.excepthook
+
+    def on_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not any(loop.crash(error) for loop in reversed(_loops)):
+            before(kind, error, trace)
+
+    sys.excepthook = on_crash
+
+
+def _close_line(member: Member, process: int) -> None:
+    """Close the link to the supervisor at the process's end; in a forked child, do nothing."""
+    if os.getpid() == process:
+        member.line.close(0.3)
+
+
+def _enter(node_spec: NodeSpec) -> NodeSpec:
+    """Begin a call of `distribute` in this process, before it has sockets for it; return the call's node specification.
 
     Raises:
         ConfigurationError: the first call has failed.
@@ -69,13 +101,13 @@ def _enter(node_spec: NodeSpec) -> None:
     """
     if node_spec.call == 1:
         die_with(node_spec.supervisor, node_spec.directory)
-        return
+        return node_spec
     first = first_membership()
     if first is None:
         raise ConfigurationError("the first call of flockstep.distribute or flockstep.join has failed; end the script")
     require_side_by_side(1)
     try:
-        first.member.begin_call(node_spec.call)
+        return first.member.begin_call(node_spec)
     except FlockstepError as error:
         say_nothing_of(error)  # the supervisor prints why
         raise
@@ -90,6 +122,8 @@ class Loop:
     the buffers of every worker.
     """
 
+    _shares = False
+    """Whether the gradients are in memory that this process shares with others."""
     _shown = 0
     """Step up to which gradients have been reported to the supervisor."""
 
@@ -362,6 +396,7 @@ class Loop:
         with self._telling():
             last = self._leave(remember)
             self._take_result()
+        self._release()
         return last
 
     def _leave(self, remember: bool) -> OptimizerState | None:
@@ -378,6 +413,22 @@ class Loop:
         self._runner.aside(to_the_end())
         return last[0] if last else None
 
+    def _release(self) -> None:
+        """Drop what holds memory and files of a run that has ended; the script keeps the model as long as it needs."""
+        atexit.unregister(self._at_exit)
+        if self._connection is None or self._member is None or self.membership is None:
+            return
+        if self._shares:
+            self.gradients = copied(self.gradients)
+        self._connection = None
+        _loops.remove(self)
+        end_membership(self.membership)
+        if self._member.node_spec.call == 1:  # the link stays for later calls of `distribute`
+            self._member.leave()
+            atexit.register(_close_line, self._member, self._process)
+        else:
+            self._member.close(0.0)
+
     def _take_result(self) -> None:
         if self._connection is None:
             if self._servers and self.strategy.traits.results[0] == "server":
@@ -390,10 +441,6 @@ class Loop:
         if result is not None:
             self._params[:] = to_device_of(result, self._params)
         self._connection.leave(failed=False)
-        if self._member.node_spec.call == 1:
-            self._member.leave()
-        else:
-            self._member.close(0.0)
 
     def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run the worker and the servers in this process."""
@@ -410,10 +457,11 @@ class Loop:
 
     def _together(self, node_spec: NodeSpec, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
         """Run a worker whose peers are in other processes."""
-        _enter(node_spec)
+        node_spec = _enter(node_spec)
         strategy, rank = self.strategy, self.rank
         self._member = Member(node_spec, schema, self._buffers().nbytes, notes_of(strategy), strategy.sums)
-        self._hook, sys.excepthook = sys.excepthook, self._on_crash
+        _watch_crashes()
+        _loops.append(self)
         initial = np.ascontiguousarray(to_host(self._params))
         with self._telling():
             cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
@@ -424,20 +472,19 @@ class Loop:
         self._worker = worker
         self._connection = NodeConnection(self._member, worker, strategy)
         self._connection.snapshots.buffers = self._buffers
-        self._runner, self.gradients = self._connection.runner, self._connection.home(self.gradients)
+        own, self._runner = self.gradients, self._connection.runner
+        self.gradients = self._connection.home(own)
+        self._shares = self.gradients is not own
         self.membership = Membership(self._member, self._runner.scalar)
         self.membership.works_between_steps = lambda: worker.works_between_steps
         self.membership.barrier = self._barrier
         add_membership(self.membership)
 
-    def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Exception hook of a launched script: the run's own errors are printed by the supervisor as one sentence,
-        others here.
-        """
+    def crash(self, error: BaseException) -> bool:
+        """Report an uncaught error of the script; return whether the supervisor prints the error."""
         if isinstance(error, Exception) and self._member is not None and not self._member.closed:
             self._fail(error)
-        if error is not self._failure or not isinstance(error, FlockstepError):  # the supervisor does not print it
-            self._hook(kind, error, trace)
+        return error is self._failure and isinstance(error, FlockstepError)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

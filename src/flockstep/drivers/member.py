@@ -210,21 +210,27 @@ class Member:
         self._untaken = 0
         self._early: deque[Message] = deque()
 
-    def begin_call(self, number: int) -> None:
-        """Tell the supervisor of the process's first call of `distribute` about call number `number`, and wait until
-        the supervisor is ready for it.
+    def begin_call(self, node_spec: NodeSpec) -> NodeSpec:
+        """Tell the supervisor of the process's first call of `distribute` about a later call, and wait until the
+        supervisor is ready for it.
+
+        Returns:
+            The node specification of the later call, with the folder of that call's sockets.
 
         Raises:
             Interrupted: the run has failed, or the supervisor is gone.
         """
-        self.tell("call", None, {"number": number})
+        self.tell("call", None, {"number": node_spec.call})
         while True:
             self.line.wait(PATIENCE)
             message = self._heard()
             if message is None:
                 self.tell("alive")
             elif message.tag == "call":
-                return
+                if (control := message.note.get("control")) is None:  # the agent of this host serves all calls
+                    return node_spec
+                folder = str(message.note["directory"])
+                return dataclasses.replace(node_spec, control=str(control), directory=folder)
             elif message.tag == "stop":
                 raise stopped(message)
             else:
@@ -432,14 +438,18 @@ class Member:
 
     def leave(self) -> None:
         """Leave the run that has ended; the link to the supervisor stays, for further calls of `distribute`."""
-        self.closed = True
-        self.bus.close(0.0)
+        self._close_bus(0.0)
 
     def close(self, linger: float) -> None:
         """Leave the run; queued messages are delivered for up to `linger` seconds."""
+        self._close_bus(linger)
+        self.line.close(linger)
+
+    def _close_bus(self, linger: float) -> None:
         self.closed = True
         self.bus.close(linger)
-        self.line.close(linger)
+        self.memory = self.host_memory = None
+        self._early.clear()
 
     def _hello(self, strategy: str, optimizer: dict[str, str | int | float | bool]) -> None:
         hello = Hello(

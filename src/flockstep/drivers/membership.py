@@ -41,12 +41,22 @@ class Membership:
 
 
 _memberships: list[Membership] = []
-"""Memberships of this process in the order of its calls of `distribute` or `join`, ended ones included."""
+"""Memberships of this process in the order of its calls of `distribute` or `join`: that of the first call, and those
+that have not ended well.
+"""
 
 
 def add_membership(membership: Membership) -> None:
     """Add a membership of this process."""
     _memberships.append(membership)
+
+
+def end_membership(membership: Membership) -> None:
+    """Forget a membership whose run has ended, and whose model the script may drop; that of the first call remains."""
+    membership.barrier = membership.works_between_steps = membership.epoch = None
+    membership.scalar = lambda name, value: None
+    if membership is not _memberships[0]:
+        _memberships.remove(membership)
 
 
 def require_side_by_side(more: int = 0) -> None:

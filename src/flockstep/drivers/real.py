@@ -159,8 +159,11 @@ class NodeConnection(Messenger):
 
     def leave(self, failed: bool) -> None:
         """Close what the workers have opened together besides the run's own links."""
-        if isinstance(self.node, Worker) and self.node.rendezvous is not None:
-            self.node.rendezvous.close(failed)
+        self._group = self._staging = None
+        if isinstance(self.node, Worker):
+            self.node.shared_sum = self.node.host_sum = None
+            if self.node.rendezvous is not None:
+                self.node.rendezvous.close(failed)
 
     def _meet(self, worker: Worker) -> None:
         """Give a worker its ways of communication other than messages."""

@@ -275,6 +275,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clipping.end()
         self._memory.finish()
         if running:  # afterwards they are the script's own
+            self.flat.keep_gradients(self.loop.gradients)
             self.flat.write_parameters()
         self.buffers.take(self.loop.handed)
         self.loop.handed.clear()

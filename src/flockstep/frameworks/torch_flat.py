@@ -190,6 +190,13 @@ class FlatModule:
         self._grad_views = self._places(self._slopes, [each.slopes for each in self.narrow])
         self._bind()
 
+    def keep_gradients(self, home: FlatArray) -> None:
+        """Move the gradients of a run that has ended to `home` (K,); a parameter without a gradient gets none."""
+        without = [parameter for parameter in self.parameters if parameter.grad is None]
+        self.move_gradients(home)
+        for parameter in without:
+            parameter.grad = None
+
     def gather_gradients(self, end: int | None = None) -> FlatArray:
         """Return the flat gradient after a backward pass.
 

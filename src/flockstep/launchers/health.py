@@ -47,6 +47,11 @@ class Health:
             return child.exit_code() is not None
         return link is None or self._is_broken(address, link)
 
+    def left(self, address: Address) -> bool:
+        """Whether a node has closed its link, or has ended."""
+        link = self._links.get(address)
+        return link is None or self._is_broken(address, link) or self.ended(address)
+
     def gone(self, address: Address) -> str | None:
         """How the node was lost; None if the node is alive, or if some of its messages may still arrive."""
         child, link = self._children.get(address), self._links.get(address)

@@ -221,7 +221,9 @@ def supervise(
     records: list[RunFolder] = []
     path = record.path.resolve()
 
-    def supervisor_of(place: Path, within: Supervisor | None = None) -> Supervisor:
+    def supervisor_of(
+        place: Path, within: Supervisor | None = None, ended: Callable[[Outcome], None] = lambda outcome: None
+    ) -> Supervisor:
         return Supervisor(
             config.workers,
             Transport.parse(config.transport or "shared_memory"),
@@ -237,28 +239,37 @@ def supervise(
             hosts=hosts,
             begin_call=begin_call,
             within=within,
+            ended=ended,
         )
 
     def begin_call(first: Supervisor, number: int) -> Supervisor:
-        later = RunFolder(folder_of_call(path, number))
-        stack.enter_context(later.created(config))
+        later, owning = RunFolder(folder_of_call(path, number)), contextlib.ExitStack()
+        owning.enter_context(later.created(config))
         records.append(later)
-        return supervisor_of(later.path, first)
+
+        def conclude_it(outcome: Outcome) -> None:
+            with owning, contextlib.suppress(FlockstepError) if outcome.error else contextlib.nullcontext():
+                conclude(later, config, outcome)
+
+        return supervisor_of(later.path, first, conclude_it)
 
     with contextlib.ExitStack() as stack:
         supervisor = supervisor_of(path)
         stack.callback(supervisor.forget)
         supervisor.run(result_of)
         ended()
-        for later, outcome in zip(records, supervisor.later_outcomes, strict=True):
-            with contextlib.suppress(FlockstepError) if outcome.error else contextlib.nullcontext():
-                conclude(later, config, outcome)
+        outcome, error = supervisor.outcome, supervisor.outcome.error
         if records:
             where = ", ".join(one.path.name for one in records)
-            supervisor.outcome.warnings.append(
+            outcome.warnings.append(
                 f"this record is that of the script's first call of distribute; those of the others are in {where}"
             )
-        conclude(record, config, supervisor.outcome)
+        if error is not None and supervisor.failed_later:
+            outcome.warnings.append(f"the script failed in a later call of distribute: {error}")
+            outcome.error = None
+        conclude(record, config, outcome)
+        if error is not None:
+            raise error
 
 
 def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:

@@ -47,6 +47,7 @@ from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
 from flockstep.transports.links import Control, Frames
+from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import PROTOCOL
 
 GRACE = 3.0
@@ -87,6 +88,15 @@ class Outcome:
 class Supervisor:
     """Supervises one run of `workers` processes and the servers that their strategy needs."""
 
+    _over = False
+    """Whether all nodes have been dismissed."""
+    _released = False
+    """Whether a later call has ended, and its sockets and files are closed."""
+    _memory: SharedMemory | None = None
+    """Segment of the workers, until all of them have attached to it."""
+    _went: float | None = None
+    """Time at which all nodes were ready, in seconds of the monotonic clock."""
+
     def __init__(
         self,
         workers: int,
@@ -105,6 +115,7 @@ class Supervisor:
         every: int = 0,
         begin_call: Callable[[Supervisor, int], Supervisor] | None = None,
         within: Supervisor | None = None,
+        ended: Callable[[Outcome], None] = lambda outcome: None,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -112,7 +123,8 @@ class Supervisor:
         `evaluation` receives the snapshots that nodes send, servers `every` so many steps. `patience`:
         seconds that processes may continue after a successful run; None, for users' scripts, sets no limit and requires
         exit code 0. `begin_call`: creates the supervisor of a script's later call of `distribute`, from that of the
-        first call and the number of the call, 2 for the second; for that one, `within` is the first.
+        first call and the number of the call, 2 for the second; for that one, `within` is the first, and `ended`
+        receives the outcome of the call once its nodes have left, or the whole run has ended.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
@@ -135,8 +147,7 @@ class Supervisor:
         self._number = 1 if within is None else len(self._calls) + 1
         self._asked: set[int] = set()
         """Workers that have begun this call, if it is a later one."""
-        self._over = False
-        """Whether all nodes have been dismissed."""
+        self._ended = ended
         self._run: str = secrets.token_hex(8) if within is None else run_of_call(within._run, self._number)
         self._secret: bytes = secrets.token_bytes(32) if within is None else within._secret
         self._evaluation, self._places = evaluation or SnapshotHandler(), snapshot_folders(record, self._run)
@@ -145,7 +156,6 @@ class Supervisor:
         self._writers: dict[Address, EventWriter] = {}
         self._arriving: dict[Address, SnapshotWriter] = {}
         self._health = Health(self.children, self._links, heartbeat)
-        self._went: float | None = None
         self._hashes: dict[Address, str] = {}
         self._ready, self._done, self._gone = set[Address](), set[Address](), set[Address]()
         self._wait_monitor = WaitMonitor(workers, step_timeout)
@@ -190,15 +200,14 @@ class Supervisor:
 
     def forget(self) -> None:
         """Remove the snapshots that nodes have sent."""
-        for place in (place for one in self._calls for place in one._places):
+        self.outcome.newest = NewestSnapshots()
+        for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
 
     @property
-    def later_outcomes(self) -> list[Outcome]:
-        """Outcomes of the second and every further call of `distribute`, with the error of a run that failed."""
-        for one in self._calls[1:]:
-            one.outcome.error = None if one._over else self.outcome.error
-        return [one.outcome for one in self._calls[1:]]
+    def failed_later(self) -> bool:
+        """Whether the run failed in a later call of `distribute`, after the first call had ended well."""
+        return self._over and not all(one._over for one in self._calls)
 
     def _start(self) -> None:
         self._directory = self._open.enter_context(scratch())
@@ -240,17 +249,39 @@ class Supervisor:
             later = self._begin_call(self, number)
             later._open_within(self)
             self._calls.append(later)
-        self._calls[number - 1]._asked.add(rank)
-        self._links[rank].tell("call")
+        call = self._calls[number - 1]
+        call._asked.add(rank)
+        here = not self._hosts.has(rank)  # on another host the agent's sockets serve all calls
+        sockets: Fields = {"control": call._control.address, "directory": str(call._directory)}
+        self._links[rank].tell("call", sockets if here else None)
 
     def _open_within(self, first: Supervisor) -> None:
         """Begin a later call in the processes that the supervisor of the first one has started."""
-        self._hosts, self._directory = first._hosts, first._directory
+        self._hosts = first._hosts
         self.children.update({rank: child for rank, child in first.children.items() if rank >= 0})
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = self._open.enter_context(scratch())
         self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
-        first._open.callback(self._control.close)
-        first._open.push(self._open)
+        self._open.callback(self._control.close)
+
+    def _may_release(self) -> bool:
+        """Whether this is a later call whose nodes have been dismissed and have left."""
+        servers = [child for address, child in self.children.items() if address < 0]
+        over = self._number > 1 and self._over and all(child.exit_code() is not None for child in servers)
+        return over and all(map(self._health.left, self.standings))
+
+    def _release(self) -> None:
+        """Close the sockets and files of a later call that has ended, and report its outcome."""
+        if self._released:
+            return
+        self._released = True
+        for link in list(self._links.values()):
+            self._hear(link)  # its last messages
+        self._open.close()
+        self._links.clear()
+        for address in [a for a, child in self.children.items() if a < 0 and not child.exit_code()]:
+            del self.children[address]
+        self._ended(self.outcome)
+        self.forget()
 
     def _watch(self, result: Callable[[Outcome], FlatArray | None]) -> None:
         """Handle messages until every remaining node has sent its final parameters and has been dismissed.
@@ -271,6 +302,11 @@ class Supervisor:
                 owner.check(self._record)
         self._show(self._current().standings)
 
+    @property
+    def _open_calls(self) -> list[Supervisor]:
+        """The calls whose nodes may still send messages, the first one included."""
+        return [one for one in self._calls if not one._released]
+
     def _current(self) -> Supervisor:
         """The supervisor of the first call whose run is not over; if all are, that of the last call."""
         return next((one for one in self._calls if not one._over), self._calls[-1])
@@ -282,6 +318,8 @@ class Supervisor:
     def _turn(self, result: Callable[[Outcome], FlatArray | None]) -> None:
         """Look for lost and late nodes of this call, and dismiss its nodes once all have finished."""
         if self._over:
+            if self._may_release():
+                self._release()
             return
         self._look_after_children()
         self._wait_monitor.look(self._links.keys(), self._done | self._gone)
@@ -305,7 +343,7 @@ class Supervisor:
         """Handle the messages of all calls' nodes."""
         self._hosts.require_running()
         if self._wait(LAST_POLL if all(one._over for one in self._calls) else POLL):
-            for one in list(self._calls):
+            for one in self._open_calls:
                 for words in one._heard():
                     self._accept_control(words)
                 for link in list(one._links.values()):
@@ -314,7 +352,7 @@ class Supervisor:
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
         sources: list[Frames | Control] = [link.frames for one in self._calls for link in one._links.values()]
-        sources += [one._control for one in self._calls[1:]]
+        sources += [one._control for one in self._open_calls[1:]]
         arrived = self._control.wait(sources, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
         self._hosts.pump()
         return arrived or self._hosts.waiting
@@ -346,7 +384,7 @@ class Supervisor:
             words = msgspec.msgpack.decode(data, type=Hello | Failure)
         except (ValueError, RecursionError):
             return  # A stranger on the control socket; it is ignored.
-        for one in self._calls:
+        for one in self._open_calls:
             if words.run == one._run and words.address in one.standings:
                 if isinstance(words, Failure):
                     one._fail(words.address, words.kind, words.reason, words.trace)
@@ -426,6 +464,7 @@ class Supervisor:
             return
         went = self._went = time.monotonic()
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
+        self._memory = None
         # All are connected, so even a killed supervisor leaves no sockets behind.
         shutil.rmtree(self._directory, ignore_errors=True)
         for link in self._links.values():
@@ -612,7 +651,7 @@ class Supervisor:
         """Store what nodes send while the run ends, for about `seconds`."""
         if not (self._processes() or self._links) or not self._wait(seconds):
             return
-        for one in self._calls:
+        for one in self._open_calls:
             list(one._heard())  # no process can join any more
             for link in one._links.values():
                 with contextlib.suppress(ProtocolError, RunError):
@@ -622,6 +661,12 @@ class Supervisor:
 
     def _clean_up(self) -> None:
         reap(self._processes(), GRACE)
+        for one in self._open_calls[1:]:
+            one.outcome.error = None if one._over else self.outcome.error
+            try:
+                one._release()
+            except FlockstepError as error:
+                self.outcome.error = self.outcome.error or error
         self._open.close()
 
     def _check_exits(self) -> None:

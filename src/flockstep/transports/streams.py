@@ -356,6 +356,9 @@ class StreamBus(Bus):
                 self._drop(connection)
             self._listener.close()
             self._epoll.close()
+            self._heap, self._copies = None, BufferPool()  # shared memory lasts as long as an array in it
+            self._me.peer_memory.clear()
+            self._inbox.clear()
 
     def attend(self) -> bool:
         """Receive and send as far as the sockets allow while the program computes; return whether to call again."""
