@@ -13,6 +13,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.launchers.script import MODULE_ENTRY, _settings, script_of_module
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+from support.matrix import few
 from support.processes import Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -274,13 +275,17 @@ except flockstep.ConfigurationError as error:
     assert RunFolder(tmp_path / "run").read_config().job == "package.train"
 
 
-def test_a_barrier_tells_of_a_rank_that_died(tmp_path: Path) -> None:
-    body = """
+@pytest.mark.parametrize("known", few([True, False], True))
+def test_a_barrier_tells_of_a_rank_that_died(tmp_path: Path, known: bool) -> None:
+    """Whether this rank hears of the death before or while it waits."""
+    body = f"""
 import flockstep
 model = Model("gossip", 5, 0.0)
 model.steps(2)
 if rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
+while {known} and 2 in model.loop._worker.peers:
+    model.loop.listen()
 flockstep.barrier()
 print("passed")
 """

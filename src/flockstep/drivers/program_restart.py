@@ -180,8 +180,9 @@ async def all_here(me: Worker) -> None:
         PeerLost: one died or left before.
     """
     me.send_all(me.peers, "here")
-    for peer in me.peers:
-        await me.receive("here", peer)
+    for rank in range(me.workers):
+        if rank != me.rank:
+            await me.receive("here", rank)
 
 
 async def meet(me: Worker, word: str) -> int:
