@@ -45,7 +45,7 @@ class SelfTest:
     core: bool = False
     """Whether flockstep is unusable if this test fails."""
     fix: str = ""
-    """What to do if the test fails."""
+    """Instruction to the user for a test that fails."""
     module: str | None = None
     """The module whose absence means that the part is not installed, rather than broken."""
     program: str | None = None
@@ -77,7 +77,7 @@ class Diagnosis:
 
     @property
     def works(self) -> bool:
-        """Whether all parts work without which flockstep is unusable."""
+        """Whether all core parts of flockstep work."""
         return all(one.status == "works" for one in self.tried if one.core)
 
     def document(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def facts() -> dict[str, str]:
 
 
 def usual() -> Iterator[SelfTest]:
-    """The tests of all parts of flockstep, those that others need first."""
+    """Return the tests of all parts of flockstep; a test comes after the tests that it needs."""
     yield SelfTest("Python", "core", ("-c", _PYTHON), True, f"install Python {'.'.join(map(str, OLDEST))} or newer")
     for package in (
         "numpy",

@@ -37,7 +37,7 @@ AnyNote = Note | Fields
 Notes = Mapping[str, type[Note]]
 """Tag with its channel, or "reply to " and a tag → kind of note that these messages carry."""
 NO_NOTES: Notes = {}
-"""Declaration of nodes that run no strategy: no notes."""
+"""Declaration of notes for nodes that run no strategy: an empty mapping."""
 
 
 def note_kind(notes: Notes, tag: str, reply_to: int) -> type[Note] | None:
@@ -160,7 +160,7 @@ class Mailbox:
             heard[source] = number
 
     def clear(self, but: str) -> None:
-        """Drop all messages, except those of the channel `but`."""
+        """Drop all messages, except the messages of the channel `but`."""
         self.queues = {tag: queue for tag, queue in self.queues.items() if tag.endswith(but)}
         self._replies.clear()
 

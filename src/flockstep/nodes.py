@@ -102,7 +102,7 @@ class Node:
     random: np.random.Generator
     """The node's own random generator, which depends on the run's seed and the node's address."""
     state: Any
-    """What the strategy keeps between steps, as its `worker_state` or `master_state` returned it."""
+    """State that the strategy keeps between steps, as its `worker_state` or `master_state` returned it."""
     step: int
     """Number of steps since the node's program last began."""
     works_between_steps = False
@@ -110,7 +110,7 @@ class Node:
     view: View
     """The workers that take part now, as reported by the supervisor, if there is one."""
     hosts: Hosts
-    """The workers of each host at the start of the run; in virtual time those that the network names."""
+    """The workers of each host at the start of the run; in virtual time, of each host that the network describes."""
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
@@ -185,7 +185,7 @@ class Node:
         return task
 
     def task(self, channel: str) -> Task:
-        """The task that was started last in that channel."""
+        """The task that was started last in the given channel."""
         return self._latest[channel]
 
     async def finished(self, task: Task) -> Any:
@@ -264,7 +264,7 @@ class Node:
         return (await self.ask(to, tag, array)).payload
 
     def arrived(self, tag: str) -> Iterator[Message]:
-        """The messages with that tag that have arrived; does not wait."""
+        """The messages with the given tag that have arrived; the call does not wait."""
         self.port.collect()
         return self.mailbox.take_all(Wanted(tag + self._channel))
 
@@ -444,7 +444,8 @@ class Peer(Node):
         """Sums over this host's workers in shared memory, if there are several hosts; set by the driver."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; false if there is none.
+        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; False if there is no
+        shared memory.
 
         Adds in the order of a ring all-reduce. All workers must call this at the same point; background tasks may not,
         because they may not wait.
@@ -458,7 +459,8 @@ class Peer(Node):
         return summed
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
-        """Sum `array` over the workers of this host in shared memory, in `shares` shares; None if there is none.
+        """Sum `array` over the workers of this host in shared memory, in `shares` shares; None if there is no shared
+        memory.
 
         The result is described in `HostSum`. All workers of the host must call this at the same point; background tasks
         may not, because they may not wait.

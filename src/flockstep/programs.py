@@ -18,21 +18,21 @@ class NeedGradient:
     """A worker's request for a gradient, for which its program waits."""
 
     unless: str | None = None
-    """Cancel the request if a message with that tag arrives first; the program receives the message."""
+    """Tag of a message that cancels the request if it arrives first; the program then receives the message."""
     share: float = 1.0
-    """Wait only for this share of the gradient, counted from the end of the flat array, where the backward
-    pass begins.
+    """Share of the gradient that the program waits for, counted from the end of the flat array, where the backward pass
+    begins.
     """
     block: int | None = None
-    """Worker whose part of the data the batch is from; None for this worker's own."""
+    """Rank of the worker from whose part of the data the batch is; None for this worker's own part."""
     turn: int | None = None
-    """Number of the batch in that part, from 0; None for the next one."""
+    """Number of the batch in the part of worker `block`, from 0; None for the next batch."""
     samples: tuple[int, int] | None = None
-    """Training samples to use instead of a batch: the first, and one past the last."""
+    """First training sample to use instead of a batch, and the sample after the last."""
     teachers: tuple[Array, ...] = ()
     """Models whose mean prediction the gradient should also approach."""
     weight: float = 0.0
-    """Weight of that distance relative to the loss."""
+    """Weight of the distance to the teachers' mean prediction, relative to the loss."""
     layers: tuple[FactoredWeight, ...] = ()
     """Layers whose gradients are requested as factors."""
     tentative: bool = False
@@ -163,9 +163,13 @@ class Rendezvous:
     rank: int
     workers: int
     attend: Callable[[Work], None]
-    """Waits for an operation at any point of a program, handling the supervisor's messages meanwhile."""
+    """Function that waits for an operation at any point of a program, and handles the supervisor's messages
+    meanwhile.
+    """
     moved: Callable[[int, int, int], None]
-    """Counts bytes sent and received outside of messages by formula, and the equivalent number of messages each way."""
+    """Function that counts bytes sent and received outside of messages, by formula, and the equivalent number of
+    messages each way.
+    """
     held: dict[str, Closing] = field(default_factory=dict)
     """Name → shared resource, closed at the end of the run."""
 
@@ -217,7 +221,7 @@ class Stepper(Protocol):
 
 
 class HostSum(Protocol):
-    """Sums over the workers of one host of several, in their shared memory."""
+    """Sums over the workers of one of several hosts, in their shared memory."""
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int) -> Array | None:
         """Sum `array` over this host's workers, each of the first `shares` of which gets the sum of one share.

@@ -35,11 +35,11 @@ class ExactSum:
 
     @classmethod
     def of(cls, params: FlatArray) -> ExactSum:
-        """Return a sum that starts at `params`."""
+        """Return an exact sum whose first value is `params`."""
         return cls(on_grid(cast(params, "float64")))
 
     def add(self, update: FlatArray) -> None:
-        """Add an update that lies on the grid."""
+        """Add an update whose elements are multiples of the grid."""
         self.total += update
 
     def write(self, params: FlatArray) -> None:

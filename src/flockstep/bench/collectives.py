@@ -78,7 +78,7 @@ class _Messages(Summing):
 
 
 class ByMessages(Implementation):
-    """A collective of the registry, by default over ipc sockets."""
+    """Measures an all-reduce collective of the registry, by default over ipc sockets."""
 
     def __init__(self, collective: Collective, transport: Transport | None = None):
         self.name = to_text(collective) + ("" if transport is None else f" over {transport}")
@@ -158,7 +158,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Gloo(),
     OpenMpi(),
 )
-"""All implementations that can be measured; a further one needs one further entry."""
+"""All implementations that the benchmark can measure."""
 
 
 def measure(

@@ -55,7 +55,7 @@ class BenchWorker(ABC):
     """One process's part of a measurement."""
 
     address: str = ""
-    """What the other processes need to connect to this one."""
+    """Address that the other processes need to connect to this process."""
 
     def connect(self, addresses: Sequence[str]) -> None:  # noqa: B027 - most have nothing to connect
         """Connect to the other processes; `addresses` holds the `address` of each, by rank."""

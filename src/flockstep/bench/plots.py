@@ -32,7 +32,7 @@ _ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
 
 
 def of_rates(figures: Sequence[Measurement]) -> Drawing:
-    """GB/s against array size: a line for each implementation, a panel for each number of processes.
+    """Plot GB/s against array size: a line for each implementation, a panel for each number of processes.
 
     Error bars are quartiles.
     """
@@ -92,7 +92,7 @@ def _plain(value: float) -> str:
 
 
 def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
-    """A bar for each codec and rate, relative to a copy."""
+    """Plot a bar for each codec and rate, relative to the rate of a copy."""
     data = [
         {
             "type": "bar",
@@ -115,7 +115,7 @@ def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
 
 
 def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
-    """Worker-steps per second against the number of replicas, one line for each strategy."""
+    """Plot worker-steps per second against the number of replicas, one line for each strategy."""
     data = []
     for place, name in enumerate(dict.fromkeys(one.strategy for one in figures)):
         mine = [one for one in figures if one.strategy == name]
@@ -140,7 +140,7 @@ def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
 
 
 def of_prediction(truth: Truth) -> Drawing:
-    """Predicted against measured seconds per step: a color for each bandwidth, a symbol for each strategy."""
+    """Plot predicted against measured seconds per step: a color for each bandwidth, a symbol for each strategy."""
     data: list[dict[str, object]] = []
     ends = [min(min(one.predicted, one.measured) for one in truth.pairs) / 1.5]
     ends.append(max(max(one.predicted, one.measured) for one in truth.pairs) * 1.5)
@@ -182,7 +182,7 @@ def of_prediction(truth: Truth) -> Drawing:
 
 
 def page(title: str, caption: str, drawing: Drawing, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Page:
-    """The HTML page: the figure, with the printed table below it."""
+    """Return the HTML page: the figure, with the printed table below it."""
     return Page(
         brand="flockstep bench",
         title=title,

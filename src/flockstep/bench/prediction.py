@@ -130,7 +130,7 @@ class Truth:
 
     @property
     def bandwidths(self) -> tuple[str, ...]:
-        """The measured bandwidths, in order."""
+        """The measured bandwidths, in the order of their first measurement."""
         return tuple(dict.fromkeys(pair.bandwidth for pair in self.pairs))
 
     @property
@@ -202,14 +202,16 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def coded(strategies: Sequence[str]) -> list[str]:
-    """The lossy codecs of these strategies, whose computing time has to be measured."""
+    """Return the lossy codecs of the given strategies; their computing time has to be measured."""
     found = (Strategy.parse(text).coding for text in strategies)
     return sorted({str(one) for one in found if one is not None and not one.lossless})
 
 
 @dataclass(frozen=True)
 class Known:
-    """A calibrated cluster; one byte takes `share` times its time on the card."""
+    """A calibrated cluster in which a byte takes `share` times as long as the nominal bandwidth of the network card
+    says.
+    """
 
     calibration: Calibration
     share: float
@@ -315,7 +317,7 @@ def measure(
 
 
 def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]:
-    """(job, number of workers) → pairs (strategy, bandwidth): `count` different combinations drawn with `seed`."""
+    """Return (job, number of workers) → pairs (strategy, bandwidth): `count` distinct combinations drawn by `seed`."""
     every = list(itertools.product(JOBS, NUMBERS, DRAWN, SPEEDS))
     chosen = sorted(np.random.default_rng(seed).choice(len(every), min(count, len(every)), replace=False).tolist())
     found: dict[tuple[str, int], list[tuple[str, str]]] = {}

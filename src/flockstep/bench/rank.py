@@ -17,7 +17,8 @@ from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementa
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: module of implementations, socket, number of processes, bytes of the largest array.
+    """Run the process; the command-line arguments are the module of implementations, a socket, the number of processes,
+    the bytes of the largest array.
 
     The last argument is the rank, if MPI does not know it.
     """

@@ -198,7 +198,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     BySocket("raw tcp socket", socket.AF_INET),
     Copying(),
 )
-"""All implementations that can be measured; a further one needs one further entry."""
+"""All implementations that the benchmark can measure."""
 
 
 def measure(sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: ProgressCallback = silent) -> list[Measurement]:

@@ -16,7 +16,7 @@ ALIKE, MEMORYLESS = "normal(1, cv=0.1)", "exponential(1)"
 
 @dataclass(frozen=True)
 class SoftsyncStaleness(Claim):
-    """The distribution of staleness, and what it depends on."""
+    """The largest staleness of n-softsync, and how it depends on the distribution of compute times."""
 
     steps: int = 1220
     contrast: int = 300

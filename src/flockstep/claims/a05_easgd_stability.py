@@ -126,7 +126,10 @@ def change(workers: int, eta: float, alpha: float) -> float:
 
 
 def after(workers: int, eta: float, alpha: float, rounds: int, start: float, replicas: FlatArray | None) -> FlatArray:
-    """Final distances of all replicas and of the center from the optimum; `replicas` replaces the workers' start."""
+    """Final distances of all replicas and of the center from the optimum.
+
+    `replicas`, if given, are the initial parameters of the workers.
+    """
     run = run_strategy(
         Paced(1, alpha, "paper"),
         workers,

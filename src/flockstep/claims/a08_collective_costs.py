@@ -20,7 +20,8 @@ from flockstep.nodes import Worker
 LATENCY, PER_BYTE = 50e-6, 8e-10
 NETWORK = f"link(bandwidth={1 / PER_BYTE!r}, latency={LATENCY!r})"
 CHARGED = LinkModel(LATENCY, PER_BYTE, HEADER_BYTES)
-"""The same link with the virtual network's message headers, which the published formulas ignore."""
+"""Link model of `NETWORK` that also counts the virtual network's message headers, which the published formulas ignore.
+"""
 FORMULAS: dict[str, Callable[[int, float, LinkModel], float]] = {
     "binomial_tree": costs.tree,
     "recursive_doubling": costs.butterfly,
@@ -30,7 +31,7 @@ FORMULAS: dict[str, Callable[[int, float, LinkModel], float]] = {
 SIZES = (512, 4096, 65536, 1 << 20)
 """Sizes of the reduced arrays, in bytes."""
 CROSSOVERS = {4: 250, 8: 150, 16: 118, 64: 93}
-"""Number of workers → crossover in kilobytes."""
+"""Number of workers → published size, in kilobytes, at which another collective becomes faster."""
 STEP = 1.04
 """Ratio of successive sizes in the search for a crossover."""
 

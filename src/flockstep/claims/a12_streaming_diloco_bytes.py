@@ -65,7 +65,7 @@ class FourBits(Codec):
 
 @dataclass(frozen=True)
 class StreamingDilocoBytes(Claim):
-    """One hundredth of the exchanges, a quarter of the bits."""
+    """Streaming DiLoCo makes one hundredth of the exchanges with a quarter of the bits."""
 
     statement = (
         "Streaming DiLoCo with H = 100 and outer gradients of 4 bits sends 1.10 TB where data parallelism in bfloat16 "

@@ -68,7 +68,7 @@ class ConsensusRate(Claim):
 
 
 def as_steep(rate: float, expected: float) -> bool:
-    """Whether the logarithms agree within 1 %; rates near 1 themselves always agree."""
+    """Whether the logarithms of two rates agree within 1 %. Rates near 1 themselves always agree."""
     return bool(abs(np.log(rate) / np.log(expected) - 1) <= 0.01)
 
 

@@ -53,7 +53,7 @@ class AtTheReceiver(Strategy):
 
 @dataclass(frozen=True)
 class StatementOne(Claim):
-    """FAST's statement 1, with negative controls."""
+    """FAST's statement 1: replicas that receive every update are equal in the end; with negative controls."""
 
     patterns: int = 1000
     statement = "If every update reaches every worker, however late, all replicas are equal in the end"

@@ -84,5 +84,5 @@ class GradualWarmup(Claim):
 
 
 def warmed_up(optimizer: str, workers: int, schedule: str) -> Training:
-    """The training whose final errors are compared."""
+    """Return the training whose final errors the claim compares."""
     return Training(workers, optimizer, BATCH, EPOCHS, "constant(0.01)", schedule)

@@ -12,11 +12,14 @@ from flockstep.claims.spans import median, ranged
 STEPS = 605
 """Steps of a run: the pilot's 600 plus five, so that no method has just averaged when the replicas are evaluated."""
 NONE = f"local_sgd({2 * STEPS})"
-"""Replicas that never synchronize; their mean is evaluated."""
+"""Strategy whose replicas never synchronize; the mean of the replicas is evaluated."""
 LEARNS = 7.0
 """Error in percent above which synchronous training counts as failed; the pilot's error is at most 5."""
 APART, FACTOR = 1.0, 2.0
-"""Percentage points by which the worst replica must be worse; allowed factor between measured and pilot figures."""
+"""APART: percentage points by which the worst replica must be worse.
+
+FACTOR: allowed ratio of measured to pilot figures.
+"""
 PILOT = {
     "sgp": (4.2, 4.4),
     "local_sgd(10, outer_optimizer=nesterov)": (3.3, 3.9),

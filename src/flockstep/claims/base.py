@@ -55,7 +55,7 @@ class Claim(Component):
     setting: ClassVar[str]
     """Setting of the reproduction: problem, workers, clock, seeds."""
     tolerance: ClassVar[str]
-    """What is asserted, in words."""
+    """The asserted bounds, in words."""
     quick: ClassVar[bool] = False
     """Whether the check takes a few seconds at most, so that the tests run it."""
 

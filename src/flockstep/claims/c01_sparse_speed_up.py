@@ -117,7 +117,7 @@ class SparseSpeedUp(Claim):
 
 
 def explained(nbytes: dict[str, float]) -> str:
-    """Explanation: what is calibrated, what is measured, and what limits the speed-ups."""
+    """Return a text about what is calibrated, what is measured, and what limits the speed-ups."""
     ring, doubling = nbytes["ring"], nbytes["recursive doubling"]
     return (
         "The share of communication is calibrated, the speed-up of communication measured; end to end follows from the "

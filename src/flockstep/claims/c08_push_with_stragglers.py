@@ -17,7 +17,10 @@ from flockstep.testing.strategies import bowl_job, run_strategy
 
 WORKERS = 32
 MEGABYTES, SCALE = 100, 1000
-"""Size of a model, and the factor by which model and bandwidth are scaled down; times stay the same."""
+"""MEGABYTES: size of a model in MB.
+
+SCALE: factor by which model and bandwidth are scaled down, which leaves times unchanged.
+"""
 SECONDS = 0.3
 NETWORK = f"link(bandwidth={1.25e9 / SCALE}, latency=0.00005)"
 """A network of 10 Gbit/s, scaled down."""
@@ -31,7 +34,9 @@ EPOCHS, BATCH = 25, 4
 
 @dataclass(frozen=True)
 class Stragglers(ComputeModel):
-    """About `mean` seconds; with probability `share`, a step takes 3 to 10 times as long, uniformly distributed."""
+    """Compute times of about `mean` seconds; with probability `share`, a step takes 3 to 10 times as long, uniformly
+    distributed.
+    """
 
     mean: float
     share: float

@@ -18,8 +18,8 @@ SCHEDULES = {
     "neither": "constant",
 }
 FEWER = 0.3 + 0.3 / FACTOR + 0.4 / FACTOR**2
-"""Ratio of the numbers of updates with larger batches and with smaller rates: shares of the samples over
-batch sizes.
+"""Number of updates with larger batches divided by the number with smaller rates, from shares of samples and batch
+sizes.
 """
 
 

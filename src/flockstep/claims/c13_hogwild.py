@@ -21,7 +21,7 @@ WARM = 4
 """The first 1/WARM of the steps is not timed."""
 LEAST, NEAR = 1.6, 0.05
 APART = f"local_sgd({2 * STEPS})"
-"""Workers that never synchronize: the speed-up that the cores allow."""
+"""Strategy whose workers never synchronize, which shows the speed-up that the cores allow."""
 KINDS = {"sparse": ("hogwild", 0.0), "dense": ("hogwild", PENALTY), "nothing shared": (APART, 0.0)}
 JOB = """from flockstep.claims.sparse_logistic import sparse_job
 

@@ -26,7 +26,7 @@ SLOWED = {
     ("central", "asynchronous"): ("asgd", "ps(softsync(1))"),
     ("decentral", "asynchronous"): ("easgd(period=4)", "adpsgd", "gossip"),
 }
-"""(optimization, scheduling) of the taxonomy → strategies."""
+"""(optimization, scheduling) in the taxonomy → strategies that are run with one slow worker."""
 FAULTS = {"one worker 4× slower": "slows({}, 4)", NARROW: "narrows({}, 40)"}
 ASKS = {"adpsgd": 2}
 """Strategy → worker whose link affects its own pace: half of AD-PSGD's workers only answer, and never wait."""
@@ -172,7 +172,7 @@ def shares_of_losses() -> Iterator[ClaimRow]:
 
 
 def waits_for_nobody(text: str) -> ClaimRow:
-    """A narrow link that makes the messages of its worker older, and no worker slower."""
+    """Check that a narrow link makes the messages of its worker older, and no worker slower."""
     fault = FAULTS[NARROW].format(VICTIM)
     loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
     ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
@@ -183,14 +183,14 @@ def waits_for_nobody(text: str) -> ClaimRow:
 
 
 def foreseen() -> Iterator[ClaimRow]:
-    """A plan's prediction of the share of random delays that all workers take on, compared with virtual time."""
+    """Compare a plan's prediction of the share of random delays that all workers take on with virtual time."""
     for text in ("ps(bsp)", "all_reduce", "ps(backup(1))", "asgd", "gossip"):
         plan, ours = predicted(text, WORKERS)
         yield ClaimRow(f"{text}: exposure to random delays, planned", plan, ours, abs(plan - ours) <= 0.15)
 
 
 def real(say: Say) -> Iterator[ClaimRow]:
-    """Real processes: a killed worker, and a link that becomes narrow."""
+    """Observe real processes while a worker is killed, and while a link becomes narrow."""
     for text, survives in KILLED.items():
         say(f"SIGKILL of a worker of {text}")
         wanted = failures.GOES_ON if survives else failures.ENDS

@@ -17,7 +17,7 @@ OFTEN, SELDOM, SHARE = 10, 1000, 0.005
 EARLY = SELDOM - 1
 """Steps between evaluations, chosen so that the last but one is just before the last synchronization."""
 AS_DEAR = 160
-"""SynchronizationSchedule at which DiLoCo alone sends slightly more: 1 / 160 ≥ 0.005 + 1 / 1000 models per step."""
+"""Period in steps at which DiLoCo alone sends slightly more: 1 / 160 ≥ 0.005 + 1 / 1000 models per step."""
 MOST = 0.95
 FEWER = (1 / OFTEN) / (SHARE + 1 / SELDOM)
 COLLECTIVE = "recursive_doubling"
@@ -31,7 +31,7 @@ class Ended(NamedTuple):
     early: float
     """Perplexity of the mean model a few steps before the last synchronization of the longest period."""
     apart: float
-    """Distance of the replicas from their mean at that time."""
+    """Distance of the replicas from their mean a few steps before the last synchronization of the longest period."""
 
 
 @dataclass(frozen=True)

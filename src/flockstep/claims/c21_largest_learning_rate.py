@@ -21,7 +21,8 @@ LOCAL_STEPS = 50
 SAMPLES = 2**18
 """Number of samples times features, large enough that each worker's part has nearly the curvature of the whole."""
 GONE = 1e9
-"""Distance from the optimum at which a model counts as diverged and is no longer updated; it starts at distance 1."""
+"""Distance from the optimum at which a model counts as diverged and is no longer updated; models start at distance 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class LeastSquaresModels(Unjudged):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """One row for each rate."""
+        """The shapes of the parameters: one row for each learning rate."""
         return {"w": (len(self.rates), self.features)}
 
     def initial(self, random: np.random.Generator) -> Views:

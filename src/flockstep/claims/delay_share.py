@@ -51,16 +51,16 @@ SPELLS = "slow_spells(constant(1), 0.02, 5, 10)"
 
 @dataclass(frozen=True)
 class ThroughputLoss:
-    """Shares of the pace that a fault costs."""
+    """Losses of throughput that a fault causes, as shares of the throughput without the fault."""
 
     victim: float
-    """Loss of the affected worker."""
+    """Share of its own throughput that the affected worker loses."""
     everyone: float
-    """Loss of all workers together."""
+    """Share of the total throughput that all workers together lose."""
 
     @property
     def exercised(self) -> bool:
-        """Whether the affected worker itself is slower."""
+        """Whether the affected worker itself loses throughput, so that a share can be computed."""
         return self.victim >= LEAST
 
     @property

@@ -27,7 +27,7 @@ class Perceptron(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """W1, b1, W2, b2 and so on."""
+        """Name → shape of the parameters: W1, b1, W2, b2 and so on."""
         layers = list(enumerate(pairwise(self.sizes), start=1))
         return {name: shape for i, (a, b) in layers for name, shape in ((f"W{i}", (a, b)), (f"b{i}", (b,)))}
 
@@ -39,7 +39,7 @@ class Perceptron(Model):
         }
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Backpropagation; every product is a stacked matmul."""
+        """Compute gradients by backpropagation; every product is a stacked matmul."""
         inputs, last = [x], len(self.sizes) - 1
         for i in range(1, last):
             inputs.append(np.maximum(inputs[-1] @ params[f"W{i}"] + params[f"b{i}"][:, None, :], 0))

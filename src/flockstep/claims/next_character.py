@@ -25,7 +25,7 @@ class NextCharacter(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The embedding, and two layers."""
+        """Name → shape of the parameters: the embedding, and two layers."""
         inner = CONTEXT * WIDTH
         return {"E": (SYMBOLS, WIDTH), "W": (inner, HIDDEN), "b": (HIDDEN,), "V": (HIDDEN, SYMBOLS), "c": (SYMBOLS,)}
 
@@ -39,7 +39,10 @@ class NextCharacter(Model):
         }
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Backpropagation; the gradient of the embedding is a product with the one-hot characters."""
+        """Compute gradients by backpropagation.
+
+        The gradient of the embedding is a product with the one-hot characters.
+        """
         codes = np.asarray(x, np.int64).reshape(len(x), -1)
         units = (codes[..., None] == np.arange(SYMBOLS)).astype(self.dtype)
         inputs = (units @ params["E"]).reshape(*x.shape[:2], -1)

@@ -33,7 +33,7 @@ class RandomProjection(Codec):
     """True, because the product with U is linear."""
 
     shares_seed = True
-    """True, because all workers use the same U."""
+    """Return the encoded size in bytes: rank · n elements of each matrix, and all elements of vectors."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """rank · n elements of each matrix, and all elements of vectors."""
@@ -63,13 +63,13 @@ class RandomProjection(Codec):
         return decoded
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """All elements of the encoding, which can be added."""
+        """Return the elements of the encoding, all of which can be added."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(f"random projection needs {self.wire_bytes(size, dtype)} bytes, got {len(data)}")
         return data.view(np.float32)
 
     def variance(self, size: int) -> float:
-        """(m + 1) / rank, for the widest matrix."""
+        """Return (m + 1) / rank for the widest matrix, which has m columns."""
         return (max((m.columns for m in LowRank(self.shapes, self.rank).matrices), default=0) + 1) / self.rank
 
     def error_bound(self, array: FlatArray) -> float:

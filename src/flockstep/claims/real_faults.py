@@ -109,7 +109,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[TrainProcess]:
-    """Context manager: a run in separate processes, all of which are ended at the end."""
+    """Context manager: run the command in separate processes, all of which are ended at the end."""
     with tempfile.TemporaryDirectory(prefix="fs-") as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, "-m", "flockstep", "train", job, "-s", strategy, "-n", str(WORKERS)]

@@ -31,7 +31,7 @@ class RunErrors:
     equal: bool
     """Whether all replicas are equal bit for bit."""
     messages: int
-    """Messages sent by all workers."""
+    """Number of messages sent by all workers together."""
 
 
 def parted_job(apart: bool, seed: int) -> Job:
@@ -51,7 +51,7 @@ def parted_job(apart: bool, seed: int) -> Job:
 
 
 def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None, steps: int = STEPS) -> RunErrors:
-    """One run of eight equally fast workers, with messages that take a tenth of a gradient."""
+    """Return the result of one run of eight equally fast workers, whose messages take a tenth of a gradient's time."""
     try:
         run = run_strategy(
             strategy,
@@ -78,7 +78,7 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
 def ends_of(
     strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None, steps: int = STEPS
 ) -> list[RunErrors]:
-    """One run per seed; the errors are reported as progress."""
+    """Return the results of one run per seed; the errors are reported as progress."""
     ends = [end_of(strategy, apart, seed, result, steps) for seed in range(seeds)]
     how = "sorted by label" if apart else "mixed"
     say(f"{strategy}, {how}: " + " ".join(f"{end.error:.1f} (worst worker {end.worst:.1f})" for end in ends))

@@ -14,7 +14,7 @@ from flockstep.testing.strategies import run_strategy
 from flockstep.workloads.sampler import steps_for
 
 SAMPLES = 1437
-"""Training samples of the digits."""
+"""Number of training samples of the digits."""
 GUESSING = 90.0
 """Error in percent assigned to a model that diverged until nothing could be computed."""
 
@@ -32,7 +32,7 @@ class Training:
 
 
 def errors_of(strategy: str, how: Training, seeds: int, say: Say) -> list[float]:
-    """Final test errors in percent, one per seed."""
+    """Return the final test errors in percent, one per seed."""
     errors = [error_of(strategy, how, seed) for seed in range(seeds)]
     said = [strategy, f"{how.workers} workers", how.optimizer, *filter(None, [how.schedule])]
     say(f"{', '.join(said)}: " + " ".join(f"{error:.1f}" for error in errors))
@@ -40,7 +40,7 @@ def errors_of(strategy: str, how: Training, seeds: int, say: Say) -> list[float]
 
 
 def error_of(strategy: str, how: Training, seed: int) -> float:
-    """Final test error in percent."""
+    """Return the final test error in percent."""
     steps, job = steps_for(how.epochs, SAMPLES, how.workers, how.batch), digits_job(how.optimizer, how.batch)
     law, schedule = how.compute, how.schedule
     try:
@@ -58,6 +58,6 @@ def median(values: Iterable[float]) -> float:
 
 
 def ranged(values: Iterable[float], digits: int = 2) -> str:
-    """Median and range as text, for a row."""
+    """Return the median and the range of numbers as text, for a row of a claim."""
     known = list(values)
     return f"{median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"

@@ -30,7 +30,7 @@ class SparseLogistic(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """One vector, without an intercept, which every update would change."""
+        """Name → shape of the parameters: one vector. There is no intercept, because every update would change it."""
         return {"w": (COEFFICIENTS,)}
 
     def initial(self, random: np.random.Generator) -> Views:
@@ -38,7 +38,7 @@ class SparseLogistic(Model):
         return {"w": 1e-3 * random.standard_normal(COEFFICIENTS)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """The error of each sample, added at the sample's categories."""
+        """Compute the gradient: each sample's error, added at the sample's categories."""
         losses = np.empty(len(x))
         for row, (w, codes, labels, slope) in enumerate(zip(params["w"], x, y, out["w"], strict=True)):
             codes = np.asarray(codes, np.int64)

@@ -81,8 +81,9 @@ class Trace:
     """Staleness of each gradient, in updates."""
 
     def until_first_end(self, steps: int) -> Trace:
-        """The part in which all workers take part: up to where the first worker's `steps`-th and last gradient took
-        effect.
+        """Return the part of the trace in which all workers take part.
+
+        It ends where the first worker's `steps`-th and last gradient took effect.
         """
         ends = [np.flatnonzero(self.rank == rank)[steps - 1 : steps] for rank in np.unique(self.rank)]
         first = int(np.concatenate(ends).min()) + 1

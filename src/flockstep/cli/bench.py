@@ -219,8 +219,9 @@ def _answer(
 
 
 def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
-    """The cells of a table: each rate also as a multiple of that of the implementation `beside` it; noisy ones are
-    marked.
+    """Return the cells of a table.
+
+    Each rate is also given as a multiple of the rate of the implementation `beside`; noisy rows are marked with ~.
     """
     known = {(one.workers, one.bytes): one.seconds for one in figures if one.implementation == beside and one.seconds}
     rows = []

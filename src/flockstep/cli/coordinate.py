@@ -1,4 +1,4 @@
-"""`flockstep coordinate`: a coordinator of its own, whose workers are all on other hosts."""
+"""`flockstep coordinate`: a coordinator in a separate process, whose workers are all on other hosts."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def coordinate(
 
 
 def understood(context: typer.Context, words: list[str], instead: str, allowed: Sequence[str] = ()) -> Any:
-    """The context of a command, with its options parsed; of the options of hosts, only those `allowed` may be given.
+    """Return the context of a command with its options parsed; of the options about hosts, only those in `allowed` may
+    be given.
 
     Raises:
-        ConfigurationError: the command says which host it is for; `instead` says why, before the option.
+        ConfigurationError: the command has another option about hosts; the message is `instead` and the option.
     """
     root = context.find_root()
     group = root.command

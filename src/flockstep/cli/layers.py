@@ -56,7 +56,7 @@ def show_layers(
 
 
 def shape_named(what: str) -> ModelShape:
-    """The layers of what a command's argument names.
+    """Return the layers of the model that a command's argument names.
 
     Raises:
         ConfigurationError: there is no such model, or it cannot be run.

@@ -262,11 +262,11 @@ class HostOptions:
 
 
 HERE = HostOptions()
-"""All processes are on this host."""
+"""Options of hosts under which all processes run on this host."""
 
 
 def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: in place of its argument `where`, a command has the options of `HostOptions`."""
+    """Decorator: replaces the argument `where` of a command by the options of `HostOptions`."""
     own, kinds = inspect.signature(command, eval_str=True), get_type_hints(HostOptions, include_extras=True)
     shared = {
         field.name: inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=kinds[field.name])
@@ -366,7 +366,7 @@ Json = Annotated[
 BY_HAND = ("node_rank", "coordinator", "separate_coordinator", "secret_file")
 """Options of hosts on which a user starts the same command."""
 FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
-"""Options that matter where a job of Slurm is submitted."""
+"""Options that matter on the host where a Slurm job is submitted."""
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "faults", "until_target"),
     "simulate": (
@@ -378,7 +378,10 @@ _NOT_OF = {
 
 
 def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
-    """The run configuration from a command's options by name; options that do not apply to its kind are left out."""
+    """Return the run configuration with a command's options, by name.
+
+    Options that do not apply to the kind of run are left out.
+    """
     from flockstep.records.config import RunConfig
 
     names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", "cluster", *_NOT_OF[kind]}
@@ -462,7 +465,8 @@ def _on_slurm(
 def leave_to_slurm(
     context: typer.Context, where: HostOptions, workers: int, place: Path, script: Sequence[str] = ()
 ) -> None:
-    """With --on slurm, outside an allocation: run this command in a job of its own, and exit with its exit code.
+    """Run this command in a Slurm job of its own, and exit with the job's exit code, if --on slurm is given outside an
+    allocation.
 
     Args:
         context: the command.
@@ -602,8 +606,8 @@ def refuse_idle(kind: Kind, context: typer.Context) -> None:
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Of the parameters of these names, those that are given on the command line: option, such as --node-rank, and its
-    first value.
+    """Yield the options given on the command line, out of the parameters in `names`: the option, such as --node-rank,
+    and its value. Of a list the first value is yielded.
     """
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:

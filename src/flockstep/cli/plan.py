@@ -95,7 +95,7 @@ Keep = Annotated[
     ),
 ]
 FOREMOST, REASONS = 6, 4
-"""Strategies in the table of a plan, and reasons for the advice; --all shows every one."""
+"""Number of strategies in the table of a plan, and number of reasons for the advice; --all shows all of them."""
 MATTERS = 5
 """Largest rank of a column in the table of a plan; --all shows every one."""
 BUDGET = 120.0

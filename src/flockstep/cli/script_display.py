@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from flockstep.messages import Address
 
 PERIOD = 0.1
-"""Seconds for which lines may wait, so that the table is not drawn again after each of many lines."""
+"""Longest time in seconds for which lines are held back, so that the table is not drawn again after each of many lines.
+"""
 MOST = 1 << 18
-"""Bytes of waiting lines from which the script waits for the terminal."""
+"""Number of bytes of held-back lines at which the script waits for the terminal."""
 
 
 @contextmanager
 def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, NodeProgress]], None], Sink]]:
-    """Two functions: one shows the nodes of a run, one takes the output of scripts; without a terminal, output alone.
+    """Context manager that yields two functions: one shows the nodes of a run, the other prints the output of scripts.
 
-    The table goes as soon as a script returns the carriage, as progress bars do: both would draw over each other.
+    Without a terminal, only output is printed.
+
+    The table disappears as soon as a script prints a carriage return, as progress bars do, because both would draw over
+    each other.
     """
     if not show.console.is_terminal:
         yield lambda nodes: None, to_terminal

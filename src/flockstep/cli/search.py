@@ -52,7 +52,7 @@ class Tried:
 
 
 def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
-    """Try the plan's most promising strategies, or all that are `named`.
+    """Try the plan's most promising strategies, or all strategies in `named`.
 
     Raises:
         ConfigurationError: the job has no data or no target, or the folder holds trials of something else.
@@ -114,7 +114,7 @@ def table(tried: Tried) -> TextTable:
 
 
 def listing(tried: Tried) -> Listing:
-    """The same table as a listing of an HTML page."""
+    """Return the table of the tried strategies as a listing of an HTML page."""
     note = f"Time to target: {_title(tried)}. Note: {'; '.join((*tried.notes, *left_out()))}."
     return Listing("Trials", note, HEADINGS, _rows(tried))
 

@@ -36,7 +36,7 @@ def json(value: object) -> None:
 
 
 BAR = 16
-"""Columns of a progress bar."""
+"""Width of a progress bar in columns of the terminal."""
 SHOWN = 16
 """Number of workers in the live table; further workers are only counted."""
 
@@ -126,7 +126,10 @@ def _progress(unit: str = "") -> Progress:
 
 
 def node_table(nodes: dict[Address, NodeProgress]) -> Table:
-    """The state of every node, and its loss if any is known: a script keeps its own."""
+    """Return a table of the state of every node, with its loss if any node's loss is known.
+
+    flockstep does not know the loss of a script.
+    """
     from rich.table import Table
 
     from flockstep.messages import node_name

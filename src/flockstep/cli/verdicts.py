@@ -33,7 +33,7 @@ def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE
 
 
 def row(result: Mapping[str, Any]) -> str:
-    """One row of the table: figures that fail first, then the first of the others."""
+    """Return one row of the table of claims: first the figures that fail, then the first of the other figures."""
     short = [_figure(one) for one in result["rows"] if not one["holds"]]
     held = [_figure(one) for one in result["rows"] if one["holds"]]
     more = len(held) - SHOWN

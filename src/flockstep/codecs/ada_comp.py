@@ -51,13 +51,13 @@ class AdaComp(Streamed):
     """True, with delta of at least 1/(2d²) for d elements."""
 
     exact_size = False
-    """The size depends on the data."""
+    """False, because the size of an encoding depends on the data."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         return plain_bytes(size, dtype)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode the array as with R = 0."""
+        """Encode the array without an error from earlier steps (R = 0)."""
         flat = array.reshape(-1)
         return self._sent(flat, flat)[0]
 

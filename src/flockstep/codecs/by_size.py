@@ -1,4 +1,4 @@
-"""By size: one codec for large tensors, another for small ones."""
+"""By size: one codec for large tensors, another for small tensors."""
 
 from __future__ import annotations
 

@@ -128,5 +128,5 @@ class ShapedDct(Dct):
     shapes: tuple[Shape, ...] = ()
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
-        """The given shapes; an array of another size is treated as one tensor."""
+        """Return the given shapes; an array of another size is treated as one tensor."""
         return self.shapes if sum(map(math.prod, self.shapes)) == size else super().shapes_of(size)

@@ -20,7 +20,7 @@ class Int8(Levels):
     """8-bit blocks (Dettmers et al. 2022, §2): q = round(x / absmax * 127), absmax being a block's largest magnitude.
 
     Rounding to the nearest changes an element by at most absmax / 254; `stochastic` rounds up or down at random, so
-    that the mean is preserved. 8 + 32 / block bits per element.
+    that the mean is preserved. An element takes 8 + 32 / block bits.
     """
 
     block: int = 1024
@@ -51,8 +51,9 @@ class Int8(Levels):
         return found
 
     def variance(self, size: int) -> float | None:
-        """Return b / 254² with stochastic rounding: an element's variance is at most (absmax / 127)² / 4. None
-        without.
+        """Return b / 254² with stochastic rounding, otherwise None.
+
+        An element's variance is at most (absmax / 127)² / 4.
         """
         return min(size, self.block) / (4 * LEVELS**2) if self.stochastic else None
 

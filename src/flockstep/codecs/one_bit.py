@@ -23,7 +23,7 @@ class OneBit(Quantizer):
 
     Each column of a matrix has its own two means; any other tensor, and an array whose tensors are unknown, has two
     means. The sum of either side is preserved. Use residual feedback: without it, what an encoding leaves out is lost.
-    d + 64 bits per column or tensor of d elements.
+    A column or tensor of d elements takes d + 64 bits.
     """
 
     contraction = True

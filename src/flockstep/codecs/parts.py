@@ -19,7 +19,7 @@ LENGTH_BYTES = 4
 
 
 class Composed(Codec):
-    """A codec made of several, with the guarantees that all of its members have."""
+    """A codec made of several codecs, with the guarantees that all of its members have."""
 
     @abstractmethod
     def members(self) -> tuple[Codec, ...]:

@@ -25,7 +25,7 @@ def scale_dtype(dtype: str) -> str:
 
 
 def computed_in(array: Any) -> bool:
-    """Whether kernels may work on an array in place: it is contiguous and float32 or float64."""
+    """Whether kernels may work on an array in place: the array must be contiguous, and float32 or float64."""
     contiguous = not isinstance(array, np.ndarray) or array.flags.c_contiguous
     return contiguous and kernels.name_of(array) in ("float32", "float64")
 
@@ -105,7 +105,7 @@ class Quantizer(Codec):
         """out += scale * decode(data), directly from the code; refused data may leave `out` partly changed.
 
         Raises:
-            ProtocolError: as of `decode`.
+            ProtocolError: `decode` would refuse `data`.
         """
         dtype = kernels.name_of(out)
         if not computed_in(out) or self.as_it_is(len(out), dtype):
@@ -124,7 +124,7 @@ class Quantizer(Codec):
             raise not_finite(registry.name_of(type(self)), floats, slice(0, len(floats)))
 
     def require(self, sound: bool, size: int, dtype: str) -> None:
-        """Check that a code is possible.
+        """Check that the scales and codes of an array of `size` elements are possible.
 
         Raises:
             ProtocolError: `sound` is false.

@@ -50,7 +50,7 @@ class Rounded(Codec):
         """out += scale * decode(data), in one pass.
 
         Raises:
-            ProtocolError: as of `decode`.
+            ProtocolError: `decode` would refuse `data`.
         """
         if not computed_in(out):
             super().add_decoded(data, out, scale)

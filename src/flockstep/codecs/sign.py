@@ -21,7 +21,7 @@ class Sign(Quantizer):
     """signSGD with a scale (Karimireddy et al. 2019, algorithm 2): (||x||₁ / d) sign(x) for every tensor of d elements.
 
     ||C(x) - x||² = (1 - ||x||₁² / (d ||x||²)) ||x||². With `scaled` false only ±1 is sent, as in signSGD (Bernstein et
-    al. 2018). The sign of zero is +1. d + 32 bits if scaled, otherwise d bits.
+    al. 2018). The sign of zero is +1. A tensor takes d + 32 bits if scaled, otherwise d bits.
     """
 
     scaled: bool = True

@@ -107,7 +107,7 @@ class Sparsifier(Streamed):
         return indices, values if factor == 1 else cast(values * factor, dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the norm of what is left out plus the error of the values codec."""
+        """Return the squared norm of what is left out plus the error bound of the values' codec."""
         return self.left_out(array) + self.values.error_bound(array.reshape(-1))
 
     def left_out(self, array: FlatArray) -> float:

@@ -48,7 +48,7 @@ class Streamed(Codec):
         """Return the ascending indices and the values of the elements that were sent.
 
         Raises:
-            ProtocolError: as of `decode`.
+            ProtocolError: `decode` would refuse `data`.
         """
         k, most = kernels.of(data), self.wire_bytes(size, dtype)
         if self.is_plain(data, size, dtype):

@@ -22,7 +22,7 @@ class Counted(Sparsifier):
     """A number of elements that depends on the data: the number (uint32), the indices (uint32), the values."""
 
     exact_size = False
-    """The size depends on the data and is at most that of the array."""
+    """False, because the size depends on the data; it is at most that of the array."""
 
     def count(self, size: int) -> int:
         return size

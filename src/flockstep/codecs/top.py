@@ -113,7 +113,8 @@ class TopK(Largest):
 
 
 def select(array: FlatArray, count: int, sampled: bool, random: np.random.Generator) -> Indices:
-    """Return ascending indices of the `count` largest elements, or with `sampled` of `count` elements that are nearly.
+    """Return ascending indices of the `count` largest elements; with `sampled`, of `count` elements that are nearly the
+    largest.
 
     A threshold from a sample reduces the candidates. If no threshold does, as in an array of equal elements, all
     elements are candidates.

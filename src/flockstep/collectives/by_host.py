@@ -78,7 +78,7 @@ class ByHost(Collective):
         return [gathered[rank] for rank in range(me.workers)]
 
     def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
-        """Return the cost of `flat`: of workers on one host, or each on its own."""
+        """Return the cost of `flat`, which is used if all workers are on one host or each is on a host of its own."""
         return self.flat.cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:

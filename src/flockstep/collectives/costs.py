@@ -59,7 +59,7 @@ def tree(workers: int, nbytes: float, link: LinkModel) -> float:
 
 
 def butterfly(workers: int, nbytes: float, link: LinkModel) -> float:
-    """L log2 P + m G log2 P: recursive doubling; with folding, 2 L + 3 m G more if P is not a power of two.
+    """Return L log2 P + m G log2 P: recursive doubling; with folding, 2 L + 3 m G more if P is not a power of two.
 
     A worker's folded array and the first message of the other rounds arrive at the same network card, hence 3 m G for
     two messages.

@@ -68,7 +68,8 @@ class DoubleTree(Collective):
                 me.send_all(place.children, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """2 (d L + (c + d - 1) m G / c) for c chunks per half and trees of depth d = ⌊log2 P⌋; half the bytes if P = 2.
+        """Return 2 (d L + (c + d - 1) m G / c) for c chunks per half and trees of depth d = ⌊log2 P⌋; half the bytes if
+        P = 2.
 
         This is a full pipeline: each network card passes two chunks of m / 2c per turn, and each level adds a turn. In
         virtual time an all-reduce takes 3/4 to 5/4 of that, depending on how chunks overlap.

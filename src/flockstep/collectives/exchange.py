@@ -29,8 +29,8 @@ def parent(rank: int, workers: int, root: int = 0) -> int:
 def tree(hosts: Hosts, rank: int, root: int) -> tuple[int, list[int]]:
     """Return the parent of a rank (its own rank for the root) and its children, in the order of their sums.
 
-    The root and the first worker of each other host form a binomial tree; the workers of a host form a binomial tree
-    on the one of them that is in that tree. An array crosses to each other host once.
+    The root and the first worker of each other host form a binomial tree; the workers of a host form a binomial tree,
+    whose root is the host's member of the first tree. An array crosses to each other host once.
     """
     leaders = [root if root in host else host[0] for host in hosts]
     number = next(i for i, host in enumerate(hosts) if rank in host)

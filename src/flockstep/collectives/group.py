@@ -18,7 +18,7 @@ class Group(Protocol):
     rank: int
     workers: int
     hosts: Hosts
-    """The members on each host."""
+    """The ranks of the members on each host."""
     random: np.random.Generator
     rendezvous: Rendezvous | None
     """The rendezvous through which process groups of other libraries are created; None if there is none."""

@@ -67,8 +67,8 @@ def read_table(path: str) -> tuple[Measured, ...]:
 def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measured]:
     """For the number of workers nearest to `workers`, return each collective's row nearest in size, in log scale.
 
-    Of equally near ones, the smaller number and the smaller size win. Collectives are ordered by their text, so that
-    all workers agree.
+    Of equally near rows, the row with the smaller number of workers and the smaller size is chosen. Collectives are
+    ordered by their text, so that all workers agree.
     """
     rows = list(rows)
     known = min(sorted({row.workers for row in rows}), key=lambda n: _distance(n, workers))

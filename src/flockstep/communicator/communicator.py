@@ -30,7 +30,7 @@ from flockstep.transports.shared_memory import SharedMemory
 MAX_BYTES = 1 << 30
 """Default size in bytes of the largest array that a communicator accepts."""
 LINGER, LOST_LINGER = 2.0, 0.3
-"""Seconds in which the last messages are still delivered after the end, and the same if a rank has died."""
+"""Seconds for which the last messages are still delivered after the end of a run, and after the death of a rank."""
 LONGEST = 4000
 """Maximum number of characters of an error that is sent."""
 

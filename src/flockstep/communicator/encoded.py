@@ -132,7 +132,7 @@ def codec_of(codec: str | Codec | None) -> Codec | None:
 
 
 def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -> Codec:
-    """Return the codec for an array and a step.
+    """Return `codec` bound to the shape of an array and to a step.
 
     Raises:
         ConfigurationError: the array is not of floating-point numbers.
@@ -175,7 +175,7 @@ def add_unpacked(message: Message, out: FlatArray, scale: float, most: int) -> N
     """out (size,) += scale * the array that a message describes.
 
     Raises:
-        ProtocolError: as of `unpacked`, or the array has another size or dtype than `out`.
+        ProtocolError: `unpacked` would refuse the message, or the array has another size or dtype than `out`.
     """
     note, who, size = message.note, node_name(message.source), _size(message)
     dtype = note.dtype if note.codec else message.payload.dtype.name

@@ -155,7 +155,7 @@ class ProgressEngine(Messenger):
         return {rank: nbytes for rank, nbytes in found.items() if nbytes or rank in self._held}
 
     def stop(self) -> None:
-        """End the thread; calls in progress and later calls are refused."""
+        """End the thread; calls in progress and later calls raise an error."""
 
         def last() -> None:
             self.node.send_all(self.node.others, LEAVE)

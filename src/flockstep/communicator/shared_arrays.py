@@ -22,7 +22,7 @@ from flockstep.transports.shared_memory import SharedMemory
 
 
 class SharedArray:
-    """One array for each rank, all in one shared segment; `local` is this rank's."""
+    """One array for each rank, all in one shared segment; `local` is the array of this rank."""
 
     def __init__(self, memory: SharedMemory, calls: Calls, shape: Sequence[int], dtype: str):
         """Place the arrays in a segment of `segment_bytes` bytes.

@@ -30,7 +30,8 @@ from flockstep.messages import Array, Message, Wanted, node_name
 
 
 class Window:
-    """A named array of the same shape and dtype on every rank; `put`, `get` and `accumulate` access that of any rank.
+    """A named array of the same shape and dtype on every rank; `put`, `get` and `accumulate` access the array of any
+    rank.
 
     The owner's communicator executes the operations of other ranks one after another, whatever the owner's threads do.
     """

@@ -74,7 +74,7 @@ class Net:
         return self.add(formulas.linear(name, x.elements, width), x.after, width)
 
     def total(self, xs: Sequence[At], name: str) -> At:
-        """Append the sum of branches."""
+        """Append a layer that sums branches."""
         after = tuple(one for x in xs for one in x.after)
         return self.add(formulas.total(name, xs[0].elements, len(xs)), after, xs[0].channels, xs[0].size)
 

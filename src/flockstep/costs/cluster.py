@@ -107,7 +107,9 @@ class ClusterShape:
         return min(known, default=None)
 
     def placed(self, workers: int | None = None) -> tuple[tuple[MachineGroup, int], ...]:
-        """The machines in order of rank with the number of workers on each; another total is divided in proportion.
+        """Return the machines in order of rank, with the number of workers on each machine.
+
+        A total of `workers` that differs from the description's is divided among the machines in proportion.
 
         Raises:
             ConfigurationError: `workers` is below 1.
@@ -138,7 +140,7 @@ class ClusterShape:
         return tuple(group for group, size in self.placed(workers) for _ in range(size))
 
     def factors(self, workers: int | None = None) -> tuple[float, ...]:
-        """Factor on the durations of `law` for every worker, on a core of its own."""
+        """Factor on the durations of `law` for every worker that has a core of its own."""
         return tuple(1 / group.speed for group in self.groups_by_rank(workers))
 
     def seconds_for(self, work: float) -> float:
@@ -158,7 +160,7 @@ class ClusterShape:
     def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
         """The compute model of the workers, for virtual time.
 
-        `seconds`: mean of a gradient at speed 1, if not that of `law`.
+        `seconds` is the mean duration of a gradient at speed 1; None: the mean of `law`.
 
         If only some machines have fewer cores than workers, those workers are slowed in proportion instead of sharing
         cores.
@@ -255,7 +257,7 @@ class ClusterShape:
 
     @property
     def link(self) -> costs.LinkModel:
-        """The link `slowest` for the closed forms."""
+        """The slowest link between any two workers, as the closed-form cost models describe a link."""
         return self.slowest.cost
 
     def _representatives(self) -> Iterator[int]:

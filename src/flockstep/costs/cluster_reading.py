@@ -34,7 +34,7 @@ def calibration() -> pathlib.Path:
 
 
 def usual_cluster() -> str:
-    """Name of the cluster of plans that name none: this machine's calibration if there is one, otherwise "laptop"."""
+    """Name of the default cluster of a plan: this machine's calibration if there is one, otherwise "laptop"."""
     try:
         return HERE if calibration().is_file() else "laptop"
     except (OSError, RuntimeError):  # no home, or none that can be read
@@ -48,7 +48,7 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
         name: name of a built-in cluster, "here" for this machine's calibration, or path of a TOML file.
 
     Raises:
-        ConfigurationError: there is none, or the file breaks a rule; the message has the file, the line,
+        ConfigurationError: there is no such cluster, or the file breaks a rule; the message has the file, the line,
             the value and what to write instead.
     """
     path = pathlib.Path(name)

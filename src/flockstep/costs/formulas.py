@@ -84,7 +84,7 @@ def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], dat
 
 
 def activation(name: str, elements: Number, data: bool = False, kind: str = "activation") -> Layer:
-    """Elementwise activation: W = N C H W, D = 1, and the same backward."""
+    """Elementwise activation: W = N C H W and D = 1, both forward and backward."""
     return Layer(
         name,
         kind,

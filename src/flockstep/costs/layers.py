@@ -74,19 +74,19 @@ class Layer:
     """Number of parameters that no earlier layer has counted."""
     forward: Pass = NOTHING
     by_weight: Pass = NOTHING
-    """Work of the gradient of the weights."""
+    """Computation of the gradient of the weights."""
     by_input: Pass = NOTHING
-    """Work of the gradient of the inputs; empty if the inputs are data."""
+    """Computation of the gradient of the inputs; empty if the inputs are data."""
     reads: Number = 0
-    """Elements of the inputs per sample."""
+    """Number of elements of the layer's inputs, per sample."""
     writes: Number = 0
-    """Elements of the outputs per sample."""
+    """Number of elements of the layer's outputs, per sample."""
     trained: int | None = None
     """Number of parameters that have a gradient; None for all."""
     after: tuple[str, ...] | None = None
-    """Names of the layers whose outputs it reads; None for the previous layer."""
+    """Names of the layers whose outputs this layer reads; None for the previous layer."""
     tied: str | None = None
-    """Name of the layer that counts the shared weights."""
+    """Name of the layer that counts the weights that this layer shares; None if this layer has weights of its own."""
     counted: CountedBy = "formula"
     """Source of the work: the formulas of this package, torch, or unknown."""
 
@@ -105,7 +105,7 @@ class Layer:
 
     @property
     def gradients(self) -> int:
-        """Elements of the layer's gradient."""
+        """Number of elements of the layer's gradient."""
         return self.parameters if self.trained is None else self.trained
 
     @property
@@ -143,7 +143,7 @@ class Layer:
         return batch * self.writes * itemsize
 
     def gradient_bytes(self, itemsize: int = 4) -> int:
-        """Bytes of the gradient of its parameters."""
+        """Bytes of the gradient of the layer's parameters."""
         return self.gradients * itemsize
 
     def data_bytes(self, workers: int, itemsize: int = 4) -> float:
@@ -200,7 +200,7 @@ class ModelShape:
 
     @property
     def gradients(self) -> int:
-        """Elements of the gradient: the number of trained parameters."""
+        """Number of elements of the gradient, which is the number of trained parameters."""
         return sum(layer.gradients for layer in self.layers)
 
     @property

@@ -23,7 +23,7 @@ SLOWEST, FASTEST = 1e-9, 1e9
 
 
 class WrongValue(ConfigurationError):
-    """An invalid value in a description; `path` locates the value, so that a reader can report its line."""
+    """Error about an invalid value in a description; `path` locates the value, so that a reader can report its line."""
 
     def __init__(self, message: str, *path: str | int):
         super().__init__(message)
@@ -94,8 +94,9 @@ class ClusterLink:
     bandwidth: float
     """Bandwidth of a card in each direction, in bytes per second."""
     latency: float = 0.0
-    """Seconds that a message within a machine or tier takes in addition to its bytes; between tiers, seconds added to
-    that.
+    """Seconds that a message within a machine or tier takes in addition to its bytes.
+
+    Between tiers, the seconds are added to the latencies within both tiers.
     """
     fair: bool = False
     """Whether messages that pass the link at the same time share it, as over TCP, instead of waiting in turn."""
@@ -128,7 +129,7 @@ class ClusterLink:
 
     @property
     def alone(self) -> Link | FairLink:
-        """The link for virtual time, if it is the only kind of link between machines."""
+        """The link for virtual time, for a cluster in which this is the only kind of link between machines."""
         return FairLink(self.bandwidth, self.latency) if self.fair else self.network
 
 
@@ -143,7 +144,7 @@ class Rates:
 
 
 def shown(value: object) -> str:
-    """Text of a value for a message, shortened to 200 characters."""
+    """Return a value as text for a message, shortened to 200 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of very many digits; too many brackets
@@ -152,5 +153,5 @@ def shown(value: object) -> str:
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:
-    """Names, separated by commas; "none" if there are none."""
+    """Return names separated by commas; "none" if there are none."""
     return ", ".join(names) or "none"

@@ -23,7 +23,7 @@ _STRING = re.compile(
 
 
 class Lines:
-    """Path of a key, such as ("links", 0, "between"), → number of its line, from 1."""
+    """Numbers of the lines of a document's keys: path, such as ("links", 0, "between"), → number, from 1."""
 
     def __init__(self, text: str):
         self._text = text

@@ -29,9 +29,9 @@ from flockstep.drivers.place import Place
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, of_kind
 
 TIMEOUT = 600.0
-"""Default time in seconds within which all processes of a run must have come."""
+"""Default time in seconds within which all processes of a run must have connected."""
 REMIND = 10.0
-"""Seconds between two lines about what is waited for."""
+"""Seconds between two printed lines that say what a process waits for."""
 RETRY = 0.02
 """Seconds between two attempts to reach the agent."""
 LAST = 30.0
@@ -48,7 +48,7 @@ main(folder)
 
 
 class Introduction(msgspec.Struct, forbid_unknown_fields=True):
-    """What a process tells the agent of its host."""
+    """Message with which a process introduces itself to the agent of its host."""
 
     rank: int
     workers: int
@@ -59,7 +59,7 @@ class Introduction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
-    """What the agent answers: a node specification, or the kind and the reason of an error."""
+    """The agent's answer to an introduction: a node specification, or the kind and the reason of an error."""
 
     spec: NodeSpec | None = None
     kind: str = ""
@@ -73,9 +73,10 @@ def folder_of(place: Place) -> Path:
 
 
 def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
-    """Join the run of the processes that a launcher has started; the node specification of this one.
+    """Join the run of the processes that a launcher has started, and return this process's node specification.
 
-    `timeout`: seconds within which all processes must have come; that of local rank 0 counts for the hosts.
+    `timeout`: seconds within which all processes must have connected. Between hosts, the value given by the process
+    with local rank 0 is used.
 
     Raises:
         ConfigurationError: the run cannot begin.
@@ -98,7 +99,7 @@ def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
 
 
 def say_nothing_of(error: FlockstepError) -> None:
-    """Let Python not print this error if it is not caught, because another process prints it."""
+    """Keep Python from printing this error if the error is not caught, because another process prints it."""
     hook = sys.excepthook
 
     def quiet(kind: type[BaseException], raised: BaseException, trace: object) -> None:

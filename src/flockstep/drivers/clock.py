@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 ROUND_TRIPS = 5
-"""Round trips at the start of a run, of which the fastest one counts."""
+"""Number of round trips at the start of a run, of which the fastest one is used."""
 
 
 class RoundTrip(NamedTuple):
@@ -24,7 +24,7 @@ class RoundTrip(NamedTuple):
 
     @property
     def delay(self) -> float:
-        """Seconds that both messages together were under way."""
+        """Seconds for which both messages together were in transit."""
         return (self.received - self.sent) - (self.answered - self.heard)
 
 

@@ -13,7 +13,7 @@ from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.drivers.membership import membership_here
 
 MOST = 1 << 16
-"""Bytes of each array that enter a digest."""
+"""Number of bytes of each array that enter a digest; further bytes are ignored."""
 
 
 def digest_of(batch: object) -> str:
@@ -49,7 +49,10 @@ def _is_plain(value: object) -> bool:
 
 
 def tell_data(digest: str) -> None:
-    """Tell the supervisor what this worker reads, once in a run; without a run nothing happens."""
+    """Send a digest of the data that this worker reads to the supervisor, once in a run.
+
+    Without a run nothing happens.
+    """
     here = membership_here()
     if here is not None and not here.told_data and not here.member.closed:
         here.told_data = True

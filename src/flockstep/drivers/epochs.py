@@ -23,8 +23,9 @@ _counts: weakref.WeakKeyDictionary[Iterable[Any], EpochCount] = weakref.WeakKeyD
 
 
 def count_of(batches: Iterable[Any]) -> EpochCount:
-    """The count of an iterable's epochs, the same at each call; a new one for lists and the like, which have one
-    order.
+    """Return the epoch counter of an iterable, the same object at each call.
+
+    Lists and similar iterables, which have one order, get a new counter.
     """
     try:
         return _counts.setdefault(batches, EpochCount())

@@ -54,7 +54,7 @@ class FaultInjector:
         return (*link, self._sent[link]) in self.drops
 
     def clock(self, clock: Clock) -> Clock:
-        """The clock, with the gradients of slow workers stretched."""
+        """Return a clock that stretches the gradients of slow workers; `clock` itself if no worker is slow."""
         return _Stretched(clock, self._slows) if self._slows else clock
 
 

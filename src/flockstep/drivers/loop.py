@@ -128,7 +128,7 @@ class Loop:
     """Step up to which gradients have been reported to the supervisor."""
 
     watch: ParameterGuard | None = None
-    """Checks the model between two steps."""
+    """Guard that checks between two steps whether the script has changed the model; None if there is none."""
     _diverged = False
 
     def __init__(

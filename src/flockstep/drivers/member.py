@@ -130,11 +130,13 @@ class NodeSpec:
     supervisor is on another host, and only the link tells.
     """
     process: int = 0
-    """Process id of the only process that may use this; 0: any process that has it."""
+    """Process id of the only process that may use this specification; 0: any process that has it."""
     claimed: int = 0
-    """Number of times that process has used it: its calls of `distribute`, and of `join` if that came first."""
+    """Number of times that the process has used this specification: its calls of `distribute`, and of `join` if that
+    came first.
+    """
     call: int = 1
-    """Number of the call of `distribute` for which this is, from 1."""
+    """Number of the call of `distribute` that uses this specification, from 1."""
     seed: int = 0
     """Seed of the nodes' random streams."""
     imports: tuple[str, ...] = ()
@@ -143,7 +145,10 @@ class NodeSpec:
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 
     def of_call(self, number: int) -> NodeSpec:
-        """What the process needs for its call number `number` of `distribute`: each has a run and a record."""
+        """Return the specification for the process's call number `number` of `distribute`.
+
+        Each call has its own run and record.
+        """
         record = str(folder_of_call(Path(self.record), number))
         return dataclasses.replace(self, call=number, run=run_of_call(self.run, number), record=record)
 
@@ -521,7 +526,7 @@ def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failu
 
 
 def in_short(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

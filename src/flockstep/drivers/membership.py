@@ -78,7 +78,9 @@ def require_side_by_side(more: int = 0) -> None:
 
 
 def first_membership() -> Membership | None:
-    """The membership of the first call, whose link to the supervisor lasts as long as this process; None before."""
+    """The membership of the first call, whose link to the supervisor lasts as long as this process; None before that
+    call.
+    """
     return _memberships[0] if _memberships else None
 
 

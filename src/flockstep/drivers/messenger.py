@@ -23,7 +23,7 @@ Receive = Callable[..., Message | None]
 
 
 class Messenger(ABC):
-    """Sends a node's messages and delivers those of others.
+    """Sends a node's messages, and delivers the messages that arrive from other nodes.
 
     Messages that the bus has no room for are queued for each peer.
     """

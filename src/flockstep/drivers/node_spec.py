@@ -53,8 +53,10 @@ def require_own_process(name: str) -> None:
 
 
 def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
-    """The node specification of this process; that of a process which torchrun, mpirun or srun has started comes from
-    the agent of its host, which waits up to `timeout` seconds for all processes.
+    """Return the node specification of this process.
+
+    A process that torchrun, mpirun or srun has started gets the specification from the agent of its host, which waits
+    up to `timeout` seconds for all processes.
 
     Raises:
         ConfigurationError: the run cannot begin, or `timeout` is not > 0.

@@ -30,7 +30,7 @@ class Place:
     rank: int
     workers: int
     local_rank: int
-    """Number of this process among those of its host, from 0; not always in the order of the ranks."""
+    """Number of this process among the processes of its host, from 0; not always in the order of the ranks."""
     local_workers: int
     node_rank: int | None
     """Number of this host, from 0; None if the launcher does not tell it."""
@@ -41,7 +41,7 @@ class Place:
     by: str
     """The launcher: torchrun, mpirun or srun."""
     run: str
-    """Text that is equal in all processes of the run on this host, and different in those of other runs."""
+    """Text that is equal in all processes of the run on this host, and different in the processes of other runs."""
 
     @property
     def all_here(self) -> bool:
@@ -50,7 +50,8 @@ class Place:
 
 
 def place_from(environment: Environment) -> Place | None:
-    """The place of a process with these environment variables; None if no launcher has started several processes.
+    """Return the place of the process with these environment variables; None if no launcher has started several
+    processes.
 
     If several launchers have left variables, torchrun comes before mpirun, and mpirun before srun, which often starts
     one of the others.

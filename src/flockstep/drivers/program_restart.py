@@ -186,7 +186,9 @@ async def all_here(me: Worker) -> None:
 
 
 async def meet(me: Worker, word: str) -> int:
-    """Wait until every other living worker has sent `word` too; return the largest number of steps of a worker."""
+    """Send `word`, and wait until every other living worker has sent `word`; return the largest number of steps of a
+    worker.
+    """
     me.send_all(me.peers, word)
     most = me.step
     for peer in me.peers:
@@ -196,7 +198,9 @@ async def meet(me: Worker, word: str) -> int:
 
 
 async def restart_programs(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None, before: int) -> None:
-    """Stop all nodes and give all of them rank 0's parameters, and its servers `optimizer`; old messages are dropped.
+    """Restart the programs of all nodes from rank 0's parameters, and the servers' optimizers from `optimizer`.
+
+    Old messages are dropped.
 
     `before`: number of steps that the run has taken on rank 0.
     """
@@ -243,7 +247,10 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
 
 
 async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
-    """The parameters that the servers hold; if several hold the same part, those of the first."""
+    """The parameters that the servers hold.
+
+    If several servers hold the same part, the first of these servers counts.
+    """
     whole = copied(me.params)
     asked = [(server(index), None, None) for index in range(len(held))]
     for index, reply in reversed(list(enumerate(await me.ask_all("read", asked)))):

@@ -158,7 +158,7 @@ class NodeConnection(Messenger):
             self.take(message)
 
     def leave(self, failed: bool) -> None:
-        """Close what the workers have opened together besides the run's own links."""
+        """Close the connections that the workers have opened together in addition to the run's own links."""
         self._group = self._staging = None
         if isinstance(self.node, Worker):
             self.node.shared_sum = self.node.host_sum = None

@@ -71,12 +71,12 @@ address of a dead node) or ("needless",) for a canceled gradient.
 
 @dataclass(eq=False)
 class History:
-    """What is needed to restart a program."""
+    """The saved state and the inputs from which a program can be restarted."""
 
     point: bytes = b""
     """State of the node at the last point from which its program can restart."""
     inputs: list[Input] = field(default_factory=list)
-    """Inputs of the program since then."""
+    """Inputs that the program has received since `point`."""
 
 
 class Runner:
@@ -97,7 +97,7 @@ class Runner:
     script_requests: ScriptRequests | None = None
     """Answers requests to a script's server besides its program."""
     history: History | None = None
-    """What is needed to restart the program; None if nothing is kept."""
+    """The history from which the program can be restarted; None if no history is kept."""
     replaying: bool = False
     """Whether the program repeats its past: requests of the program must not take effect again."""
 

@@ -75,7 +75,7 @@ class Buffers:
 
 
 async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
-    """Rank → buffers, for every living rank."""
+    """Return rank → packed buffers, for every living rank."""
     me.send_all(me.peers, "buffers", packed)
     return {me.rank: packed} | {rank: array for rank in me.peers if (array := await _from(me, rank)) is not None}
 

@@ -33,7 +33,7 @@ _shards: weakref.WeakKeyDictionary[DataLoader[Any], Iterable[Any]] = weakref.Wea
 
 
 def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
-    """This worker's part of the loader, the same object at each call.
+    """Return this worker's part of the loader, the same object at each call.
 
     Raises:
         ConfigurationError: the loader has a custom sampler, which already assigns the samples, or a worker would get

@@ -73,8 +73,10 @@ class Consent:
         by_active: bool,
         stepped: Callable[[], bool] = lambda: True,
     ) -> Iterator[None]:
-        """Context manager: a rank that reaches its end takes part in the steps of the others until all have
-        reached it; not if `stepped` then says that this rank took none, as in an evaluation.
+        """Context manager in which ranks may have different numbers of batches.
+
+        A rank that reaches the end takes part in the steps of the other ranks until all have reached it, unless
+        `stepped` returns False because the rank took no step, as in an evaluation.
         """
         if self.joining:
             raise CompositionError("join() is already open; leave it before entering it again")

@@ -140,7 +140,7 @@ class Tracker:
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
         """Add a node's current parameters (copied if they are kept).
 
-        Parameters of nodes that only cache are dropped.
+        Parameters of servers that only cache are dropped.
         """
         if address in self._idle:
             return

@@ -64,14 +64,14 @@ class Saved:
     tasks: int = 0
     """Number of background tasks that the node has started."""
     taken: dict[str, list[Message]] = field(default_factory=dict)
-    """Messages taken by tasks that the program restarts."""
+    """Messages that background tasks have taken; the program restarts these tasks."""
 
 
 class Computing(msgspec.Struct, eq=False, gc=False):
     """A worker's running gradient, or the requested share of it."""
 
     began: float
-    """Virtual second at which the whole gradient was begun."""
+    """Virtual second at which the computation of the whole gradient began."""
     finish: float
     """Virtual second at which the gradient is complete."""
 
@@ -163,9 +163,10 @@ class Simulation:
                 runner.metrics.close(self.now, runner.node.params)
 
     def close(self) -> None:
-        """Free the nodes at once, which refer to each other: nothing of them can be used any more.
+        """Free the nodes at once; none of them can be used afterwards.
 
-        Python's garbage collector would find them late, for it runs seldom in later simulations.
+        The nodes refer to each other, so that only Python's garbage collector would free them, which runs seldom in
+        later simulations.
         """
         for runner in self.runners.values():
             vars(runner).clear()
@@ -409,7 +410,9 @@ def _settle(node: Node, saved: Saved) -> None:
 
 
 def due_at(began: float, finish: float, share: float) -> float:
-    """Virtual second at which that share of the gradient, counted from the end of the flat array, is complete."""
+    """Return the virtual second at which the given share of a gradient, counted from the end of the flat array, is
+    complete.
+    """
     return finish if share >= 1 else began + (finish - began) * (FORWARD + (1 - FORWARD) * share)
 
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that the functions share."""
+"""Checks of arguments that several functions of this package have in common."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
 
 
 def usual(given: T | None, default: T | None) -> T | None:
-    """The value that was given, or the default if none was given."""
+    """Return the given value of an argument, or the default if the value is None."""
     return default if given is None else given
 
 

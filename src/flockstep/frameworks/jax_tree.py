@@ -14,7 +14,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
 
 Tree = Any
-"""A pytree of arrays."""
+"""A JAX pytree: arrays in nested containers, such as dicts, lists and modules."""
 
 
 class FlatTree:

@@ -19,7 +19,7 @@ from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluat
 from flockstep.optimizers.base import Optimizer
 
 Views = Mapping[str, FlatArray]
-"""Name → array; for several replicas, the first axis runs over the replicas."""
+"""Name → array of a model's parameters or gradients; for several replicas, the first axis runs over the replicas."""
 
 
 class Model(ABC):

@@ -212,7 +212,7 @@ class FlatModule:
         return self.grads
 
     def gather_gradient(self, index: int) -> None:
-        """Like `gather_gradients`, for one parameter."""
+        """Gather the gradient of one parameter, as `gather_gradients` gathers those of all parameters."""
         self._bring(index)
         if self.schema.entries[index].dtype:
             part = self.schema.slices[index]

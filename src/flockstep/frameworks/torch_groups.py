@@ -24,17 +24,19 @@ ELEMENTWISE = (
 )
 """Classes of torch.optim that step every element independently."""
 LINEAR = ("SGD", "ASGD")
-"""Classes that are linear in the gradient and the weight decay; the others would undo a smaller gradient."""
+"""Classes whose step is linear in the gradient and the weight decay; the steps of other classes hardly depend on the
+gradient's scale.
+"""
 PER_STEP = ("lr_decay", "momentum_decay", "lambd")
 """Settings that torch multiplies by the number of steps."""
 DECAYS = dict.fromkeys(LINEAR, ("weight_decay",))
-"""Settings that scale with the gradient and not with the learning rate."""
+"""Class → settings that scale with the gradient and not with the learning rate."""
 FACTORS = {"RMSprop": ("alpha",), "Adadelta": ("rho",)}
-"""Factors of running means, besides `betas`, by class."""
+"""Class → factors of running means, besides `betas`."""
 SUMS = {"momentum_buffer", "sum"}
-"""Names of torch's state that sums past steps instead of averaging them."""
+"""Names of torch's state variables that sum past steps instead of averaging them."""
 NUMBERS = ("mu_product", "eta", "mu")
-"""Names of torch's state that is one number per parameter, besides the number of steps."""
+"""Names of torch's state variables that are one number per parameter, besides the number of steps."""
 
 
 @dataclass(eq=False)
@@ -43,7 +45,7 @@ class Pieces:
 
     optimizer: torch.optim.Optimizer | None = None
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    """For each of the optimizer's parameters: first element, one past the last, and group."""
+    """First element, end and group of each of the optimizer's parameters."""
 
 
 @dataclass(frozen=True)

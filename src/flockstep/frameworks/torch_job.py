@@ -37,7 +37,7 @@ def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
     """Return the job's optimizer as a flockstep optimizer; a torch optimizer must update every trainable parameter.
 
     Raises:
-        ConfigurationError: it leaves a parameter out, or has no counterpart.
+        ConfigurationError: the torch optimizer leaves a parameter out, or has no counterpart.
     """
     if isinstance(job.optimizer, (Optimizer, str)):
         return Optimizer.parse(job.optimizer)

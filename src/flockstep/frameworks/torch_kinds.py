@@ -256,7 +256,8 @@ def _times(layer: Layer, times: Number) -> Layer:
 
 
 def unknown(call: ModuleCall, flops: int, weighed: bool) -> Layer:
-    """Return the layer for a call of a module without a formula: torch's own count of its products, or no work.
+    """Return the layer for a call of a module without a formula, with the number of products that torch counts, or
+    without work.
 
     Each product is assumed to have two gradients, of weights and inputs (`weighed`) or of two inputs. The depth is that
     of a sum of as many products as there are per output, which is exact for a single matrix product.

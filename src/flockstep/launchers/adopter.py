@@ -37,7 +37,7 @@ from flockstep.transports.base import Transport
 from flockstep.transports.wire import PROTOCOL
 
 LONGEST = 1 << 12
-"""Most bytes of an introduction."""
+"""Largest size of an introduction, in bytes."""
 
 
 class Adopted:
@@ -57,7 +57,7 @@ class Adopted:
     def begin(self, node_spec: NodeSpec) -> Child:
         """Give the process its node specification.
 
-        The process is not bound to end with this one: with local rank 0 it waits for the end of the agent.
+        The process does not end with the agent: the process with local rank 0 waits for the agent's end.
         """
         self._answer(Answer(spec=dataclasses.replace(node_spec, supervisor=0)))
         return self
@@ -74,7 +74,9 @@ class Adopted:
             self._socket.sendall(msgspec.json.encode(answer) + b"\n")
 
     def exit_code(self) -> int | None:
-        """0 or 1 from the time at which the process said so, `ENDED` if it ended without a word; None before."""
+        """Return the exit code that the process has reported, 0 or 1; `ENDED` if the process ended without a report;
+        None before.
+        """
         if self._code is None:
             ended = bool(self._process is not None and select.select([self._process], [], [], 0)[0])
             with contextlib.suppress(BlockingIOError):
@@ -97,16 +99,16 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Adopter:
-    """What the agent knows of its host's part in the run."""
+    """The part of a host in a run, as the agent of the host carries it out."""
 
     place: Place
     """The place of the process that has started the agent."""
     script: str
     """The script's path."""
     timeout: float
-    """Seconds within which all hosts must have come."""
+    """Seconds within which all hosts must have joined."""
     folder: Callable[[None, str], Path]
-    """Returns the folder for the record of a run that is called so."""
+    """Function (None, name of the run) → new folder for the record of the run."""
 
     @property
     def config(self) -> RunConfig:
@@ -172,8 +174,8 @@ def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted], ti
     """Wait up to `timeout` seconds until all processes of this host have introduced themselves.
 
     Raises:
-        ConfigurationError: they do not belong to one run, or some do not come in time.
-        RunError: one has ended.
+        ConfigurationError: the processes do not belong to one run, or some have not introduced themselves in time.
+        RunError: a process has ended.
     """
     listener.settimeout(0.05)
     until, reminder = time.monotonic() + timeout, Reminder()
@@ -233,10 +235,10 @@ def _told(found: Mapping[int, Adopted]) -> Iterator[None]:
 
 
 def main(folder: Callable[[None, str], Path]) -> None:
-    """Be the agent: arguments are the descriptor of a listening Unix socket, the place as JSON, the script, and the
-    seconds within which all processes must have come.
+    """Run the agent; the arguments are the descriptor of a listening Unix socket, the place as JSON, the script, and
+    the seconds within which all processes must have connected.
 
-    `folder` returns the folder for the record of a run that is called so.
+    `folder` is a function (None, name of the run) → new folder for the record of the run.
     """
     descriptor, text, script, timeout = sys.argv[1:]
     for kind in (signal.SIGTERM, signal.SIGHUP):

@@ -30,9 +30,9 @@ DRAIN = 1.0
 LONGEST_LINE = 1 << 20
 """Length in bytes from which an unfinished line of output is passed on."""
 HOST_LOST = 1 << 16
-"""Stands for the exit code of a process whose host was lost; no process has such a code."""
+"""Exit code that stands for a process whose host was lost; no process ends with this code."""
 ENDED = HOST_LOST + 1
-"""Stands for the unknown exit code of a process that another launcher has started."""
+"""Exit code that stands for the unknown exit code of a process that another launcher has started."""
 UNGUARDED = 83
 """Exit code of a forked process that would start a run while it imports the program that started it."""
 NODE = "flockstep-node"
@@ -48,7 +48,7 @@ class Child(Protocol):
 
     pid: int
     reason: str | None
-    """What another host, on which it ran, adds about its end; None: it runs on this host."""
+    """Remark by the host of the process about the process's end; None: the process runs on this host."""
 
     def exit_code(self) -> int | None:
         """Exit code of the process: None while the process runs, -n if signal n ended the process."""
@@ -110,7 +110,9 @@ class Script:
         self._process.kill()
 
     def drain(self, deadline: float) -> None:
-        """Wait until the sink has the script's whole output, at most until `deadline` of the monotonic clock."""
+        """Wait until the sink has received the script's whole output, at most until `deadline` on the monotonic
+        clock.
+        """
         for thread in self._relays:
             thread.join(max(0.0, deadline - time.monotonic()))
 

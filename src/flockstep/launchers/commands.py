@@ -26,14 +26,14 @@ class CommandGathering(TaskGathering):
 
     names: tuple[str, ...] = ()
     python: str = sys.executable
-    """Python on the hosts."""
+    """Path of the Python interpreter on the hosts."""
 
     @abstractmethod
     def command(self, name: str) -> list[str]:
-        """The words of the command that starts the agent on that host."""
+        """Return the words of the command that starts the agent of a host."""
 
     def hint(self, name: str, code: int) -> str:
-        """What a user may try when the command has failed with that exit code; empty if nothing is known."""
+        """Return advice to the user for a command that has failed with the given exit code; empty if there is none."""
         return ""
 
     def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:

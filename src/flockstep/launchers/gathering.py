@@ -29,18 +29,20 @@ BETWEEN_HOSTS = "tcp(memory=true)"
 HEARTBEAT = 5.0
 """Default heartbeat: seconds without an answer after which a node counts as lost."""
 OWN = ("versions", "facts", "imports", "job")
-"""Fields of a configuration that hosts do not compare as text: of files, the content is compared."""
+"""Fields of a configuration whose texts may differ between hosts; if a field names files, the content of the files is
+compared.
+"""
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """The part of one host in a run over several."""
+    """The part of one host in a run over several hosts."""
 
     meeting: Meeting
     nodes: int
     node: int
     separate: bool = False
-    """Whether the coordinator is a process of its own, beside these hosts."""
+    """Whether the coordinator is a separate process, in addition to the hosts with workers."""
 
     def __post_init__(self) -> None:
         least = 1 if self.separate else 2
@@ -58,7 +60,7 @@ class Gathering:
         return self.node == 0 and not self.separate
 
     def placement(self, workers: int) -> dict[int, range]:
-        """Node → its ranks: neighbors on one host, as evenly as possible.
+        """Return node → ranks: consecutive ranks on one host, with numbers of workers that differ by at most one.
 
         Raises:
             ConfigurationError: there are fewer workers than hosts.
@@ -86,7 +88,8 @@ class Gathering:
         return dataclasses.replace(config, transport=str(transport))
 
     def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> RemoteHosts:
-        """Listen for the other hosts, as the coordinator, until `stack` ends; `settings`: as the user gave them.
+        """Listen for the other hosts, as the coordinator, until `stack` ends; `settings` holds the options as the user
+        gave them.
 
         Raises:
             ConfigurationError: it is not possible to listen there.
@@ -123,13 +126,13 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Coordinating(Gathering):
-    """The part of a coordinator that has no workers: all hosts of the run are others."""
+    """The part of a coordinator without workers; all workers of the run are on other hosts."""
 
     node: int = 0
 
     @property
     def coordinates(self) -> bool:
-        """Whether this host is the coordinator's: always."""
+        """True, because this process is the coordinator."""
         return True
 
     def __post_init__(self) -> None:
@@ -137,7 +140,7 @@ class Coordinating(Gathering):
             raise ConfigurationError(f"--nodes must be >= 1, got {self.nodes}; it counts the hosts with workers")
 
     def ranks(self, workers: int) -> range:
-        """Ranks of this host's workers: none."""
+        """An empty range, because this host has no workers."""
         return range(0)
 
     def over(self, config: RunConfig) -> RunConfig:
@@ -153,8 +156,8 @@ class Coordinating(Gathering):
 
 
 def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, str]:
-    """What all hosts must have set alike: the options as the user gave them, the content of the files that they run,
-    and the script's arguments.
+    """Return the settings that must be equal on all hosts: the options as the user gave them, the hashes of the files
+    that are run, and the script's arguments.
     """
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     settings = {name: str(value) for name, value in fields.items() if name not in OWN and value is not None}
@@ -167,7 +170,7 @@ def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, s
 
 
 def named_content(file: str) -> str:
-    """Name and hash of a file; a name of a built-in job stays."""
+    """Return the name and the hash of a job's file; the name of a built-in job is returned unchanged."""
     path = Path(file)
     if not path.is_file():
         return file

@@ -52,13 +52,13 @@ from flockstep.transports.links import Control, LocalFrames
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
 POLL = 0.05
-"""Seconds between two looks at the processes."""
+"""Seconds between two checks of the processes."""
 GRACE = 3.0
-"""Seconds processes get to end by themselves."""
+"""Seconds for which the agent waits for processes to end by themselves, before it kills them."""
 BACKLOG = 1 << 24
-"""Bytes that may wait for the coordinator before the agent reads no more from its processes."""
+"""Number of bytes waiting for the coordinator at which the agent stops reading from its processes."""
 MESSAGES = 32
-"""Messages of one process that are forwarded before the next one's turn."""
+"""Number of messages of one process that are forwarded before the next process has its turn."""
 
 
 class HostAgent:
@@ -313,7 +313,9 @@ def on_host(transport: Transport, host: str) -> Transport:
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Which setting of a host differs from the coordinator's; None if all agree."""
+    """Return a text about the first setting in which a host differs from the coordinator; None if all settings
+    agree.
+    """
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
             return f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} at the coordinator"

@@ -29,15 +29,15 @@ class Join(HostMessage, frozen=True):
     node: int
     nodes: int
     workers: int
-    """Workers of the whole run."""
+    """Number of workers of the whole run."""
     ranks: tuple[int, ...]
-    """Ranks whose processes the host has already, or will start."""
+    """Ranks of the processes that already run on the host, or that the host will start."""
     name: str
     """Name of the host."""
     settings: dict[str, str]
-    """What all hosts must agree on, such as the hash of the script."""
+    """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
-    """Whether the agent tells how the processes end that the host has already."""
+    """Whether the agent reports the ends of processes that already ran on the host."""
 
 
 class Refused(HostMessage, frozen=True):
@@ -53,20 +53,20 @@ class Accepted(HostMessage, frozen=True):
 
 
 class Waiting(HostMessage, frozen=True):
-    """Message to a host agent: `text` says which hosts or ranks have not come yet."""
+    """Message to a host agent: `text` says which hosts or ranks have not joined yet."""
 
     text: str
 
 
 class ServerSpec(msgspec.Struct, frozen=True):
-    """What a server's process needs besides its node specification."""
+    """Specification of a server's process, in addition to its node specification."""
 
     index: int
     strategy: str
     optimizer: str
     schema: Schema
     every: int
-    """Steps between two snapshots; 0: none."""
+    """Number of steps between two snapshots; 0: no snapshots."""
     imports: tuple[str, ...]
 
 
@@ -110,7 +110,7 @@ class Heard(HostMessage, frozen=True):
 
 
 class Exited(HostMessage, frozen=True):
-    """Message of a host agent: a process has ended with that exit code; `reason` adds to it."""
+    """Message of a host agent: a process has ended with the given exit code; `reason` is a remark about the end."""
 
     address: int
     code: int
@@ -124,7 +124,9 @@ class Kill(HostMessage, frozen=True):
 
 
 class Stopped(HostMessage, frozen=True):
-    """Message of a host agent: the user of the host, or its system, asked the run to stop, or it `failed`."""
+    """Message of a host agent: the host's user or system asked the run to stop; with `failed`, the host cannot do its
+    part.
+    """
 
     reason: str
     failed: bool = False
@@ -146,15 +148,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encoded(message: HostMessage) -> bytes:
-    """The header of a message."""
+    """Return a message encoded as the bytes of a header."""
     return _encoder.encode(message)
 
 
 def decoded(header: bytes) -> AnyHostMessage:
-    """The message of a header.
+    """Return the message that a header encodes.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes do not encode a message.
     """
     message: AnyHostMessage = _decoder.decode(header)
     return message

@@ -48,18 +48,20 @@ from flockstep.transports.wire import PROTOCOL
 PROVING = 10.0
 """Seconds within which a new connection must prove that it knows the secret, and say which host it is."""
 STRANGERS = 32
-"""Largest number of connections that have not done so; one more ends the oldest."""
+"""Largest number of connections that have not proved that they know the secret; one more connection closes the
+oldest.
+"""
 SHOWN = 16
-"""Most hosts or ranks that are named when they are waited for."""
+"""Largest number of missing hosts or ranks that a message names."""
 SAME_VERSION = "install the same version on every host"
 POLL = 0.05
-"""Seconds between two looks at the connections while hosts are waited for."""
+"""Seconds between two checks of the connections while hosts are waited for."""
 WAITING = 1024
-"""Messages of a host that may wait for the supervisor before no more are read from it."""
+"""Number of unread messages of a host at which the coordinator stops reading from the host."""
 NAMED = 100
-"""Largest number of addresses about which a line is printed."""
+"""Largest number of rejected addresses about which a line is printed."""
 LINGER = 2.0
-"""Seconds within which the hosts must take the message that the run is over."""
+"""Seconds within which the hosts must accept the message that the run is over."""
 
 
 class RemoteChild:
@@ -120,31 +122,31 @@ class Host:
     frames: dict[int, RemoteFrames] = field(default_factory=dict)
     children: dict[Address, RemoteChild] = field(default_factory=dict)
     lost: str = ""
-    """Why the agent is gone; empty while it is there."""
+    """Reason for which the agent was lost; empty while the agent is connected."""
 
     def send(self, message: HostMessage, *payloads: Buffer) -> None:
-        """Queue a message for the agent, if it is there."""
+        """Queue a message for the agent, if the agent is connected."""
         if not self.lost:
             self.channel.send(encoded(message), payloads)
 
     @property
     def waiting(self) -> int:
-        """Number of messages of its processes that nobody has taken."""
+        """Number of messages of the host's processes that have arrived and were not read."""
         return sum(len(frames.arrived) for frames in self.frames.values())
 
     @property
     def title(self) -> str:
-        """The host in an error."""
+        """Name of the host in error messages: the number of the node, and the name of the host."""
         return f"node {self.join.node} ({self.join.name})"
 
 
 class OtherHosts:
-    """The other hosts of a run. This class stands for none."""
+    """The other hosts of a run. This base class is for runs that have no other hosts."""
 
     rejected = 0
-    """Number of connections that were turned away."""
+    """Number of connections that were rejected."""
     waiting = False
-    """Whether messages have arrived that nobody has taken."""
+    """Whether messages have arrived that were not read."""
 
     def __enter__(self) -> Self:
         return self
@@ -160,15 +162,15 @@ class OtherHosts:
         """Wait until the agents of all other hosts have joined.
 
         Raises:
-            ConfigurationError: some did not come in time.
+            ConfigurationError: some hosts did not join in time.
         """
 
     def require_running(self) -> None:
-        """Raise what another host has asked for.
+        """Raise an error if another host has asked for the end of the run.
 
         Raises:
-            Interrupted: its user stops the run.
-            RunError: it cannot do its part.
+            Interrupted: the user of another host stops the run.
+            RunError: another host cannot do its part.
         """
 
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
@@ -199,7 +201,7 @@ class OtherHosts:
         yield from ()
 
     def pump(self) -> None:
-        """Handle what has arrived, and send what waits."""
+        """Handle the messages that have arrived, and send the messages that are queued."""
 
     def abandon(self) -> None:
         """Count hosts as lost whose processes do not end although they were told to."""
@@ -343,7 +345,7 @@ class RemoteHosts(OtherHosts):
 
     @property
     def waiting(self) -> bool:  # type: ignore[override]
-        """Whether messages have arrived that nobody has taken."""
+        """Whether messages have arrived that were not read."""
         return bool(self._heard) or any(host.waiting for host in self._hosts.values())
 
     def abandon(self) -> None:

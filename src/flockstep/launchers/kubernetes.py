@@ -19,7 +19,7 @@ from flockstep.launchers.meeting import SECRET
 PORT = 29400
 """Default port at which pod 0 coordinates."""
 LONGEST_NAME = 63
-"""Most characters of a name in DNS (RFC 1123); a pod's name is the Job's name, "-" and the index."""
+"""Largest number of characters of a name in DNS (RFC 1123); a pod's name is the Job's name, "-" and the index."""
 INDEX = "JOB_COMPLETION_INDEX"
 """Environment variable that the Job controller sets to the index of the pod."""
 KEY = "secret"

@@ -17,20 +17,20 @@ from flockstep.transports.host_channel import HostChannel
 SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
 """Environment variable that holds the secret of a run over several hosts."""
 SHORTEST = 16
-"""Fewest characters of a secret: a stranger could guess a shorter one from a recorded proof."""
+"""Smallest number of characters of a secret, because a stranger could guess a shorter secret from a recorded proof."""
 EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
-"""Addresses that stand for all addresses of a host where it listens."""
+"""Addresses on which a process listens if it listens on all addresses of its host."""
 TIMEOUT = 600.0
-"""Default time in seconds within which all hosts must have come."""
+"""Default time in seconds within which all hosts must have joined."""
 WAIT_LONGER = (
     "raise --timeout, or the argument timeout of flockstep.distribute in a script that torchrun or mpirun starts"
 )
-"""What a user can do against a wait that ends."""
+"""Advice to a user whose wait for other hosts has timed out."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """How a host finds the others of its run."""
+    """The address, the secret and the timeout with which a host finds the other hosts of its run."""
 
     host: str
     """Name or address of the coordinator's host."""
@@ -39,7 +39,7 @@ class Meeting:
     timeout: float = TIMEOUT
     """Seconds to wait for the coordinator, or for the other hosts."""
     own: str = ""
-    """Address of this host that the others connect to; empty: that of the connection to the coordinator."""
+    """Address of this host that the other hosts connect to; empty: the address of the connection to the coordinator."""
 
     @property
     def where(self) -> str:
@@ -118,7 +118,7 @@ class Meeting:
 
     @staticmethod
     def wait(channel: HostChannel, seconds: float) -> None:
-        """Wait up to `seconds` until a channel can go on."""
+        """Wait up to `seconds` until a channel can receive, or can send if messages are queued."""
         select.select([channel], [channel] if channel.blocked else [], [], seconds)
 
 
@@ -141,10 +141,10 @@ def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: s
 
 
 def address_towards(host: str) -> str:
-    """The address of this host from which another is reached.
+    """Return the address of this host from which another host is reached.
 
     Raises:
-        ConfigurationError: the other's name does not resolve, or there is no route.
+        ConfigurationError: the other host's name does not resolve, or there is no route.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -162,7 +162,7 @@ def read_secret(file: Path | None) -> bytes:
     """The secret of a run, from a file or from the environment variable FLOCKSTEP_SECRET.
 
     Raises:
-        ConfigurationError: there is none, or it is too short, or others may read the file.
+        ConfigurationError: there is no secret, or it is too short, or others may read the file.
     """
     how = "make one with: openssl rand -hex 32"
     if file is not None:

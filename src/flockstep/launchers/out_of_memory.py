@@ -31,7 +31,7 @@ def _counter(file: Path) -> int:
 
 
 class OutOfMemoryDetector:
-    """Compares the kernel's counter of such kills with its value at the start of the run."""
+    """Compares the kernel's counter of processes killed for lack of memory with its value at the start of the run."""
 
     def __init__(self, count: Callable[[], int] = oom_kills):
         self._count = count

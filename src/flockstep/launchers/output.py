@@ -47,7 +47,7 @@ def to_terminal(stream: int, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What a user chooses for the scripts' output."""
+    """A user's options for the scripts' output."""
 
     ranks: Literal["all", "rank0", "none"] = "all"
     """Ranks whose output is shown."""
@@ -59,13 +59,13 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Output(OutputOptions):
-    """What happens with the scripts' output."""
+    """Options for the scripts' output, with the function that shows it."""
 
     show: Sink = to_terminal
-    """Shows whole lines."""
+    """Function that shows whole lines of output."""
 
     def require_folder(self, ranks: range, workers: int, overwrite: bool) -> None:
-        """Check that the files of `ranks`, those of this host's workers, can be new ones.
+        """Check that the output files of `ranks`, the workers of this host, can be created.
 
         Raises:
             ConfigurationError: the folder is a file, or it holds the output of an earlier run and `overwrite` is false.
@@ -99,7 +99,7 @@ class Output(OutputOptions):
 
 
 SHOWN = Output()
-"""All output is shown as it is."""
+"""Options under which the output of all ranks is shown unchanged."""
 
 
 def _earlier(folder: Path, ranks: range, workers: int) -> list[Path]:

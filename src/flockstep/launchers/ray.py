@@ -70,10 +70,10 @@ class RayGathering(TaskGathering):
 
 
 class RayAgent:
-    """The actor: the agent of its node."""
+    """The Ray actor that is the agent of its node."""
 
     def run(self, spec: TaskSpec) -> None:
-        """Take part in the run until it ends."""
+        """Take part in the run as the agent of this node, until the run ends."""
         run_task(spec)
 
 

@@ -193,7 +193,7 @@ class ScriptStarter:
         return script
 
     def close(self) -> None:
-        """Take what is left of the output of ended scripts."""
+        """Pass on the rest of the output of scripts that have ended."""
         drain_all(list(self._scripts.values()))
         for rank, sink in self._sinks.items():  # a run that failed early has started fewer scripts
             sink.close(failed=rank in self._scripts and bool(self._scripts[rank].exit_code()))
@@ -302,8 +302,9 @@ def start_script(
     sink: Sink,
     local: tuple[int, int],
 ) -> Script:
-    """Start the script as one worker, whose output `sink` takes; `local`: its place among the workers of this host, and
-    their number.
+    """Start the script as one worker, whose output `sink` takes.
+
+    `local` is the worker's number among the workers of this host, and the number of these workers.
 
     `threads` None keeps the user's thread variables, or sets one thread if there are none.
     """
@@ -323,7 +324,7 @@ def start_script(
 
 
 def place_of(node_spec: NodeSpec, local: tuple[int, int]) -> dict[str, str]:
-    """Environment variables in which scripts look for their rank, as torchrun names them."""
+    """Return the environment variables in which scripts look for their rank, as torchrun names them."""
     place = {"RANK": node_spec.address, "LOCAL_RANK": local[0]}
     place |= {"WORLD_SIZE": node_spec.workers, "LOCAL_WORLD_SIZE": local[1]}
     return {name: str(value) for name, value in place.items()}

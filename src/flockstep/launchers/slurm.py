@@ -38,7 +38,7 @@ cd {here} && test -d {folder} || exit {separate}
 exec > {folder}/out 2> {folder}/err
 exec {command}
 """
-"""The job. Its output goes to files in a folder that nobody else may enter."""
+"""Shell script of the Slurm job; the output goes to files in a folder that no other user may enter."""
 GOING = (
     "PENDING",
     "CONFIGURING",
@@ -50,7 +50,7 @@ GOING = (
     "STAGE_OUT",
     "RESIZING",
 )
-"""States of a job that has not ended."""
+"""Slurm's states of a job that has not ended."""
 ENDED = {
     "CANCELLED": "was canceled",
     "TIMEOUT": "reached its time limit; give it more with --slurm-options --time=HOURS:MINUTES:SECONDS",
@@ -60,11 +60,14 @@ ENDED = {
     "OUT_OF_MEMORY": "used more memory than it had; give it more with --slurm-options --mem=SIZE",
     "PREEMPTED": "had to make room for another job",
 }
-"""State of a job that has ended → what became of it."""
+"""Slurm's state of a job that has ended → text about the end."""
 POLL = 0.25
-"""Seconds between two looks at the output of a job."""
+"""Seconds between two checks of a job's output."""
 OFTEN, SELDOM = 0.5, 10.0
-"""Shortest and longest time in seconds between two questions to Slurm: a twentieth of the time since the submission."""
+"""Shortest and longest time in seconds between two queries to Slurm.
+
+Between these limits, the time is a twentieth of the time since the submission.
+"""
 GRACE = 30.0
 """Seconds within which a canceled run completes its record, before Slurm is to end the job."""
 
@@ -74,7 +77,9 @@ class SlurmGathering(CommandGathering):
     """The hosts of an allocation, on each of which a step of one task is the agent."""
 
     def command(self, name: str) -> list[str]:
-        """The srun command of a host; the step may use all that the job has there."""
+        """Return the srun command that starts the agent of a host; the step may use everything that the job has on the
+        host.
+        """
         step = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={name}", "--overlap"]
         return ["srun", "--quiet", *step, "--cpu-bind=none", "--mpi=none", self.python, "-m", task_entry.__name__]
 
@@ -129,7 +134,7 @@ def submitted(
     options: str = "",
     python: str = sys.executable,
 ) -> int:
-    """Run a flockstep command in a job of its own, and show its output; return its exit code.
+    """Run a flockstep command in a new Slurm job, and show its output; return its exit code.
 
     Args:
         command: the words of the command, without "flockstep".
@@ -144,7 +149,7 @@ def submitted(
     Raises:
         ConfigurationError: sbatch is not installed, Slurm refuses the job, or the job's hosts do not share the folder.
         RunError: Slurm has ended the job.
-        Interrupted: the user has; nothing of the job is left.
+        Interrupted: the user has ended the job, of which nothing is left.
     """
     for tool in ("sbatch", "scontrol", "scancel"):
         _require(tool)

@@ -37,7 +37,7 @@ UNEVEN = 1.1
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row has its inputs and its target."""
+    """The columns of a row that hold the inputs and the target."""
 
     x: tuple[str, ...]
     """Names of columns of numbers, or of one column of arrays or vectors; empty for rows that are pairs (x, y)."""
@@ -64,7 +64,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class PartitionFacts:
-    """What the driver knows of a partition."""
+    """The driver's facts about a partition: number of rows, digest and shapes."""
 
     rows: int
     digest: str
@@ -78,13 +78,15 @@ class SparkGathering(TaskGathering):
     """The tasks of a barrier stage, each of which is a host with one worker."""
 
     rows: Any = None
-    """The RDD."""
+    """The RDD of training samples, with one partition for each worker."""
     columns: Columns = Columns(())
     partitions: tuple[PartitionFacts, ...] = ()
 
     @property
     def own(self) -> OwnData:
-        """The sizes and facts of the samples; each process has its own folder."""
+        """Number of samples of each worker, and the digests of the partitions; each process chooses a folder for its
+        samples.
+        """
         sizes = tuple(one.rows for one in self.partitions)
         digests = " ".join(one.digest for one in self.partitions)
         return OwnData("", sizes, {"rows": " ".join(map(str, sizes)), "rows_digest": digests})
@@ -119,7 +121,8 @@ class SparkGathering(TaskGathering):
 def spark_stage(
     rows: Any, x: str | Sequence[str], y: str, test: Any, job: str, seed: int, timeout: float = TIMEOUT
 ) -> Iterator[tuple[SparkGathering, OwnData]]:
-    """Context manager: the coming stage over the partitions of `rows`, and the test set.
+    """Context manager: a barrier stage over the partitions of `rows`, which is still to be started, and the test
+    set.
 
     Args:
         rows: a DataFrame, or an RDD of pairs (x, y).

@@ -28,11 +28,11 @@ class SshGathering(CommandGathering):
     """The hosts that ssh reaches, each with a number of workers."""
 
     shares: tuple[int, ...] = ()
-    """Workers of each host."""
+    """Number of workers of each host."""
     ssh: tuple[str, ...] = ("ssh",)
 
     def placement(self, workers: int) -> dict[int, range]:
-        """Node → its ranks, as many as `shares` gives it."""
+        """Return node → ranks, as many ranks as `shares` gives the node."""
         ends = [sum(self.shares[:node]) for node in range(self.nodes + 1)]
         return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
 
@@ -41,13 +41,13 @@ class SshGathering(CommandGathering):
         return dataclasses.replace(super().over(config), workers=sum(self.shares))
 
     def command(self, name: str) -> list[str]:
-        """The ssh command of a host."""
+        """Return the ssh command that starts the agent of a host."""
         # The agent finds files and modules where this process does.
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.quote(self.python)} -m {task_entry.__name__}"
         return [*self.ssh, "-T", "-o", "BatchMode=yes", name, remote]
 
     def hint(self, name: str, code: int) -> str:
-        """What a user may try if ssh could not connect."""
+        """Return advice to the user if ssh could not connect; empty for other exit codes."""
         return f"; try: ssh {name} true" if code == SSH_FAILED else ""
 
 

@@ -51,7 +51,7 @@ from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import PROTOCOL
 
 GRACE = 3.0
-"""Seconds processes get to end by themselves after a failure, before they are killed."""
+"""Seconds that processes have to end by themselves after a failure, before they are killed."""
 TURN = 4 * WINDOW
 """Number of messages of one node that are handled before the next node's turn, so that no node can monopolize the
 supervisor.
@@ -364,7 +364,7 @@ class Supervisor:
             yield from self._hosts.heard()
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
-        """Connect to a process, wherever it is; `endpoint`: where it listens on its host."""
+        """Connect to a process on any host; `endpoint` is the address at which the process listens on its host."""
         if self._hosts.has(address) and (address >= 0 or self._number == 1):
             return self._hosts.frames(address, endpoint, max_bytes)
         return self._control.frames(endpoint, max_bytes)

@@ -16,15 +16,15 @@ from flockstep.launchers.wait_monitor import on_stderr
 
 
 def written(spec: TaskSpec) -> bytes:
-    """The specification as JSON, for the standard input of a task."""
+    """Return the specification as JSON, for the standard input of a task."""
     return msgspec.json.encode(spec, enc_hook=str)  # a path
 
 
 def read(text: bytes) -> TaskSpec:
-    """The specification that `written` wrote.
+    """Return the specification that `written` wrote.
 
     Raises:
-        ValueError: the text is none.
+        ValueError: the text is not a specification.
     """
     return msgspec.json.decode(text, type=TaskSpec, dec_hook=lambda kind, value: kind(value))
 
@@ -34,7 +34,7 @@ def _stop(signum: int, frame: object) -> None:
 
 
 def main() -> int:
-    """Be the agent; return the exit code."""
+    """Run the agent of this host; return the exit code of the process."""
     signal.signal(signal.SIGTERM, _stop)  # as Slurm sends it some time before it kills a job
     try:
         run_task(read(sys.stdin.buffer.read()))

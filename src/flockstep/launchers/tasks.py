@@ -23,7 +23,7 @@ from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
 
 THERE = 20.0
-"""Longest wait in seconds of a task for the coordinator, which listens before it starts tasks."""
+"""Longest time in seconds for which a task waits for the coordinator, which listens before it starts tasks."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class TaskFile:
     content: bytes
 
     def found(self, folder: Path) -> str:
-        """Path of the same file here: where the coordinator has it, so that it finds its neighbors, or a copy in
-        `folder`.
+        """Return the path of the same file on this host: the coordinator's path if the file is there, so that it finds
+        its neighbors, otherwise that of a copy in `folder`.
         """
         path = Path(self.path)
         if path.is_file() and path.read_bytes() == self.content:
@@ -47,7 +47,7 @@ class TaskFile:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What the task of one host is told; the cluster manager carries it there."""
+    """Specification of the task of one host, which the cluster manager passes to the task."""
 
     host: str
     port: int
@@ -60,14 +60,14 @@ class TaskSpec:
     config: str
     """The run's configuration as TOML."""
     files: tuple[TaskFile, ...]
-    """The job's or the script's file, if it is one, and those that register components."""
+    """Python files of the run: the job or the script, if that is a file, and the files that register components."""
     arguments: tuple[str, ...]
     """Arguments of the script."""
     output: OutputOptions
 
 
 def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
-    """Be the agent of a host until the run ends; `own`: samples of this host's only worker.
+    """Run the agent of a host until the run ends; `own` is the samples of this host's only worker.
 
     Raises:
         ConfigurationError: the coordinator refused, or cannot be reached.
@@ -101,7 +101,7 @@ class TaskHosts(RemoteHosts):
     """Hosts whose agents are tasks. A task that fails before all have joined ends the run."""
 
     failed: Callable[[], str | None] = staticmethod(lambda: None)
-    """Returns why a task failed; None if none has."""
+    """Function that returns why a task failed; None if no task has failed."""
 
     @property
     def port(self) -> int:
@@ -109,7 +109,7 @@ class TaskHosts(RemoteHosts):
         return int(self._listener.getsockname()[1])
 
     def pump(self) -> None:
-        """Handle what has arrived, and look after the tasks until all have joined.
+        """Handle the messages that have arrived, and check the tasks until all hosts have joined.
 
         Raises:
             RunError: a task failed.
@@ -121,7 +121,7 @@ class TaskHosts(RemoteHosts):
 
 @dataclass(frozen=True)
 class TaskPart(Gathering):
-    """The part of a task in a run over several, or over one."""
+    """The part of a task in a run over one or several tasks."""
 
     here: tuple[int, ...] = ()
     """Ranks of the task's workers."""
@@ -142,7 +142,7 @@ class TaskGathering(Coordinating, ABC):
     output: Output = SHOWN
 
     def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> TaskHosts:
-        """Listen for the tasks, and start them; `stack` ends what is left of them."""
+        """Listen for the tasks, and start them; `stack` ends the remaining tasks."""
         nodes, placement, text = range(self.nodes), self.placement(config.workers), config.to_toml()
         settings, heartbeat = settings_of(config), config.heartbeat or HEARTBEAT  # as the tasks are given them
         hosts = TaskHosts(self.meeting, nodes, placement, config.workers, settings, text, heartbeat)
@@ -161,6 +161,7 @@ class TaskGathering(Coordinating, ABC):
 
     @abstractmethod
     def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
-        """Start a task for each host, and end what is left of them with `stack`; return a function that says why a
-        task has failed, or None.
+        """Start a task for each host; `stack` ends the remaining tasks.
+
+        Return a function that says why a task has failed, or None.
         """

@@ -1,4 +1,4 @@
-"""How many threads numerical libraries use."""
+"""Limits the number of threads that numerical libraries use."""
 
 from __future__ import annotations
 

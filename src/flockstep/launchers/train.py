@@ -221,8 +221,8 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Context manager that delays the signals that stop a run, so that a second signal, as of `timeout`, leaves a
-    complete record.
+    """Context manager that delays the signals that stop a run, so that a second signal, such as the command `timeout`
+    sends, leaves a complete record.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread
         yield

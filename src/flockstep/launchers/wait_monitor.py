@@ -31,14 +31,16 @@ def on_stderr(text: str) -> None:
 
 
 class Reminder:
-    """Says what a wait is for, every ten seconds."""
+    """Prints every ten seconds what a process waits for."""
 
     def __init__(self, say: Callable[[str], None] = on_stderr):
         self._say = say
         self._said = time.monotonic()
 
     def remind(self, text: str) -> bool:
-        """Say what is waited for, if ten seconds have passed since the last time; return whether they have."""
+        """Print what the process waits for, if ten seconds have passed since the last time; return whether they
+        have.
+        """
         if time.monotonic() - self._said < PERIOD:
             return False
         self._said = time.monotonic()
@@ -83,7 +85,9 @@ class WaitMonitor:
             self._waiting.pop(rank, None)
 
     def note_sign(self, rank: int) -> None:
-        """Handle a worker's step in another call of `distribute`: it is at work there."""
+        """Note that a worker has taken a step in another call of `distribute`, so that the worker is known to be
+        alive.
+        """
         self._since[rank] = self._now()
 
     def look(self, joined: Collection[int], ended: Collection[int]) -> None:

@@ -65,7 +65,7 @@ class Optimizer(Component):
         return state
 
     def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:
-        """Set `state`, that of `params`, to the contents of `given`, which `remembered` returned."""
+        """Set `state`, which belongs to `params`, to the contents of `given`, which `remembered` returned."""
         state.steps = given.steps
         for name, slot in given.slots.items():
             state.slots[name][:] = slot
@@ -133,7 +133,7 @@ def require_visible(eps: float, params: FlatArray) -> None:
     """Check that `eps` does not round to zero in the parameters' dtype, where 0 / 0 could follow.
 
     Raises:
-        ConfigurationError: it does.
+        ConfigurationError: `eps` rounds to zero.
     """
     if rounded(eps, params) == 0:
         smallest = float(namespace(params).finfo(params.dtype).tiny)

@@ -219,7 +219,7 @@ def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
 
 
 def counted(found: StepPrediction) -> bool:
-    """Whether anything tells what a sample is worth: recorded updates, or the strategy's cell in the taxonomy."""
+    """Whether the worth of a sample is known: from recorded updates, or from the strategy's entry in the taxonomy."""
     return (
         found.updates
         or found.workers == 1

@@ -17,7 +17,7 @@ from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 
 FEW = 0.001
-"""Share of steps below which slow spells are called the first ones."""
+"""Share of steps that begin a slow spell below which a sentence speaks of the first slow spells."""
 CLOSE = 2.0
 """Ratio up to which a speed advantage is given in percent."""
 

@@ -25,7 +25,10 @@ from flockstep.report.formatting import number
 from flockstep.strategies.base import TaxonomyEntry, Traits
 
 DEPTH = 50.0
-"""S: steps of a very large batch to the target. With more steps, a delay of a fixed number of steps counts less."""
+"""S: number of steps to the target with a very large batch.
+
+With more steps, a delay of a fixed number of steps counts less.
+"""
 APART = 0.5
 """Share of the noise that remains in local models that hardly ever synchronize."""
 HALF = 4.0
@@ -33,9 +36,11 @@ HALF = 4.0
 USUAL = 0.9
 """Assumed momentum of optimizers that have momentum under another name."""
 NEVER = 1e6
-"""Lateness from which on a strategy is useless."""
+"""Largest number of steps, or of versions of staleness, with which worth is computed."""
 DOUBT = 1.1
-"""Factor by which each departure must gain in addition, because this is a model only."""
+"""Factor on the number of samples that a strategy needs, for each doubt about the model by which its worth is
+predicted.
+"""
 DROPPING = 0.01
 """Share of an array's energy above which the part that a codec omits counts as dropped."""
 TRIED = 4096

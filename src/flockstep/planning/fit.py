@@ -51,9 +51,9 @@ SPANS = 5
 POOR = 0.2
 """Relative error of a step's time from which on a fit is called poor."""
 SHORT, LONG = 1e-7, 1e2
-"""Smallest and largest latency that a fit considers, in seconds."""
+"""Bounds within which a fit searches the latency, in seconds."""
 SLOW, FAST = 1e2, 1e12
-"""Smallest and largest bandwidth that a fit considers, in bytes per second."""
+"""Bounds within which a fit searches the bandwidth, in bytes per second."""
 TELLING = 0.05
 """Smallest change of a step's time between records, as a share, with which both unknowns can be separated."""
 ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3

@@ -77,7 +77,7 @@ class JobProfile:
 
     @cached_property
     def surrogate_batches(self) -> SurrogateBatches:
-        """What a rehearsal knows of the job's samples, for strategies that ask for more than their next gradient."""
+        """Facts about the job's samples for a rehearsal of strategies that ask for more than their next gradient."""
         if self.job is None:
             return SurrogateBatches(self.batch)
         engine = make_engine(self.job(0), 0)
@@ -138,7 +138,7 @@ class Site:
 
     @property
     def seconds(self) -> float | None:
-        """Mean seconds of a gradient at speed 1; None if those of the cluster's compute model apply."""
+        """Mean seconds of a gradient at speed 1; None if the cluster's compute model determines it."""
         if self._measured or self.task.work is None or self.cluster.operations is None:
             return None
         return self.cluster.seconds_for(self.task.work)

@@ -1,4 +1,4 @@
-"""Virtual time with evaluations of the current model, instead of the model when the slowest worker had come as far."""
+"""Simulation in virtual time that evaluates the current model, instead of the model at equal progress of all nodes."""
 
 from __future__ import annotations
 

@@ -47,11 +47,13 @@ LARGE = 5e7
 rehearsed.
 """
 QUICK = 1e6
-"""Largest such product at which a quick rehearsal uses the model itself."""
+"""Largest product of the parameters of a worker, the steps and the pairs of workers, at which a quick rehearsal uses
+the model itself.
+"""
 WORK = 4e8
 """Largest product of steps and parameters of all workers in a rehearsal."""
 STEPS = 40
-"""Default number of steps in a rehearsal with a given number of steps."""
+"""Default number of steps of a rehearsal of fixed length."""
 LEFT_OUT = 0.25
 """Share of the steps at the beginning that is ignored, because a pipeline has to fill."""
 FEWEST, EVERYONES = 16, 48
@@ -59,7 +61,10 @@ FEWEST, EVERYONES = 16, 48
 first.
 """
 LITTLE, MOST_RANDOM = 0.25, 3.0
-"""Largest delay of the slowest worker, as a share of a step, for so few steps; largest factor on their number."""
+"""LITTLE: largest delay of the slowest worker, as a share of a step, for which `FEWEST` counted steps suffice.
+
+MOST_RANDOM: largest factor on the number of counted steps.
+"""
 MOST, ALL, PATIENCE = 640, 20480, 1024
 """Largest number of steps of a rehearsal: of each worker, of all workers together, and of all workers together while
 the two halves of the rehearsal still differ.
@@ -69,9 +74,13 @@ FEW = 4
 AGREE, BYTES = 0.05, 0.15
 """Largest accepted relative differences between the halves of a rehearsal, in seconds and in bytes."""
 GROWS = 1.4
-"""Factor by which delays grow with twice the steps if messages pile up; further steps do not end that."""
+"""Smallest factor by which delays grow with twice the steps if messages pile up, so that more steps would not settle
+the rehearsal.
+"""
 ALIKE = 0.1
-"""Largest accepted relative difference between the bytes of a surrogate and those of one of a quarter of its size."""
+"""Largest accepted relative difference between the bytes of a surrogate and the bytes of a surrogate of a quarter of
+its size.
+"""
 
 
 @dataclass(frozen=True)

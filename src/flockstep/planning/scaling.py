@@ -116,7 +116,7 @@ class Curve:
     worths: tuple[float, ...]
     """Predicted speed relative to one worker, for each number of workers."""
     pays_to: int
-    """Largest number of workers worth at least a tenth more than half as many; 1 if there is none."""
+    """Largest number of workers that are worth at least a tenth more than half as many workers; 1 if there is none."""
     beats_one_from: int | None
     """Smallest number of workers worth more than one worker alone; None if there is none."""
     beats_one_to: int | None
@@ -137,7 +137,7 @@ class Crossover:
     here: float
     """Present value of the quantity."""
     below: str
-    """The best strategy below the value."""
+    """The best strategy for values of the quantity below the crossover."""
     above: str
 
     def document(self) -> dict[str, Any]:

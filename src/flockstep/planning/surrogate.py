@@ -35,7 +35,7 @@ C = TypeVar("C", bound=Component)
 
 @dataclass(frozen=True)
 class SurrogateBatches:
-    """What a rehearsal knows of a job's samples."""
+    """Facts about a job's samples that a rehearsal needs."""
 
     batch: int = 1
     samples: int | None = None
@@ -124,11 +124,11 @@ class SurrogateEngine(NumpyEngine):
 
 
 class Unrehearsed(ConfigurationError):
-    """No rehearsal can predict the strategy here."""
+    """Error of a strategy whose cost no rehearsal can predict."""
 
 
 class Shrunk(Unrehearsed):
-    """A surrogate smaller than the model cannot predict the cost of the model itself."""
+    """Error of a surrogate that is smaller than the model and cannot predict the cost of the model itself."""
 
 
 class _Bowl(Model):

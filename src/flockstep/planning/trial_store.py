@@ -100,7 +100,9 @@ class TrialStore:
         return len(self._known)
 
     def find(self, strategy: str, lr: float, within: float | None) -> Trial | None:
-        """The same trial from an earlier run; None if there is none, or if it had less time than `within`."""
+        """Return the result of an equal trial from an earlier run; None if there is none, or if it had less time than
+        `within`.
+        """
         trial, had = self._known.get((strategy, lr), (None, 0.0))
         short = trial is not None and trial.end == "time" and had < _seconds(within)
         return None if short else trial

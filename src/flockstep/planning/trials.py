@@ -65,9 +65,9 @@ class Trial:
     steps: float
     """Mean steps of a worker until the evaluation that reached the target, or else until the last evaluation."""
     sent_bytes: float
-    """Bytes sent until that evaluation."""
+    """Bytes sent until the evaluation at which `steps` is counted."""
     metric: float | None
-    """Metric of that evaluation; None if it is not finite or there was none."""
+    """Metric of the evaluation at which `steps` is counted; None if it is not finite or there was no evaluation."""
     best: float | None
     """Best metric of all evaluations."""
 
@@ -78,7 +78,9 @@ class Trial:
 
 @dataclass
 class TrialContext:
-    """What the trials of a job share: its data and, if gradients leave no state behind, its engine."""
+    """The data and the engine that the trials of a job share; the engine is shared only if gradients leave no state
+    behind.
+    """
 
     site: Site
     _jobs: dict[int, Job] = field(default_factory=dict)

@@ -30,7 +30,7 @@ def length(found: StepPrediction, outlook: Outlook) -> float:
 
 
 def deaths(found: StepPrediction, outlook: Outlook) -> list[float]:
-    """P(k workers die during the run), for k = 0 … n.
+    """Return the probabilities P(k workers die during the run), for k = 0 … n.
 
     A machine fails at its rate, at most once, and takes all its workers down; no worker joins to replace a dead one.
     """

@@ -75,7 +75,9 @@ class RunConfig:
     network: str | None = None
     compute: str | None = None
     cluster: str | None = None
-    """Name of the cluster from which network and compute model were derived; None if they were given themselves."""
+    """Name of the cluster from which network and compute model were derived; None if the user gave network and compute
+    model.
+    """
     faults: tuple[str, ...] = ()
     """Faults injected into a simulation, in virtual time."""
     evaluate_every: float | None = None
@@ -89,7 +91,7 @@ class RunConfig:
     threads: int | None = None
     """Threads of the numerical libraries in each process."""
     heartbeat: float | None = None
-    """Seconds without a sign of life after which a node counts as lost."""
+    """Seconds without an answer after which a node counts as lost."""
     step_timeout: float | None = None
     """Seconds a worker may take for one step, or for joining the run, before the run ends; None: no limit."""
     imports: tuple[str, ...] = ()

@@ -102,7 +102,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     network: str | None
     compute: str | None
     cluster: str | None = None
-    """Name of the cluster from which network and compute model were derived; None if they were given themselves."""
+    """Name of the cluster from which network and compute model were derived; None if the user gave network and compute
+    model.
+    """
     clock: ClockKind
     """Kind of the seconds: `real` if they were measured, `virtual` if they were modeled."""
     metric: str

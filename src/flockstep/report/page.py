@@ -32,7 +32,9 @@ class Drawing:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """What the page's script draws: data, layout, and the layout for narrow pages if there is one."""
+        """The data for the page's script: the figure's data, its layout, and the layout for narrow pages if there is
+        one.
+        """
         return {**self.figure, **({} if self.narrow is None else {"narrow": self.narrow["layout"]})}
 
 

@@ -1,4 +1,4 @@
-"""How functions that take long tell what they are doing, and how far they are."""
+"""Callbacks with which functions that take long report their current task and their progress."""
 
 from __future__ import annotations
 

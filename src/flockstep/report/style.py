@@ -36,7 +36,7 @@ ACTIVITIES = {
     "wait": ("waiting", "#cfd5dd"),
 }
 SQUARE = '<span style="color:{color}">■</span>'
-"""Mark in a run's color before its name."""
+"""Character that is drawn in a run's color before the run's name."""
 NARROW = 22
 """Number of characters of a line of a panel's title on a narrow page."""
 WIDE = 100.0
@@ -79,7 +79,9 @@ class Series:
 
 
 def title_px(titles: Sequence[str]) -> int:
-    """Height in pixels of the strip above each panel that holds these titles and the labels of the axis above."""
+    """Height in pixels of the strip above each panel, which holds the panel's title, one of `titles`, and the labels of
+    the axis above.
+    """
     return 24 + 16 * max(title.count("<br>") + 1 for title in titles)
 
 

@@ -14,7 +14,9 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Extent:
-    """What a schedule knows of its run: the passes of all workers together over the data, and the number of workers."""
+    """The facts of a run that a schedule uses: the passes of all workers together over the data, and the number of
+    workers.
+    """
 
     epochs: float
     workers: int
@@ -48,7 +50,7 @@ def check_shares(at: tuple[float, ...], who: str) -> None:
     """Check that `at` ascends strictly within (0, 1).
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: `at` does not ascend strictly within (0, 1).
     """
     if not all(a < b for a, b in zip((0.0, *at), (*at, 1.0), strict=True)):
         raise ConfigurationError(
@@ -71,7 +73,7 @@ def check_epochs(who: str, epochs: float) -> None:
     """Check that `epochs` is a valid length of a warm-up.
 
     Raises:
-        ConfigurationError: it is negative or not finite.
+        ConfigurationError: `epochs` is negative or not finite.
     """
     if not 0 <= epochs < float("inf"):
         raise ConfigurationError(f"warmup of {who} must be >= 0 epochs and finite, got {epochs}; use 0 for none")

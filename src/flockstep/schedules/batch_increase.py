@@ -10,7 +10,7 @@ from flockstep.schedules.base import Extent, Schedule, check_positive, check_sha
 
 @dataclass(frozen=True)
 class BatchIncrease(Schedule):
-    """A growing batch (Smith et al. 2018, section 4): `growth` times the batch where others divide the learning rate.
+    """A growing batch (Smith et al. 2018, section 4): `growth` times the batch where step decay divides the rate.
 
     Both divide the noise of SGD, about lr × samples / (batch (1 - momentum)), by the same factor and use the same
     number of samples; a larger batch makes fewer updates. After the first `increases` of the fractions `at` of the run
@@ -39,6 +39,6 @@ class BatchIncrease(Schedule):
 
     @property
     def stages(self) -> tuple[tuple[float, float], ...]:
-        """growth^i from the i-th fraction on."""
+        """Return the stages: the factor of the batch size is growth^i from the i-th fraction on."""
         shares = (0.0, *self.at[: self.increases])
         return tuple((share, self.growth**i) for i, share in enumerate(shares))

@@ -38,7 +38,9 @@ class DownpourState:
     """For each shard, the version of the worker's parameters: the version fetched plus the worker's own pushes since.
     """
     since: list[int]
-    """For each shard, that version at the time the first of the accumulated gradients was computed."""
+    """For each shard, the version of the worker's parameters when the first of the accumulated gradients was
+    computed.
+    """
     outboxes: list[Outbox]
     accrued: FlatArray
     count: int = 0
@@ -130,7 +132,7 @@ class Downpour(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Class 3: every gradient arrives, and no worker waits for another."""
+        """The traits: delivery with unbounded delay, because every gradient arrives and no worker waits for another."""
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
         return Traits(
             "unbounded delay", survives=True, results=results, server_optimizer=True, memory=self.server_update.memory

@@ -205,7 +205,7 @@ def absorb(me: Worker, state: GossipState, message: Message) -> None:
 
 
 def add(me: Worker, state: GossipState, mass: int, model: FlatArray) -> None:
-    """w_i ← (alpha_i w_i + alpha_j w_j) / (alpha_i + alpha_j);  alpha_i ← alpha_i + alpha_j."""
+    """Average by mass: w_i ← (alpha_i w_i + alpha_j w_j) / (alpha_i + alpha_j); alpha_i ← alpha_i + alpha_j."""
     total = state.mass + mass
     me.params *= state.mass / total
     me.params += (mass / total) * model

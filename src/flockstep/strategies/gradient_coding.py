@@ -59,7 +59,9 @@ class GradientCoding(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Class 1; up to s workers may die, because s other workers hold each of their blocks of data."""
+        """The traits: synchronous delivery; up to s workers may die, because s other workers hold each of their blocks
+        of data.
+        """
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
         return Traits("synchronous", self.s, results, True, needs_job=True, samples="others" if self.s else "own")
 

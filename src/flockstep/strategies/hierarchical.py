@@ -246,7 +246,9 @@ class Hierarchical(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Class 1 with a synchronous root, otherwise 3; with asynchronous leaves workers may die."""
+        """The traits: synchronous delivery with a synchronous root, otherwise unbounded delay; with asynchronous leaves
+        workers may die.
+        """
         delivery: Delivery = "synchronous" if self.root == "synchronous" else "unbounded delay"
         survives = self.leaf == "asynchronous"
         clips: Clips = "combined" if self.root == "synchronous" else "own"
@@ -259,15 +261,19 @@ class Hierarchical(Strategy):
         return TaxonomyEntry("central", "sync" if sync else "async", "reduce" if sync else "ad hoc", "hierarchical PS")
 
     def servers_for(self, workers: int) -> int:
-        """One root, and one leaf for each group of workers."""
+        """Return the number of servers: one root, and one leaf for each group of workers."""
         return 1 + len(self._groups(workers))
 
     def beside(self, workers: int) -> tuple[int, ...]:
-        """The root runs on worker 0's host, and each leaf on that of its group's first worker."""
+        """Return the rank beside which each server runs: worker 0 for the root, the first worker of its group for a
+        leaf.
+        """
         return (0, *(group.start for group in self._groups(workers)))
 
     def held(self, workers: int, size: int) -> list[slice]:
-        """Every server holds the whole model; the root's is the result."""
+        """Return slices of the whole model, because every server holds the whole model; the root's copy is the
+        result.
+        """
         return [slice(0, size)] * self.servers_for(workers)
 
     def worker_state(self, me: Worker) -> ReadState:

@@ -66,7 +66,9 @@ class LocalSGD(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Class 1 if the replicas are averaged after every step, otherwise 2; a dead worker stops all workers."""
+        """The traits: synchronous delivery if the replicas are averaged after every step, otherwise bounded delay; a
+        dead worker stops all workers.
+        """
         schedule = self.schedule
         return Traits(
             delivery="synchronous" if schedule.every_step else "bounded delay",

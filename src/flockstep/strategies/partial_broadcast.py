@@ -56,7 +56,9 @@ class PartialBroadcast(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Class 3 if updates are deferred, class 4 if they are dropped; any number of workers may die."""
+        """The traits: unbounded delay if updates are deferred, partial delivery if they are dropped; any number of
+        workers may die.
+        """
         return Traits(
             delivery="unbounded delay" if self.rest == "defer" else "partial",
             survives=True,

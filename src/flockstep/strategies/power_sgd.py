@@ -78,7 +78,7 @@ class PowerSgd(Strategy):
         return PowerSgdCodec(self.rank)
 
     def decodes(self, workers: int) -> int:
-        """2: a worker multiplies out its own product, for the error, and the mean."""
+        """Return 2, because a worker multiplies out its own product, for the error, and the mean product."""
         return 2
 
     def worker_state(self, me: Worker) -> PowerSgdState:

@@ -39,7 +39,7 @@ class Sparta(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Class 4, or that of `full`; a dead worker stops all workers."""
+        """The traits: partial delivery, or the delivery of `full`; a dead worker stops all workers."""
         if self.full is not None:
             return replace(self.full.traits, approximation="sent later")
         return Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"), approximation="sent later")

@@ -47,7 +47,7 @@ class TreeElasticAveraging(Strategy):
 
     @property
     def rate(self) -> float:
-        """alpha, by default 0.9 / (branching + 1)."""
+        """The elastic rate alpha, by default 0.9 / (branching + 1)."""
         return 0.9 / (self.branching + 1) if self.alpha is None else self.alpha
 
     async def worker(self, me: Worker) -> None:
@@ -65,7 +65,7 @@ class TreeElasticAveraging(Strategy):
                 self.approach(me, message)
 
     def approach(self, me: Worker, message: Message) -> None:
-        """w ← w - alpha (w - x)."""
+        """Move the worker's model w toward a received model x: w ← w - alpha (w - x)."""
         me.params -= self.rate * (me.params - message.payload)
         me.record_update(message.source, max(0, me.step - message.step))
 

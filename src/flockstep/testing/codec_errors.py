@@ -22,7 +22,7 @@ SIGMAS = 4.0
 
 
 def draw(codec: Codec, array: FlatArray, seed: int) -> FlatArray:
-    """What a receiver decodes from `array`, flat, in float64; `seed` is also the step."""
+    """Return the array that a receiver decodes from `array`, flat, in float64; `seed` is also the step."""
     one = codec.bind_step(seed) if codec.shares_seed else codec
     data = one.encode(array, np.random.default_rng((seed, 1)))
     return exact(one.decode(data, array.size, array.dtype.name))

@@ -39,7 +39,9 @@ def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
 
 
 def tensors_of(array: FlatArray) -> Iterator[Any]:
-    """`array` as a contiguous tensor and, if it is a vector with elements, as a strided part of a larger tensor."""
+    """Return `array` as a contiguous tensor and, if it is a vector with elements, as a strided part of a larger
+    tensor.
+    """
     import torch
 
     whole = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
@@ -52,7 +54,7 @@ def tensors_of(array: FlatArray) -> Iterator[Any]:
 
 
 def as_array(tensor: Any, dtype: np.dtype[Any]) -> FlatArray:
-    """A flat tensor as an array with the same bits."""
+    """Return a flat tensor as an array with the same bits."""
     import torch
 
     return np.frombuffer(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), dtype)

@@ -59,7 +59,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def round_trip(codec: Codec, array: FlatArray, seed: int = 0) -> FlatArray:
-    """What a receiver decodes from `array`."""
+    """Return the array that a receiver decodes from the encoding of `array`."""
     data = codec.encode(array, np.random.default_rng(seed))
     return codec.decode(data, array.size, array.dtype.name)
 

@@ -80,13 +80,13 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str
     """The strategy as an expression."""
     equal: str
-    """When all workers hold the same parameters."""
+    """Words for when all workers hold the same parameters."""
     dead: str
-    """What the other workers do when a worker dies."""
+    """Words for what the other workers do when a worker dies."""
     lost: str | dict[str, str]
-    """What happens when one message with an array is lost; by kind of message if the kinds differ."""
+    """Words for what happens when one message with an array is lost; by kind of message if the kinds differ."""
     slow: str
-    """Effect on the other workers of a worker whose gradients take s times as long."""
+    """Words for the effect on the other workers of a worker whose gradients take s times as long."""
     why: str = ""
     """Explanation, above all of differences from the published method."""
 

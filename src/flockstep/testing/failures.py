@@ -130,7 +130,7 @@ def observe(
 
 
 def replicas_equal(strategy: Strategy | str) -> str:
-    """When all workers hold the same parameters if the times of gradients are random."""
+    """Return the words for when all workers hold the same parameters if the times of gradients are random."""
     run = observe(strategy, compute="exponential(1)")
     read = run.simulation.read
     together = [k for k in range(1, min(map(len, read))) if len({worker[k] for worker in read}) == 1]
@@ -152,7 +152,7 @@ def _spread(replicas: np.ndarray) -> float:
 
 
 def dead_worker(strategy: Strategy | str, workers: int = WORKERS) -> str:
-    """What the others do when a worker dies.
+    """Return the words for what the other workers do when a worker dies.
 
     "up to b" is added if more than b of n > b + 1 deaths have a worse outcome.
     """
@@ -208,13 +208,15 @@ def kinds(whole: Observed) -> dict[str, tuple[Address, Address, int]]:
 
 
 def kind_of(message: Message, to: Address) -> str:
-    """Name of a message in the matrix: its tag, without its channel."""
+    """Return the name of a message in the failure matrix: its tag, without its channel."""
     name = message.tag.partition("/")[0]
     return f"reply to {name}" if message.reply_to else name
 
 
 def lost_message(strategy: Strategy | str) -> str | dict[str, str]:
-    """What happens when one message with an array is lost; a dictionary by kind of message if the kinds differ."""
+    """Return the words for what happens when one message with an array is lost; a dictionary by kind of message if the
+    kinds differ.
+    """
     whole = observe(strategy)
     words = {kind: _after_loss(strategy, whole, place) for kind, place in kinds(whole).items()}
     return words if len(set(words.values())) > 1 else next(iter(words.values()), NO_MESSAGES)
@@ -241,7 +243,9 @@ def _after_loss(strategy: Strategy | str, whole: Observed, place: tuple[Address,
 
 
 def slow_worker(strategy: Strategy | str) -> str:
-    """Effect of a slow worker on the others; "up to b" is added if b slow workers are hidden."""
+    """Return the words for the effect of a slow worker on the other workers; "up to b" is added if b slow workers are
+    hidden.
+    """
     whole = observe(strategy)
     hidden = 0
     while hidden + 1 < WORKERS and max(_delay(strategy, whole, hidden + 1)[0]) <= SLACK:

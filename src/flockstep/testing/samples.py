@@ -69,7 +69,7 @@ def tensors(dtype: str) -> Iterator[FlatArray]:
 
 
 def exact(array: FlatArray) -> FlatArray:
-    """The same numbers as a flat float64 array."""
+    """Return the numbers of an array as a flat float64 array."""
     return array.reshape(-1).astype(np.float64)
 
 

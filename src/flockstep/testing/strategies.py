@@ -70,7 +70,7 @@ def check_strategy(
 
 
 def accepts(strategy: Strategy, workers: int) -> bool:
-    """Whether the strategy accepts that number of workers; only a `ConfigurationError` counts as a refusal."""
+    """Whether the strategy accepts the given number of workers; only a `ConfigurationError` counts as a refusal."""
     try:
         strategy.check(workers)
     except ConfigurationError:
@@ -116,6 +116,8 @@ def check_replicas_agree(run: SimulatedRun) -> None:
 
 def check_deliveries(run: SimulatedRun) -> None:
     """Check that no update takes effect twice.
+
+    Unless delivery is partial, each update takes effect everywhere, and every message is read.
 
     In classes 1 to 3 each takes effect everywhere, and every message is read.
 

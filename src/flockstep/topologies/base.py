@@ -48,7 +48,7 @@ class Topology(Component):
 
 
 def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
-    """W[i, j] = 1 / (1 + max(deg i, deg j)) on edges; the diagonal is one minus the rest of the row."""
+    """Return W with W[i, j] = 1 / (1 + max(deg i, deg j)) on edges; the diagonal is one minus the rest of the row."""
     n = graph.number_of_nodes()
     weights = np.zeros((n, n))
     for i, j in graph.edges:

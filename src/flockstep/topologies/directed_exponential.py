@@ -1,4 +1,4 @@
-"""Directed exponential graph: every worker sends to those 1, 2, 4 and so on away."""
+"""Directed exponential graph: every worker sends to the workers that are 1, 2, 4 and so on ranks away."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def ports_of(text: str) -> range:
-    """The ports of `29500-29600`, both ends included, of `29500`; 0 for `ANY_PORT`.
+    """Return the ports that a text names: `29500-29600`, both ends included, or `29500`; 0 for `ANY_PORT`.
 
     Raises:
         ConfigurationError: the text is neither, or a port is not within 1 to 65535.
@@ -134,7 +134,7 @@ def _ipv6_of(interface: str) -> str:
 
 
 def listening(address: str, heartbeat: float) -> tuple[socket.socket, str]:
-    """A socket that listens at ipc://PATH or tcp://HOST:PORTS, see `ports_of`; and its address.
+    """Return a socket that listens at ipc://PATH or tcp://HOST:PORTS (see `ports_of`), and the socket's address.
 
     Raises:
         ConfigurationError: it is not possible to listen there.

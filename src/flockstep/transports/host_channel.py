@@ -21,7 +21,7 @@ from flockstep.transports.sealed import SealedSocket
 MAX_HEADER = 1 << 20
 """Largest header in bytes."""
 MAX_PAYLOAD = 1 << 36
-"""Largest payload in bytes of an end that was let in; others send none."""
+"""Largest payload in bytes from an authenticated end; an end that is not authenticated may send none."""
 READ = 1 << 22
 """Bytes after which `receive` returns even if more have arrived, so that one host cannot monopolize the coordinator."""
 _PREFIX = struct.Struct("<IQQ")
@@ -29,7 +29,10 @@ _ABSENT = (1 << 64) - 1
 
 
 class HostChannel:
-    """One end of a channel; nothing waits. Call `receive` whenever the socket is readable, or writable if `blocked`."""
+    """One end of a channel, none of whose methods waits.
+
+    Call `receive` whenever the socket is readable, or writable if `blocked`.
+    """
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class HostChannel:
                 raise PeerLost(str(error)) from None
 
     def receive(self) -> list[tuple[bytes, list[memoryview]]]:
-        """The messages that have arrived, each a header and its payloads; no beats.
+        """Return the messages that have arrived, each a header and its payloads; beats are left out.
 
         Raises:
             PeerLost: the connection is closed, or the other end does not know the secret.

@@ -40,7 +40,7 @@ class InSharedMemory(Ipc):
 
     @property
     def zero_copy(self) -> bool:
-        """True: all nodes are on one host."""
+        """True, because all nodes are on one host."""
         return True
 
     def share(self, workers: int, model_bytes: int) -> SharedMemory:

@@ -119,8 +119,9 @@ class LocalFrames(Frames):
         self.socket.connect(endpoint)
 
     def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
-        """Queue a message without waiting; False if the node is gone or takes nothing: its process is watched
-        separately.
+        """Queue a message without waiting.
+
+        False if the node is gone or its queue is full; the node's process is watched separately.
         """
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)

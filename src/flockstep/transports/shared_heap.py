@@ -33,7 +33,7 @@ PAGE = 4096
 TOKEN = 16
 """Size of the token at the start of a segment, in bytes."""
 FRONT = PAGE + SLOTS * NODES * 8
-"""Bytes before the first array; memory of them that is not used is not allocated."""
+"""Number of bytes before the first array of a segment; the system allocates no memory for unused ones."""
 
 
 @dataclass

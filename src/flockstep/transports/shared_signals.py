@@ -37,7 +37,7 @@ _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7
 
 
 def manner(processes: int) -> Any:
-    """The parameters of waiting for `processes` processes, int64 (7,).
+    """Return the parameters of waiting for `processes` processes, int64 (7,).
 
     Polls and yields before sleeping (fewer if there are more processes than cores); the longest sleep, in seconds and
     nanoseconds; nanoseconds waited so far; two elements for a time of day.
@@ -152,7 +152,7 @@ def say(counters: Any, who: int, turn: int, first: int, second: int, third: int)
 
 @jit
 def differs(counters: Any, me: int, n: int, turn: int) -> int:
-    """The first of processes 0..n-1 that has said other numbers about its call than this process, or -1."""
+    """Return the first of processes 0..n-1 that has said other numbers about its call than this process, or -1."""
     shift = SAID + 3 * (turn & 1)
     for who in range(n):
         for i in range(3):
@@ -170,7 +170,8 @@ def now(how: Any) -> int:
 
 @jit
 def wait_for_all(counters: Any, me: int, n: int, value: int, how: Any) -> int:
-    """Wait for the counters of processes 0..n-1; the first process that has not arrived after one sleep, or -1.
+    """Wait for the counters of processes 0..n-1; return the first process that has not arrived after one sleep, or
+    -1.
 
     `how` is the result of `manner`. The nanoseconds waited are added to `how[4]`, unless polling was enough.
     """

@@ -90,7 +90,7 @@ SILENT = 0.75
 TCP_USER_TIMEOUT would also end a connection to a peer that is slow to read.
 """
 CHECKS = 10
-"""Number of checks for such connections per heartbeat."""
+"""Number of checks per heartbeat for connections on which packets stay unacknowledged."""
 _PREFIX = struct.Struct("<IQ")
 _PAYLOAD = 1 << 31
 """Bit in the length of the header: a payload follows, which may be empty."""

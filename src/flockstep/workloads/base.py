@@ -36,7 +36,7 @@ def require(module: str, extra: str, purpose: str) -> None:
     """Check that `module` can be imported.
 
     Raises:
-        MissingDependency: it cannot; the message names the `extra` that installs it.
+        MissingDependency: `module` cannot be imported; the message names the `extra` that installs it.
     """
     try:
         importlib.import_module(module)

@@ -44,7 +44,7 @@ def relative_squared_error(outputs: Tensor, targets: Tensor) -> float:
 
 
 def image_cnn(seed: int, hidden: int = 240) -> nn.Module:
-    """Pixels (batch, 1, 8, 8) in [0, 1] → 10 logits; 38,170 parameters with 240 hidden units."""
+    """Return a network: pixels (batch, 1, 8, 8) in [0, 1] → 10 logits; 38,170 parameters with 240 hidden units."""
 
     def build() -> nn.Module:
         return he_initialized(
@@ -67,7 +67,7 @@ def image_cnn(seed: int, hidden: int = 240) -> nn.Module:
 
 
 def signal_cnn(seed: int, hidden: int = 28) -> nn.Module:
-    """Signals (batch, 1, 40) → 10 logits; 28,030 parameters with 28 hidden units."""
+    """Return a network: signals (batch, 1, 40) → 10 logits; 28,030 parameters with 28 hidden units."""
 
     def build() -> nn.Module:
         layers: list[nn.Module] = []
@@ -80,7 +80,7 @@ def signal_cnn(seed: int, hidden: int = 28) -> nn.Module:
 
 
 def perceptron(seed: int, inputs: int, width: int, depth: int) -> nn.Module:
-    """Inputs (batch, inputs) → `depth` layers of `width` tanh units → one number (batch, 1)."""
+    """Return a network: inputs (batch, inputs) → `depth` layers of `width` tanh units → one number (batch, 1)."""
 
     def build() -> nn.Module:
         sizes = [inputs] + [width] * depth
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Characters (batch, context) → logits of each next character (batch, context, symbols)."""
+        """Return the logits (batch, context, symbols) of each next character of the characters (batch, context)."""
         x = F.embedding(characters, self.embedding) + self.position
         for block in self.blocks:
             x = block(x, self.mask)
@@ -167,7 +167,9 @@ class Block(nn.Module):
             nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(batch, context, width) → the same shape; `mask` (context, context) is -inf for later characters."""
+        """Return the block's output, of the shape (batch, context, width) of its input; `mask` (context, context) is
+        -inf for later characters.
+        """
         x = x + self.out(self._attention(self.mix(self.norm_1(x)), mask))
         result: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
         return result

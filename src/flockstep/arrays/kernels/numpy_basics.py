@@ -12,7 +12,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def as_floats(array: FlatArray) -> FlatArray:
-    """Return a flat contiguous array to compute with: float64 unchanged, other dtypes as float32. May share memory."""
+    """Return a flat contiguous view or copy of an array: float64 stays float64, other dtypes become float32."""
     kind = np.float64 if array.dtype == np.float64 else np.float32
     return np.ascontiguousarray(array.reshape(-1), dtype=kind)
 
@@ -24,13 +24,13 @@ def saturated(array: FlatArray, largest: float) -> FlatArray:
 
 
 def as_bytes(array: FlatArray) -> Bytes:
-    """Return the little-endian bytes of a flat array; may share memory."""
+    """Return the little-endian bytes of a flat array, as a view of its memory if possible."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
     return little.view(np.uint8)
 
 
 def from_bytes(data: Bytes, dtype: str) -> FlatArray:
-    """Return the array whose little-endian bytes are `data`; may share memory."""
+    """Return the array whose little-endian bytes are `data`, as a view of `data` if possible."""
     kind = numpy_dtype(dtype)
     little = np.frombuffer(np.ascontiguousarray(data), kind.newbyteorder("<"))
     return little.astype(kind, copy=False)

@@ -14,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @jit
 def mixed(index: Any, seed: Any) -> Any:
-    """Return 32 well mixed bits for (index, seed), by multiplications, shifts and xor that vector registers support."""
+    """Return 32 pseudo-random bits for (index, seed), from operations that vector registers support."""
     h = np.uint32(np.uint32(np.uint32(index) * np.uint32(0x9E3779B1)) + seed)
     h = np.uint32((h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D))
     h = np.uint32((h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B))
@@ -23,7 +23,7 @@ def mixed(index: Any, seed: Any) -> Any:
 
 @jit
 def fraction(index: Any, seed: Any) -> Any:
-    """Return a multiple of 2⁻²⁴ in [0, 1), as float32."""
+    """Return a pseudo-random multiple of 2⁻²⁴ in [0, 1) for (index, seed), as float32."""
     return np.float32(np.int32(mixed(index, seed) >> np.uint32(8))) * np.float32(2.0**-24)
 
 
@@ -34,8 +34,9 @@ def _uniforms(out: Any, seed: Any) -> None:
 
 
 def uniforms(like: Bytes, size: int, seed: int) -> npt.NDArray[np.float32]:
-    """Return (size,) multiples of 2⁻²⁴ in [0, 1) for elements 0, 1, … under the given seed, in the library of
-    `like`.
+    """Return (size,) pseudo-random multiples of 2⁻²⁴ in [0, 1).
+
+    Element i depends on i and `seed` alone; the array is of the library of `like`.
     """
     out = np.empty(size, np.float32)
     _uniforms(out, np.uint32(seed))

@@ -166,9 +166,7 @@ def steps(scales: FlatArray, levels: int) -> FlatArray:
 
 
 def dequantize(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, size: int) -> tuple[FlatArray, int]:
-    """Return (code - levels) * step of every element, and the largest code, which for valid data is at most 2
-    levels.
-    """
+    """Return (code - levels) * step of every element, and the largest code, at most 2 · levels in valid data."""
     out = np.empty(size, step.dtype)
     top = _dequantize(locked(data), step, block, levels, bits, out, False)
     return out, top

@@ -16,7 +16,11 @@ Integers = npt.NDArray[np.int64]
 SPARE = 0x5BA2E
 """Seed of the directions that replace columns that depend linearly on earlier columns."""
 DEPENDENT = 16
-"""A column counts as dependent if its new part is at most this times the dtype's precision, relative to the column."""
+"""Factor on the dtype's precision.
+
+A column counts as dependent if the part of it that is new, relative to the column, is at most this factor times the
+precision.
+"""
 BLOCK = 1 << 14
 """Number of elements of a product computed at a time, so that they stay in the first-level cache."""
 
@@ -111,8 +115,9 @@ def untiled(tiles: FlatArray, rows: int, columns: int) -> FlatArray:
 
 
 def largest_of_rows(array: FlatArray, count: int) -> Integers:
-    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row; of equals, the
-    first.
+    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row.
+
+    Of equal magnitudes the first is chosen.
     """
     rows, size = array.shape
     if count >= size:

@@ -52,7 +52,7 @@ def sampled(array: FlatArray, offset: int, stride: int) -> FlatArray:
 def above(array: FlatArray, low: float, room: int) -> tuple[Indices, bool]:
     """Return the ascending indices of all elements with |x| ≥ low, including NaN, and whether they are at most `room`.
 
-    If they are more, the indices are incomplete.
+    If there are more than `room` such elements, the indices are incomplete.
     """
     floats = as_floats(array)
     indices = np.empty(room + BLOCK, np.uint32)
@@ -61,8 +61,8 @@ def above(array: FlatArray, low: float, room: int) -> tuple[Indices, bool]:
 
 
 def largest(array: FlatArray, count: int, among: Indices | None = None) -> Indices:
-    """Return the ascending indices of the `count` largest magnitudes, of all elements or `among` some; of ties, the
-    first.
+    """Return the ascending indices of the `count` elements with the largest magnitudes; `among` limits the choice to
+    the given indices. Of equal magnitudes the first is chosen.
     """
     keys = keys_of(array if among is None else array[among])
     chosen = np.empty(count, np.uint32)
@@ -172,7 +172,7 @@ def within_buckets(indices: Indices, bucket: int) -> Indices:
 
 
 def from_buckets(codes: npt.NDArray[Any], bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
-    """Return the indices for which `within_buckets` returned `codes`, counts[b] of them from the b-th bucket."""
+    """Return the indices that `within_buckets` converted to `codes`, counts[b] of them from the b-th bucket."""
     starts = np.repeat(np.arange(len(counts), dtype=np.int64) * bucket, counts)
     return (codes.astype(np.int64) + starts).astype(np.uint32)
 
@@ -183,7 +183,7 @@ def shifted(indices: Indices, by: int) -> Indices:
 
 
 def as_codes(places: Indices, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return 2 · place, plus 1 for a negative value."""
+    """Return an integer code for each element: twice its place, plus 1 if its value is negative."""
     return 2 * places.astype(np.int64) + negative
 
 

@@ -96,8 +96,9 @@ def _less_sides(x: Any, high: Any, low: Any) -> None:
 
 
 def signs(x: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
-    """Return a bit per element, 1 if it is below zero, and three sums: the other elements, these elements, their
-    number.
+    """Return one bit per element, 1 if the element is below zero, and an array of three sums.
+
+    The sums are: the sum of the elements ≥ 0, the sum of the elements < 0, and the number of elements < 0.
 
     If `added` is given, it is first added to `x` in place.
     """
@@ -131,7 +132,7 @@ def from_signs(data: Bytes, high: float, low: float, size: int, dtype: str) -> F
 
 
 def add_signs(data: Bytes, high: float, low: float, out: FlatArray) -> None:
-    """Add `low` or `high` for every bit to `out`, flat and contiguous."""
+    """Add `low` for every bit 1 and `high` for every bit 0 to `out`, which is flat and contiguous."""
     _set_sides(locked(data), out.dtype.type(high), out.dtype.type(low), out, True)
 
 
@@ -219,7 +220,7 @@ def add_powers(low: Bytes, high: Bytes, out: FlatArray, scale: float = 1.0, add:
 
 
 def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
-    """Return the powers of two, as float32 or float64, and the largest exponent field."""
+    """Decode powers of two that `to_powers` encoded, as float32 or float64; also return the largest exponent field."""
     out = np.empty(len(low), dtype)
     return out, add_powers(low, high, out, add=False)
 

@@ -6,7 +6,7 @@ import torch
 
 
 def as_floats(array: torch.Tensor) -> torch.Tensor:
-    """Return a flat contiguous tensor to compute with: float64 unchanged, other dtypes as float32. May share memory."""
+    """Return a flat contiguous view or copy of a tensor: float64 stays float64, other dtypes become float32."""
     kind = torch.float64 if array.dtype == torch.float64 else torch.float32
     return array.detach().reshape(-1).to(kind).contiguous()
 
@@ -17,12 +17,12 @@ def saturated(array: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a flat tensor; may share memory."""
+    """Return the bytes of a flat tensor, as a view of its memory if possible."""
     return array.contiguous().as_strided(array.shape, (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def from_bytes(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a copy, the tensor whose bytes are `data`."""
+    """Return a new tensor whose bytes are `data`."""
     return data.clone().view(getattr(torch, dtype))
 
 

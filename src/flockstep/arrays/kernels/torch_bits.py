@@ -8,7 +8,7 @@ _WORD = 0xFFFFFFFF
 
 
 def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return 32 well mixed bits for (index, seed), as int64."""
+    """Return 32 pseudo-random bits for (index, seed), as int64."""
     h = (index * 0x9E3779B1 + seed) & _WORD
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _WORD
     h = ((h ^ (h >> 15)) * 0x846CA68B) & _WORD
@@ -16,7 +16,10 @@ def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def uniforms(like: torch.Tensor, size: int, seed: int) -> torch.Tensor:
-    """Return (size,) multiples of 2⁻²⁴ in [0, 1) for elements 0, 1, … under the given seed, on the device of `like`."""
+    """Return (size,) pseudo-random multiples of 2⁻²⁴ in [0, 1).
+
+    Element i depends on i and `seed` alone; the tensor is on the device of `like`.
+    """
     return (mixed(torch.arange(size, device=like.device), seed) >> 8).to(torch.float32) * 2.0**-24
 
 

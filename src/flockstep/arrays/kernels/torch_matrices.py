@@ -56,8 +56,9 @@ def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def largest_of_rows(array: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row; of equals, the
-    first.
+    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row.
+
+    Of equal magnitudes the first is chosen.
     """
     order = torch.sort(array.abs(), dim=1, descending=True, stable=True).indices
     return torch.sort(order[:, :count], dim=1).values

@@ -162,7 +162,7 @@ def within_buckets(indices: torch.Tensor, bucket: int) -> torch.Tensor:
 
 
 def from_buckets(codes: torch.Tensor, bucket: int, counts: Any) -> torch.Tensor:
-    """Return the indices for which `within_buckets` returned `codes`, counts[b] of them from the b-th bucket."""
+    """Return the indices that `within_buckets` converted to `codes`, counts[b] of them from the b-th bucket."""
     starts = torch.arange(len(counts), device=codes.device) * bucket
     return codes + torch.repeat_interleave(starts, torch.as_tensor(counts, device=codes.device))
 
@@ -173,7 +173,7 @@ def shifted(indices: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def as_codes(places: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Return 2 · place, plus 1 for a negative value."""
+    """Return an integer code for each element: twice its place, plus 1 if its value is negative."""
     return 2 * places + negative
 
 

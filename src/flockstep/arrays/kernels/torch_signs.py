@@ -11,8 +11,9 @@ from flockstep.arrays.kernels.torch_bits import mixed, pack, unpack
 
 
 def signs(x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a bit per element, 1 if it is below zero, and three sums: the other elements, these elements, their
-    number.
+    """Return one bit per element, 1 if the element is below zero, and an array of three sums.
+
+    The sums are: the sum of the elements ≥ 0, the sum of the elements < 0, and the number of elements < 0.
 
     If `added` is given, it is first added to `x` in place.
     """
@@ -52,7 +53,7 @@ def from_signs(data: torch.Tensor, high: float, low: float, size: int, dtype: st
 
 
 def add_signs(data: torch.Tensor, high: float, low: float, out: torch.Tensor) -> None:
-    """Add `low` or `high` for every bit to `out`, flat."""
+    """Add `low` for every bit 1 and `high` for every bit 0 to `out`, which is flat."""
     out += from_signs(data, high, low, len(out), str(out.dtype).removeprefix("torch."))
 
 
@@ -80,7 +81,7 @@ def to_powers(x: torch.Tensor, top: int, seed: int) -> tuple[torch.Tensor, torch
 
 
 def from_powers(low: torch.Tensor, high: torch.Tensor, dtype: str) -> tuple[torch.Tensor, int]:
-    """Return the powers of two, as float32 or float64, and the largest exponent field."""
+    """Decode powers of two that `to_powers` encoded, as float32 or float64; also return the largest exponent field."""
     digits, wide, bits = (52, torch.int64, 4) if dtype == "float64" else (23, torch.int32, 1)
     rest = unpack(high, len(low), bits)
     power = low.to(wide) | ((rest >> 1).to(wide) << 8)

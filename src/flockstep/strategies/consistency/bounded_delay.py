@@ -33,7 +33,7 @@ class BoundedDelay(ClockRule):
 
     @property
     def delivery(self) -> Delivery:
-        """`bounded delay`; `synchronous` with tau = 0."""
+        """The delivery guarantee: `bounded delay`; `synchronous` with tau = 0."""
         return "bounded delay" if self.tau else "synchronous"
 
     @property
@@ -45,11 +45,13 @@ class BoundedDelay(ClockRule):
         return workers if self.weight == "mean" else 1
 
     def admits(self, clock: int, slowest: int) -> bool:
-        """Whether clock - tau <= slowest."""
+        """Whether a worker at `clock` may read now: clock - tau <= slowest."""
         return clock - self.tau <= slowest
 
     def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
-        """Each gradient by itself on arrival; with tau = 0, the gradients of the steps that all workers have pushed."""
+        """Return each gradient by itself on arrival; with tau = 0, the gradients of the steps that all workers have
+        pushed.
+        """
         if self.tau:
             return [[push] for push in pending]
         return by_timestamp([push for push in pending if push.timestamp < slowest])

@@ -40,7 +40,7 @@ class StaleSynchronous(ClockRule):
 
     @property
     def delivery(self) -> Delivery:
-        """`bounded delay`; `synchronous` with s = 0."""
+        """The delivery guarantee: `bounded delay`; `synchronous` with s = 0."""
         return "bounded delay" if self.s else "synchronous"
 
     @property
@@ -52,7 +52,7 @@ class StaleSynchronous(ClockRule):
         return workers if self.weight == "mean" else 1
 
     def admits(self, clock: int, slowest: int) -> bool:
-        """Whether clock - s <= slowest."""
+        """Whether a worker at `clock` may read now: clock - s <= slowest."""
         return clock - self.s <= slowest
 
     def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:

@@ -30,7 +30,7 @@ receivers are prepared.
 """
 HASH_BYTES = 8
 FAR = 1 << 60
-"""A step beyond the end of any run."""
+"""Step number beyond the end of any run."""
 
 
 @dataclass

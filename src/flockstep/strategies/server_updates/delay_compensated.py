@@ -54,7 +54,7 @@ class DelayCompensated(ServerUpdate):
 
     @property
     def strength(self) -> float:
-        """lambda0, by default the paper's value."""
+        """The strength lambda0 of the correction, by default the paper's value."""
         if self.lambda0 is not None:
             return self.lambda0
         return 2.0 if self.form == "adaptive" else 0.04
