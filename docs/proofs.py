@@ -14,6 +14,7 @@ PROVED = (
     "strategy",
     "consistency",
     "server_update",
+    "aggregation",
     "filter",
     "outer_optimizer",
     "synchronization_schedule",

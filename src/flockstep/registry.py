@@ -75,6 +75,15 @@ _TABLE: dict[str, dict[str, str]] = {
         "with_optimizer": "flockstep.strategies.server_updates.with_optimizer:WithOptimizer",
         "proximal": "flockstep.strategies.server_updates.proximal:Proximal",
     },
+    "aggregation": {
+        "mean": "flockstep.strategies.aggregations.mean:Mean",
+        "median": "flockstep.strategies.aggregations.median:Median",
+        "trimmed_mean": "flockstep.strategies.aggregations.trimmed_mean:TrimmedMean",
+        "krum": "flockstep.strategies.aggregations.krum:Krum",
+        "multi_krum": "flockstep.strategies.aggregations.multi_krum:MultiKrum",
+        "geometric_median": "flockstep.strategies.aggregations.geometric_median:GeometricMedian",
+        "centered_clipping": "flockstep.strategies.aggregations.centered_clipping:CenteredClipping",
+    },
     "outer_optimizer": {
         "average": "flockstep.strategies.outer_optimizers.average:Average",
         "nesterov": "flockstep.strategies.outer_optimizers.nesterov:Nesterov",

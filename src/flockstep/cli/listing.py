@@ -18,6 +18,7 @@ ABOUT = {
     "strategy": "when workers exchange, with whom, and what",
     "consistency": "which reads and pushes count on a parameter server",
     "server_update": "how a parameter server applies an update",
+    "aggregation": "what takes the place of the mean of several workers' vectors",
     "outer_optimizer": "how the mean of the replicas becomes the next model",
     "synchronization_schedule": "after how many local steps replicas synchronize",
     "selector": "which part of the model is sent",

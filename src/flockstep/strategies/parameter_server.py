@@ -11,7 +11,7 @@ from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
+from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
@@ -19,6 +19,8 @@ from flockstep.feedback.sender import check_composition
 from flockstep.messages import LEAVE, Address, Message, Notes, node_name, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Access, CachedCopies, CancelStale, EagerCopies, Fresh, ParameterVersion, Pushed
+from flockstep.strategies.aggregations import Aggregation, Mean
+from flockstep.strategies.aggregations.requirements import check_slices
 from flockstep.strategies.base import Clips, Exchange, ResultPolicy, Scheduling, Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency, ConsistencyView, Push, Read
 from flockstep.strategies.encoding import decoded, encoded
@@ -40,7 +42,9 @@ class ParameterServer(Strategy):
     is admitted. A server applies the gradients that `consistency` releases, with `server_update` and the job's
     optimizer, rebuilt on the server. The staleness of a gradient is the number of updates between the version it was
     computed on and the version it is applied to (Zhang et al. 2016). Shards decide independently of each other.
-    `filters` choose the entries that are sent; the others are added to a later push.
+    `filters` choose the entries that are sent; the others are added to a later push. An `aggregation` other than `mean`
+    takes the place of the mean of a step's gradients. Of a step in which too many workers are missing to withstand the
+    attackers that the aggregation is made for, no gradient is applied.
     """
 
     notes: ClassVar[Notes] = {"push": Pushed, "reply to push": ParameterVersion, "reply to read": Fresh, "fresh": Fresh}
@@ -51,6 +55,7 @@ class ParameterServer(Strategy):
     feedback: Feedback = field(default_factory=NoFeedback)
     server_update: ServerUpdate = field(default_factory=Plain)
     filters: tuple[Filter, ...] = ()
+    aggregation: Aggregation = field(default_factory=Mean)
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -73,8 +78,29 @@ class ParameterServer(Strategy):
                 "filters send withheld elements in a later push, so they need a strategy without feedback whose "
                 "consistency gives up no gradients, got {self.feedback} and {self.consistency}; leave one out"
             )
+        if not self.aggregation.linear:
+            self._check_aggregation()
         check_filters(self.filters, self.codec)
         check_composition(self.codec, self.feedback)
+
+    def _check_aggregation(self) -> None:
+        own, rule = self.aggregation, self.consistency
+        if not rule.one_each:
+            raise CompositionError(
+                f"{own} compares one gradient of each worker, but a step of {rule} may hold fewer, or several of one "
+                "worker; use consistency=bsp, backup, k_sync or k_async, or aggregation=mean"
+            )
+        if self.server_update.weighs:
+            raise CompositionError(
+                f"{self.server_update} weighs the gradients of a step, which {own} combines without weights; use "
+                "server_update=plain, or aggregation=mean"
+            )
+        if self.filters:
+            raise CompositionError(
+                f"{own} compares whole gradients, but filters withhold elements; leave out the filters, or use "
+                "aggregation=mean"
+            )
+        check_slices(own, self.codec, self.shards)
 
     @cached_property
     def _access(self) -> Access:
@@ -124,6 +150,7 @@ class ParameterServer(Strategy):
 
     def check(self, workers: int) -> None:
         self.consistency.check(workers)
+        self.aggregation.check(self.consistency.full_step(workers))
 
     def worker_state(self, me: Worker) -> PushState:
         each = range(self.shards)
@@ -245,9 +272,45 @@ class ParameterServer(Strategy):
         return ConsistencyView(*counts, state.reading, me.params, state.kept, moved, waiting)
 
     def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
-        share, before = len(group) / self.consistency.full_step(me.cluster.workers), me.version
-        weights = self.server_update.apply(me, state.update_state, group, share)
-        for push, weight in zip(group, weights, strict=True):
-            me.record_update(push.rank, before - push.version, weight=weight)
+        workers, before = me.cluster.workers, me.version
+        full = self.consistency.full_step(workers)
+        if len(group) < self.aggregation.least(full):
+            weights: list[float] | None = self._skip(me, group, full)
+        elif self.aggregation.linear:
+            weights = self.server_update.apply(me, state.update_state, group, len(group) / full)
+        else:
+            weights = self._combine(me, state, group, len(group) / full)
+        for i, push in enumerate(group):
+            me.record_update(push.rank, before - push.version, weight=None if weights is None else weights[i])
         state.pushes = without(state.pushes, group)
         self.consistency.keep(state.kept, me.version, me.params)
+
+    def _combine(self, me: Server, state: ServerState, group: list[Push], share: float) -> list[float] | None:
+        """Apply the group's gradients, combined by the aggregation; return the weight of each if it has one."""
+        weights: list[float] | None = None
+
+        def combine(gradients: Sequence[FlatArray]) -> FlatArray:
+            nonlocal weights
+            vector, coefficients = self.aggregation.combine(gradients, state.combined)
+            weights = None if coefficients is None else [share * c for c in coefficients]
+            if self.aggregation.remembers:
+                state.combined = vector
+            return vector
+
+        self.server_update.apply(me, state.update_state, group, share, combine)
+        return weights
+
+    def _skip(self, me: Server, group: list[Push], full: int) -> list[float]:
+        """Make a version without a step, because a group has too few gradients for the aggregation.
+
+        Raises:
+            PeerLost: too many workers died for any later step.
+        """
+        least, workers = self.aggregation.least(full), me.cluster.workers
+        if workers - len(me.lost) < least:
+            raise PeerLost(
+                f"{len(me.lost)} of {workers} workers are lost, and {self.aggregation} needs the gradients of {least}; "
+                "use more workers, or an aggregation against fewer attackers"
+            )
+        me.version += 1
+        return [0.0] * len(group)

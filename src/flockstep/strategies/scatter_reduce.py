@@ -13,9 +13,10 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
+from flockstep.strategies.aggregations import Aggregation, Mean
+from flockstep.strategies.aggregations.requirements import check_slices
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
-from flockstep.strategies.server_updates.base import mean_of
 
 
 @dataclass
@@ -34,13 +35,15 @@ class ScatterReduce(Strategy):
     with the job's optimizer, whose state for that slice no other worker keeps, and broadcasts the slice. With n workers
     and K parameters of s bytes, all workers together send 2(n-1)Ks bytes per step, in 2(n-1) messages each; each worker
     sends 2(n-1)/n Ks bytes if n divides K. The result equals that of a parameter server under bulk synchronous parallel
-    in every bit. `codec` encodes the gradients, as there.
+    in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as there.
     """
 
     codec: Codec = field(default_factory=Identity)
     feedback: Feedback = field(default_factory=NoFeedback)
+    aggregation: Aggregation = field(default_factory=Mean)
 
     def __post_init__(self) -> None:
+        check_slices(self.aggregation, self.codec, slices=0)
         check_composition(self.codec, self.feedback)
 
     # Synchronous: the slice of a dead worker is lost.
@@ -48,6 +51,9 @@ class ScatterReduce(Strategy):
         delivery="synchronous", survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none"
     )
     taxonomy_entry = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+
+    def check(self, workers: int) -> None:
+        self.aggregation.check(workers)
 
     def worker_state(self, me: Worker) -> SliceState:
         assert me.optimizer is not None
@@ -65,7 +71,7 @@ class ScatterReduce(Strategy):
             decoded = [codec.decode(piece, len(own), name_of(own)) for piece in pieces]
             state: SliceState = me.state
             assert me.optimizer is not None
-            me.optimizer.step(own, mean_of(decoded), state.optimizer, me.lr)
+            me.optimizer.step(own, self.aggregation.combine(decoded).vector, state.optimizer, me.lr)
             me.send_all(me.peers, "slice", own)
             for rank in me.peers:
                 me.params[parts[rank]] = (await me.receive("slice", rank)).payload

@@ -77,6 +77,8 @@ class ServerState:
     """Version → old parameters (K,), if the consistency rule keeps them."""
     newest_sent: dict[int, int] = field(default_factory=dict)
     """Rank → the newest version sent to the worker, if servers send new versions to late workers."""
+    combined: FlatArray | None = None
+    """The previous result (K,) of the aggregation, if the next one depends on it."""
 
     def advance(self, rank: int, clock: int | None) -> bool:
         """Set a worker's clock, or remove the clock if `clock` is None; return whether the slowest clock has moved."""

@@ -16,9 +16,9 @@ from flockstep.feedback.momentum import Momentum
 from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
-from flockstep.strategies.server_updates.base import mean_of
 
 
 @dataclass

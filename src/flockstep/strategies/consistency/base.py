@@ -57,6 +57,11 @@ class Consistency(Component):
         """How workers obtain the parameters."""
         return PushPull()
 
+    one_each: ClassVar[bool] = False
+    """Whether a group is a whole step, with at most one gradient of each worker. Only after deaths, and when the first
+    workers have taken their last step, a group may be smaller.
+    """
+
     @property
     def gathers(self) -> int:
         """Number of gradients of different workers that a step waits for, as in `Traits.gathers`."""

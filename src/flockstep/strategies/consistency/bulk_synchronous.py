@@ -16,6 +16,7 @@ class BulkSynchronous(ClockRule):
 
     delivery = "synchronous"
     survives = False
+    one_each = True
 
     def full_step(self, workers: int) -> int:
         return workers

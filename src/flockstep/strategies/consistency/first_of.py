@@ -20,6 +20,7 @@ class FirstOf(Consistency):
 
     access = CancelStale()
     delivery = "partial"
+    one_each = True
 
     @property
     def survives(self) -> bool | int:
@@ -132,6 +133,7 @@ class KBatchSync(FirstOf):
     A learner that is done computes another batch on the same version until there are k batches; the rest are canceled.
     """
 
+    one_each = False
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     def check(self, workers: int) -> None:

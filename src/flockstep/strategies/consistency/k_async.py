@@ -25,6 +25,7 @@ class KAsync(Consistency):
             raise ConfigurationError(f"k must be >= 1 gradients, got {self.k}; 1 is asynchronous")
 
     delivery = "unbounded delay"
+    one_each = True
 
     @property
     def gathers(self) -> int:
@@ -62,6 +63,7 @@ class KBatchAsync(KAsync):
     """K-batch-async SGD (Dutta et al. 2018, section 3.2): every `k` gradients make a step, none is canceled."""
 
     gathers = 0
+    one_each = False
 
     def check(self, workers: int) -> None:
         """Accept any number of workers: k gradients may come from fewer than k workers."""

@@ -6,10 +6,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from flockstep.arrays.namespace import copied
-from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
 from flockstep.nodes import Server
+from flockstep.strategies.aggregations.base import Combine
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.traits import Memory
 
@@ -18,6 +18,8 @@ class ServerUpdate(Component):
     """Decides how released gradients change the server's parameters."""
 
     noun: ClassVar[str] = "server_update"
+    weighs: ClassVar[bool] = False
+    """Whether the rule weighs the gradients of a group itself, so that it does not call `combine`."""
     compares_reads: ClassVar[bool] = False
     """Whether the rule depends on what each worker has read, so that the server calls `read` at every read."""
 
@@ -34,7 +36,9 @@ class ServerUpdate(Component):
         return None
 
     @abstractmethod
-    def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
+    def apply(
+        self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
+    ) -> list[float]:
         """Apply gradients that were released together, in this order, as one step: `me.version` grows by one.
 
         The staleness of a gradient is `me.version - push.version`.
@@ -44,6 +48,7 @@ class ServerUpdate(Component):
             state: the rule's state.
             group: the gradients, of shape (K,), with their versions and learning rates.
             share: the part of a full step that the group makes; 1 if it contains all gradients of a step.
+            combine: the function that combines the gradients of the group; the mean, or another aggregation.
 
         Returns:
             The weight of each gradient: the multiple of the learning rate at which it was applied.
@@ -56,14 +61,3 @@ class ServerUpdate(Component):
 def equal_weights(group: Sequence[Push], share: float) -> list[float]:
     """Return the weight of each gradient if the mean of the group is applied."""
     return [share / len(group)] * len(group)
-
-
-def mean_of(gradients: Sequence[FlatArray]) -> FlatArray:
-    """Return the mean of the gradients, summed in this order; a single gradient is returned itself, not a copy."""
-    if len(gradients) == 1:
-        return gradients[0]
-    mean: FlatArray = copied(gradients[0])
-    for gradient in gradients[1:]:
-        mean += gradient
-    mean /= len(gradients)
-    return mean

@@ -11,8 +11,10 @@ from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.nodes import Server
 from flockstep.optimizers.base import require, require_visible
+from flockstep.strategies.aggregations.base import Combine
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 @dataclass
@@ -75,16 +77,21 @@ class DelayCompensated(ServerUpdate):
         state.backups[rank] = state.latest
 
     def apply(
-        self, me: Server, state: DelayCompensationState, group: Sequence[Push], share: float = 1.0
+        self,
+        me: Server,
+        state: DelayCompensationState,
+        group: Sequence[Push],
+        share: float = 1.0,
+        combine: Combine = mean_of,
     ) -> list[float]:
-        """Compensate each gradient, and step along the mean."""
+        """Compensate each gradient, and step along what `combine` makes of them."""
         compensated = []
         for push in group:
             rate = self._lambda(state, push.gradient)
             backup = state.backups.get(push.rank, state.initial)
             curvature = rate * push.gradient * push.gradient if self.strength else None
             compensated.append(compensate(push.gradient, curvature, me.params, backup))
-        me.update(mean_of(compensated), group[0].lr, share)
+        me.update(combine(compensated), group[0].lr, share)
         return equal_weights(group, share)
 
     def _lambda(self, state: DelayCompensationState, gradient: FlatArray) -> Any:

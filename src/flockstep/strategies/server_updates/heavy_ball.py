@@ -10,8 +10,10 @@ from flockstep.errors import CompositionError
 from flockstep.nodes import Server
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.aggregations.base import Combine
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 class HeavyBall(ServerUpdate):
@@ -35,9 +37,11 @@ class HeavyBall(ServerUpdate):
         heavy_ball(me.optimizer)
         me.optimizer_state.slots.setdefault("momentum", namespace(me.params).zeros_like(me.params))
 
-    def apply(self, me: Server, state: None, group: Sequence[Push], share: float = 1.0) -> list[float]:
+    def apply(
+        self, me: Server, state: None, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
+    ) -> list[float]:
         sgd = heavy_ball(me.optimizer)
-        momentum, gradient = self.explicit(me.cluster.workers, sgd), mean_of([push.gradient for push in group])
+        momentum, gradient = self.explicit(me.cluster.workers, sgd), combine([push.gradient for push in group])
         sgd.step_with(momentum, me.params, gradient, me.optimizer_state, group[0].lr, share)
         me.version += 1
         return equal_weights(group, share)

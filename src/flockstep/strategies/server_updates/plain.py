@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from flockstep.nodes import Server
+from flockstep.strategies.aggregations.base import Combine
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,8 @@ class Plain(ServerUpdate):
 
     clips: ClassVar[Literal["combined", "none"]] = "combined"
 
-    def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        me.update(mean_of([push.gradient for push in group]), group[0].lr, share)
+    def apply(
+        self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
+    ) -> list[float]:
+        me.update(combine([push.gradient for push in group]), group[0].lr, share)
         return equal_weights(group, share)

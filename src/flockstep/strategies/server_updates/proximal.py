@@ -11,6 +11,8 @@ from flockstep.arrays.namespace import namespace
 from flockstep.expression import SHOWN
 from flockstep.nodes import Server
 from flockstep.optimizers.base import require
+from flockstep.strategies.aggregations.base import Combine
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.server_updates.plain import Plain
 
@@ -29,8 +31,10 @@ class Proximal(Plain):
     def __post_init__(self) -> None:
         require(0 <= self.l1 < math.inf, "l1 of proximal", ">= 0 and finite", self.l1, "use 0 for no penalty")
 
-    def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        weights = super().apply(me, state, group, share)
+    def apply(
+        self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
+    ) -> list[float]:
+        weights = super().apply(me, state, group, share, combine)
         if self.l1:
             xp = namespace(me.params)
             smaller = (xp.abs(me.params) - group[0].lr * share * self.l1).clip(0)

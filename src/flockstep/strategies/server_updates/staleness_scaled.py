@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Server
+from flockstep.strategies.aggregations.base import Combine
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate
 
 
 @dataclass
@@ -35,6 +37,7 @@ class StalenessScaled(ServerUpdate):
     and the momentum of earlier gradients does not change. Without staleness this is the plain rule, bit for bit.
     """
 
+    weighs: ClassVar[bool] = True
     by: Literal["gradient", "mean"] = "gradient"
     known: float | None = None
 
@@ -49,7 +52,9 @@ class StalenessScaled(ServerUpdate):
     def start(self, me: Server) -> Seen:
         return Seen()
 
-    def apply(self, me: Server, state: Seen, group: Sequence[Push], share: float = 1.0) -> list[float]:
+    def apply(
+        self, me: Server, state: Seen, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
+    ) -> list[float]:
         """Step along the weighted mean; the mean weight is the share of the step that is taken."""
         ages = [me.version - push.version for push in group]
         state.gradients += len(ages)

@@ -10,8 +10,10 @@ from flockstep.expression import SHOWN
 from flockstep.nodes import Server
 from flockstep.optimizers.adagrad import Adagrad
 from flockstep.optimizers.base import Optimizer, OptimizerState
+from flockstep.strategies.aggregations.base import Combine
+from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class WithOptimizer(ServerUpdate):
         kept: OptimizerState | None = getattr(me.state, "update_state", None)
         return self.optimizer.init(me.params) if kept is None else kept
 
-    def apply(self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        mean = mean_of([push.gradient for push in group])
+    def apply(
+        self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
+    ) -> list[float]:
+        mean = combine([push.gradient for push in group])
         self.optimizer.step(me.params, mean, state, self.optimizer.lr, share)
         me.version += 1
         return equal_weights(group, share)

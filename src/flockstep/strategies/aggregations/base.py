@@ -1,0 +1,63 @@
+"""The contract of an aggregation."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.expression import Component
+
+
+class Combined(NamedTuple):
+    """The result of an aggregation."""
+
+    vector: FlatArray
+    """The combined vector (K,)."""
+    weights: Sequence[float] | None
+    """The coefficient of each vector in the result; None if the result is no combination with one coefficient per
+    vector.
+    """
+
+
+Combine = Callable[[Sequence[FlatArray]], FlatArray]
+"""The mean of several vectors (K,), or the vector that an aggregation puts in place of their mean."""
+
+
+class Aggregation(Component):
+    """A function of the vectors (K,) of several workers, in place of their mean.
+
+    The breakdown point of an aggregation is the share of workers that may send anything without moving the result
+    arbitrarily far: 0 for the mean, at most 1/2 for any aggregation.
+    """
+
+    noun: ClassVar[str] = "aggregation"
+    linear: ClassVar[bool] = False
+    """Whether the result is the mean, which any number of vectors has, also of vectors that are incomplete."""
+    coordinatewise: ClassVar[bool] = False
+    """Whether element k of the result depends on the elements k of the vectors alone, so that slices of the vectors can
+    be combined separately.
+    """
+    remembers: ClassVar[bool] = False
+    """Whether a result depends on the previous result."""
+
+    def check(self, n: int) -> None:
+        """Check that `n` vectors can be combined.
+
+        Raises:
+            ConfigurationError: `n` is outside the bounds of the method.
+        """
+
+    def least(self, n: int) -> int:
+        """Return the smallest number of vectors that are combined when some of `n` are missing: more than half."""
+        return n // 2 + 1
+
+    @abstractmethod
+    def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
+        """Combine vectors, which do not change.
+
+        Args:
+            vectors: the vectors of different workers, each of shape (K,), all elements finite.
+            previous: the previous result (K,), if there is one and the aggregation `remembers`.
+        """

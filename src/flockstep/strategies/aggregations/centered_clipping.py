@@ -1,0 +1,55 @@
+"""Centered clipping: differences from a center are clipped before they are averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flockstep.arrays.namespace import zeros
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN, searched
+from flockstep.optimizers.base import require
+from flockstep.strategies.aggregations.base import Combined
+from flockstep.strategies.aggregations.combination import Combination, Gram, Weights, distances_from
+
+
+@dataclass(frozen=True)
+class CenteredClipping(Combination):
+    """Centered clipping (Karimireddy, He & Jaggi 2021, algorithm 2): the mean of differences clipped to length tau.
+
+    v ← v + mean_i (v_i - v) min(1, tau / ||v_i - v||), `iterations` times (L in the paper). The center v begins as the
+    previous result, the first one as 0. An attacker moves the result by at most tau / n per iteration. `tau` is in
+    units of the gradient's norm: if tau is larger than all differences, the result is the mean; if tau is far smaller,
+    every step is short.
+    """
+
+    tau: float = field(default=10.0, metadata=SHOWN | searched(0.01, 100.0, whole=False))
+    iterations: int = 1
+    remembers = True
+
+    def __post_init__(self) -> None:
+        require(0 < self.tau < math.inf, "tau of centered_clipping", "> 0 and finite", self.tau, "use for example 10")
+        if self.iterations < 1:
+            raise ConfigurationError(f"iterations must be >= 1, got {self.iterations}; use 1")
+
+    def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
+        center = zeros(vectors[0], len(vectors[0])) if previous is None else previous
+        return super().combine(vectors, center)
+
+    def coefficients(self, gram: Gram) -> Weights:
+        """Return the coefficients of the vectors, and last that of the center."""
+        n = len(gram) - 1
+        weights = np.append(np.zeros(n), 1.0)
+        for _ in range(self.iterations):
+            clipped = clip_factors(distances_from(gram, weights)[:n], self.tau)
+            weights = weights * (1 - clipped.mean()) + np.append(clipped / n, 0.0)
+        return weights
+
+
+def clip_factors(distances: Weights, tau: float) -> Weights:
+    """Return min(1, tau / distance) for each distance."""
+    return np.minimum(1.0, tau / np.maximum(distances, np.finfo(np.float64).tiny))

@@ -1,0 +1,74 @@
+"""Aggregations that weigh whole vectors by their distances."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.namespace import cast, is_tensor, namespace, to_host, zeros
+from flockstep.arrays.schema import FlatArray
+from flockstep.strategies.aggregations.base import Aggregation, Combined
+
+BLOCK, TENSOR_BLOCK = 1 << 15, 1 << 22
+"""Number of elements of each vector that are multiplied at once."""
+Gram = npt.NDArray[np.float64]
+"""The inner products of n vectors, of shape (n, n)."""
+Weights = npt.NDArray[np.float64]
+"""A coefficient for each of n vectors, of shape (n,)."""
+
+
+class Combination(Aggregation):
+    """A sum of c_i v_i whose coefficients c depend on the inner products of the vectors alone.
+
+    The vectors are read twice, once for the inner products and once for the sum, however many iterations a method
+    takes: the distance of v_i from any combination of the vectors follows from the inner products.
+    """
+
+    @abstractmethod
+    def coefficients(self, gram: Gram) -> Weights:
+        """Return the coefficient of each vector.
+
+        Args:
+            gram: the inner products (n, n) of the vectors; with a `previous` result, that is the last vector.
+        """
+
+    def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
+        every = list(vectors) if previous is None else [*vectors, previous]
+        weights = self.coefficients(inner_products(every))
+        return Combined(weighted_sum(every, weights), [float(c) for c in weights[: len(vectors)]])
+
+
+def inner_products(vectors: Sequence[FlatArray]) -> Gram:
+    """Return <v_i, v_j> for all pairs, in float64."""
+    xp, size = namespace(vectors[0]), TENSOR_BLOCK if is_tensor(vectors[0]) else BLOCK
+    gram: Any = zeros(vectors[0], len(vectors), len(vectors), dtype="float64")
+    for start in range(0, len(vectors[0]), size):
+        block = xp.stack([cast(vector[start : start + size], "float64", copy=False) for vector in vectors])
+        gram += block @ block.T
+    return to_host(gram)
+
+
+def squared_distances(gram: Gram) -> Gram:
+    """Return ||v_i - v_j||² for all pairs."""
+    squares = np.diag(gram)
+    return np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0)
+
+
+def distances_from(gram: Gram, weights: Weights) -> Weights:
+    """Return ||v_i - sum_j c_j v_j|| for all i."""
+    squares = np.diag(gram) - 2 * (gram @ weights) + weights @ gram @ weights
+    return np.sqrt(np.maximum(squares, 0))
+
+
+def weighted_sum(vectors: Sequence[FlatArray], weights: Weights) -> FlatArray:
+    """Return the sum of c_i v_i; a vector with coefficient 0 has no effect."""
+    total: FlatArray | None = None
+    for vector, weight in zip(vectors, weights, strict=True):
+        if weight:
+            term = vector * float(weight)
+            total = term if total is None else total + term
+    return zeros(vectors[0], len(vectors[0])) if total is None else total

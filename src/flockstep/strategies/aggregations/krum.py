@@ -1,0 +1,53 @@
+"""Krum: the vector that is closest to its nearest neighbors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN
+from flockstep.strategies.aggregations.combination import Combination, Gram, Weights, squared_distances
+
+
+@dataclass(frozen=True)
+class Krum(Combination):
+    """Krum (Blanchard, El Mhamdi, Guerraoui & Stainer 2017, section 4): the one vector with the smallest score.
+
+    The score of v_i is the sum of the squared distances from v_i to its n - f - 2 nearest other vectors; of equal
+    scores the smallest rank is chosen. Withstands `f` of n workers, where n >= 2f + 3. A step uses the gradient of one
+    worker, so that the batch is 1/n of the workers' batches.
+    """
+
+    f: int = field(default=1, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        if self.f < 0:
+            raise ConfigurationError(f"f must be >= 0 attackers, got {self.f}; use 0 for none")
+
+    def check(self, n: int) -> None:
+        """Check that n >= 2f + 3."""
+        if n < 2 * self.f + 3:
+            fewer = f"use f <= {(n - 3) // 2}, " if n >= 3 else "use "
+            raise ConfigurationError(
+                f"krum needs n >= 2f + 3 vectors, got n={n} and f={self.f}; {fewer}more workers, or median"
+            )
+
+    def least(self, n: int) -> int:
+        """Return 2f + 3."""
+        return 2 * self.f + 3
+
+    def coefficients(self, gram: Gram) -> Weights:
+        return chosen(gram, self.f, 1)
+
+
+def chosen(gram: Gram, f: int, m: int) -> Weights:
+    """Return 1/m for the m vectors with the smallest scores, and 0 for the others."""
+    n = len(gram)
+    distances = squared_distances(gram)
+    np.fill_diagonal(distances, np.inf)
+    scores = np.sort(distances, axis=1)[:, : n - f - 2].sum(axis=1)
+    weights = np.zeros(n)
+    weights[np.argsort(scores, kind="stable")[:m]] = 1 / m
+    return weights

@@ -1,0 +1,25 @@
+"""Checks of the pieces that an aggregation is composed with."""
+
+from __future__ import annotations
+
+from flockstep.codecs.base import Codec
+from flockstep.errors import CompositionError
+from flockstep.strategies.aggregations.base import Aggregation
+
+
+def check_slices(aggregation: Aggregation, codec: Codec, slices: int) -> None:
+    """Check that an aggregation combines vectors that are sent with `codec` to the owners of `slices` slices.
+
+    Raises:
+        CompositionError: it does not; the message names a composition that does.
+    """
+    if slices != 1 and not aggregation.coordinatewise:
+        raise CompositionError(
+            f"{aggregation} compares whole gradients, and a server of a slice would choose other workers than the "
+            "server of the next; use ps(shards=1), or aggregation=median or trimmed_mean, which work on each element"
+        )
+    if codec.sparse and aggregation.coordinatewise and not aggregation.linear:
+        raise CompositionError(
+            f"{aggregation} of gradients that lack most elements is mostly 0, got codec={codec}; use a dense "
+            "codec such as half or int8, or an aggregation of whole gradients such as multi_krum"
+        )
