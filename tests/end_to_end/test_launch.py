@@ -19,6 +19,7 @@ from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, wait_until
+from support.scripts import NUMPY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -33,36 +34,6 @@ from flockstep.drivers.node_spec import spec_from_environment
 
 HERE = Path(__file__).parent
 rank = spec_from_environment().address
-"""
-NUMPY = """
-import os, subprocess, sys, time
-from pathlib import Path
-import numpy as np
-from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop
-from flockstep.drivers.node_spec import spec_from_environment
-from flockstep.drivers.plan import LocalOptimizer
-from flockstep.optimizers.sgd import SGD
-from flockstep.strategies.base import Strategy
-
-HERE = Path(__file__).parent
-rank = spec_from_environment().address
-
-def until(name):
-    while not (HERE / name).exists():
-        time.sleep(0.01)
-
-def start(strategy="all_reduce", size=20):
-    global params, gradient, optimizer
-    params, gradient = np.full(size, rank, np.float32), np.zeros(size, np.float32)
-    arguments = Schema.of({"w": (size,)}), Strategy.parse(strategy), LocalOptimizer(SGD(lr=0.1), params), SGD(lr=0.1)
-    optimizer = Loop(params, gradient, *arguments)
-
-def steps(count):
-    for _ in range(count):
-        gradient[:] = params - rank
-        optimizer.step()
-
 """
 FOREVER = 10**9
 
@@ -277,7 +248,7 @@ def test_workers_that_ask_for_different_strategies(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_workers_with_different_models(tmp_path: Path) -> None:
     pattern = r"the model of worker \d differs: .*; build the same model on every worker"
-    failed(outcome("start(size=3 if rank else 2)", tmp_path), pattern, code=2)
+    failed(outcome("start(shapes={'w': (3 if rank else 2,)})", tmp_path), pattern, code=2)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ COMMANDS = {
     "claims": ["reproduce"],
     "claim": ["reproduce", "A15"],
     "plan": PLAN,
-    "plan that is cut": ["plan", "vgg-a", "--cluster", "lab-1gbit", "-n", "2"],
+    "plan that is cut": ["plan", "softmax", "--cluster", "lab-1gbit", "-n", "2"],
     "trials": [*PLAN, "--simulate", "--trials", "1", "--keep", "trials"],
     "check": ["plan", "softmax", "--check", "checked"],
     "codecs": ["bench", "codecs", "half", "topk(0.01)", "--elements", "1000", "--rounds", "1"],

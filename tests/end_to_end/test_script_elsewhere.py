@@ -25,20 +25,20 @@ from support.elsewhere import Elsewhere
 from support.torch_loops import net, start, step, values
 import flockstep
 from flockstep.frameworks import torch_flat
-if {away}:
+for place in ("here", "elsewhere"):
+    torch.manual_seed(1)
+    large = torch.nn.Linear(4, 4000), torch.nn.Linear(4000, 4)  # more than 64 KiB, which are lent
+    model, optimizer = start({strategy!r}, torch.nn.Sequential(*large, *net(), torch.nn.BatchNorm1d(2)), momentum=0.9)
+    for number in range(9):
+        step(model, optimizer, 100 * number + optimizer.loop.rank)
+        if number == 4:
+            with optimizer.consensus():
+                pass
+            optimizer.sync()
+    optimizer.finish()
+    assert (type(optimizer.flat.params) is Elsewhere) == (place == "elsewhere")
+    torch.save(values(model), f"{folder}/{{place}}-{{optimizer.loop.rank}}")
     torch_flat.native = lambda flat: flat.as_subclass(Elsewhere)
-torch.manual_seed(1)
-large = torch.nn.Linear(4, 4000), torch.nn.Linear(4000, 4)  # more than 64 KiB, which are lent
-model, optimizer = start({strategy!r}, torch.nn.Sequential(*large, *net(), torch.nn.BatchNorm1d(2)), momentum=0.9)
-for number in range(9):
-    step(model, optimizer, 100 * number + optimizer.loop.rank)
-    if number == 4:
-        with optimizer.consensus():
-            pass
-        optimizer.sync()
-optimizer.finish()
-assert not {away} or type(optimizer.flat.params) is Elsewhere
-torch.save(values(model), f"{folder}/{{optimizer.loop.rank}}")
 """
 
 
@@ -67,15 +67,14 @@ def test_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ),
 )
 def test_among_others(strategy: str, tmp_path: Path) -> None:
-    models = []
-    for moved in (False, True):
-        folder = tmp_path / str(moved)
-        folder.mkdir()
-        script = folder / "script.py"
-        script.write_text(SCRIPT.format(support=str(SUPPORT), away=moved, strategy=strategy, folder=folder))
-        ended = RealRun(["launch", "-n", "2", *MEMORY, str(script)], folder / "run", torch=True).end()
-        assert ended.code == 0, ended.err
-        models.append([value for rank in range(2) for value in torch.load(folder / str(rank))])
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(support=str(SUPPORT), strategy=strategy, folder=tmp_path))
+    ended = RealRun(["launch", "-n", "2", *MEMORY, str(script)], tmp_path / "run", torch=True).end()
+    assert ended.code == 0, ended.err
+    models = [
+        [value for rank in range(2) for value in torch.load(tmp_path / f"{place}-{rank}")]
+        for place in ("here", "elsewhere")
+    ]
     for one, other in zip(*models, strict=True):  # products of matrices round by where in memory these lie
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 

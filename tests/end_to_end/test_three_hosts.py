@@ -52,7 +52,7 @@ def beside_one_host(strategy: str, tmp_path: Path, *arguments: str) -> None:
 
 
 def test_a_synchronous_strategy_has_the_bits_of_one_host(three: list[Host], tmp_path: Path) -> None:
-    arguments = ["train", "digits", "-s", "dpsgd", "--seed", "1", "--steps", "10", "--evaluate-every", "10"]
+    arguments = ["train", "softmax", "-s", "dpsgd", "--seed", "1", "--steps", "10", "--evaluate-every", "10"]
     on_hosts(three, tmp_path / "hosts", *arguments)
     beside_one_host("dpsgd", tmp_path, *arguments)
 

@@ -220,35 +220,31 @@ def test_virtual_time_refuses() -> None:
 def test_overlap_gives_the_bits_of_the_run_without_it(tmp_path: Path, accumulate: int) -> None:
     """Gradients from `torch.autograd.grad` complete no parameter, so that all parts are handed over by `step`."""
     body = f"""
-import sys
-model, optimizer = start("bucketed({SMALL}, accumulate={accumulate})")
-handed = []
-hand_over = optimizer.loop.hand_over
 def noted():
     handed.append(optimizer.loop.awaited)
     hand_over()
-optimizer.loop.hand_over = noted
-for step in range(7):
-    model.zero_grad()  # to None: autograd makes new gradients
-    if OVERLAP:
-        loss_of(model, step).backward()
-    else:
-        for p, g in zip(model.parameters(), torch.autograd.grad(loss_of(model, step), list(model.parameters()))):
-            p.grad = g
-    before = len(handed)
-    optimizer.step()
-    assert len(handed) == before, "step() itself has no need to"
-optimizer.finish()
-loss_of(model, 0).backward()  # after the end nobody listens
-np.save(HERE / f"{{rank}}.npy", optimizer.flat.params)
-(HERE / f"handed-{{rank}}").write_text(" ".join(map(str, handed)))
+
+for overlap in (True, False):
+    model, optimizer = start("bucketed({SMALL}, accumulate={accumulate})")
+    handed, hand_over = [], optimizer.loop.hand_over
+    optimizer.loop.hand_over = noted
+    for step in range(7):
+        model.zero_grad()  # to None: autograd makes new gradients
+        if overlap:
+            loss_of(model, step).backward()
+        else:
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss_of(model, step), list(model.parameters()))):
+                p.grad = g
+        before = len(handed)
+        optimizer.step()
+        assert len(handed) == before, "step() itself has no need to"
+    optimizer.finish()
+    loss_of(model, 0).backward()  # after the end nobody listens
+    np.save(HERE / f"{{overlap}}-{{rank}}.npy", optimizer.flat.params)
+    (HERE / f"handed-{{overlap}}-{{rank}}").write_text(" ".join(map(str, handed)))
 """
-    found = []
-    for overlap in (True, False):
-        folder = tmp_path / str(overlap)
-        folder.mkdir()
-        succeeded(f"OVERLAP = {overlap}\n" + body, folder, 2)
-        found += [np.load(folder / f"{rank}.npy") for rank in range(2)]
-        handed = (folder / "handed-0").read_text().split()
-        assert len(handed) == (7 // accumulate * 4 if overlap else 0)
+    succeeded(body, tmp_path, 2)
+    found = [np.load(tmp_path / f"{overlap}-{rank}.npy") for overlap in (True, False) for rank in range(2)]
+    assert len((tmp_path / "handed-True-0").read_text().split()) == 7 // accumulate * 4
+    assert (tmp_path / "handed-False-0").read_text() == ""
     assert equal_bits(*found)

@@ -15,9 +15,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes
 
 HERE = Path(__file__).parent
 BOTH = """
+import sitecustomize
 import sys
 from pathlib import Path
-sys.modules.pop("torch._dynamo", None)  # DDP needs torch's own
+sys.meta_path.remove(sitecustomize.WITHOUT_COMPILER)  # DDP needs it
 import torch
 import torch.distributed as dist
 import flockstep

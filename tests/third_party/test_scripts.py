@@ -32,16 +32,8 @@ BOUNDS = {
 }
 """Script → loss that it does not reach without learning, and reaches with it."""
 STRATEGIES = ["all_reduce", "ps(consistency=ssp(3))", "local_sgd(period=4)", "gossip", "easgd(period=4)"]
-QUICK = [
-    ("classifier", "all_reduce", 2),
-    ("gpt", "all_reduce", 2),
-    ("lstm", "local_sgd(period=4)", 2),
-    ("vae", "ps(consistency=ssp(3))", 2),
-    ("gan", "all_reduce", 2),
-    ("siamese", "easgd(period=4)", 2),
-    ("reinforce", "gossip", 2),
-    ("embeddings", "all_reduce", 2),
-]
+QUICK = [("gan", "all_reduce", 2), ("vae", "ps(consistency=ssp(3))", 2)]
+"""Two models that step in turn, and servers; what else they do is also in tests/end_to_end/test_torch_loops.py."""
 OURS = re.compile(r"flockstep|optimizer\.finish\(\)|of_\w+\.finish\(\)")
 
 
@@ -56,7 +48,7 @@ def test_a_script_learns(name: str, strategy: str, workers: int, tmp_path: Path)
     assert max(losses) < BOUNDS[name], losses
 
 
-@pytest.mark.parametrize("name", few(BOUNDS, "siamese"))
+@pytest.mark.parametrize("name", few(BOUNDS, "gan"))
 def test_without_its_steps_a_script_does_not_reach_the_bound(name: str, tmp_path: Path) -> None:
     lines = (HERE / f"{name}.py").read_text().splitlines()
     script = tmp_path / "script.py"

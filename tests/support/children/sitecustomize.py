@@ -27,4 +27,5 @@ class WithoutCompiler:
         vars(module).update(disable=lambda function=None, *_, **__: function, graph_break=lambda: None)
 
 
-sys.meta_path.insert(0, WithoutCompiler())  # type: ignore[arg-type]
+WITHOUT_COMPILER = WithoutCompiler()
+sys.meta_path.insert(0, WITHOUT_COMPILER)  # type: ignore[arg-type]
