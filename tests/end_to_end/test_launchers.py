@@ -258,7 +258,7 @@ class Trial:
 
     def summary(self, workers: int) -> dict[str, Any]:
         """The summary of the only record, which must be whole and hold the events of every worker."""
-        (record,) = (self.folder / "runs").iterdir()
+        (record,) = (path for path in (self.folder / "runs").iterdir() if not path.name.startswith("."))
         found: dict[str, Any] = json.loads((record / "summary.json").read_text())
         stepped = {event.rank for event in RunFolder(record).read_events() if isinstance(event, StepEvent)}
         assert stepped == set(range(workers)) or found["status"] == "failed"
@@ -483,6 +483,11 @@ def test_a_job_that_waits_is_canceled_and_slurm_does_not_know_the_secret(
     [
         (("--slurm-options", "--partition=none"), 2, "Slurm did not take the job: .*[Ii]nvalid partition name"),
         (("--slurm-options", "'"), 2, "--slurm-options must be words as in a shell, got "),
+        (
+            ("--slurm-options", "--requ"),
+            2,
+            "--slurm-options cannot have --requeue, got '--requ': a job that Slurm starts",
+        ),
         (("--nodes", "3"), 2, "--nodes must be at least 1 and at most 2, the number of workers"),
         (("--cpus-per-worker", "0.5"), 2, "--cpus-per-worker must be a whole number >= 1 on Slurm, got 0.5"),
         (("--coordinator", "d0:29400"), 2, "--coordinator d0:29400 does not go with --on slurm"),
@@ -499,6 +504,30 @@ def test_jobs_that_cannot_run(
     assert ended == code, said
     assert re.search(expected, said), said
     assert list((trial.folder / "runs").iterdir()) == []
+
+
+@pytest.mark.full
+def test_a_job_whose_output_cannot_be_read_is_canceled_and_its_output_kept(
+    hosts: tuple[Host, ...], srun: list[str], trial: Trial
+) -> None:
+    options = ("-n", "2", "-s", "gossip", "--steps", "1000000", "--out", "runs/one")
+    words = trial.words(on_slurm(srun, "softmax", *options, command="train"), python=False)[:-1]
+    process = subprocess.Popen(hosts[0].command(*words), stderr=subprocess.PIPE, text=True)
+    try:
+        stepped = trial.folder / "runs" / "one" / "events" / "worker-1.jsonl"
+        wait_until(lambda: b'"step"' in content(stepped) or process.poll() is not None, PATIENCE, "a job that trains")
+        (folder,) = (trial.folder / "runs").glob(".flockstep-slurm-*")
+        (folder / "out").rename(folder / "moved")
+        (folder / "out").mkdir()  # a file that cannot be read; the job goes on
+        _, said = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 1, said
+    assert re.search(r"job \d+ was canceled, because .*: IsADirectoryError: .*; its output is in (\S+)", said), said
+    assert {path.name for path in folder.iterdir()} == {"out", "moved", "err"}
+    assert hosts[0].run(*srun[:-1], "squeue", "--noheader").split() == []
+    assert trial.summary(2)["status"] == "interrupted"
 
 
 @pytest.mark.full

@@ -19,13 +19,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
+from flockstep.drivers.member import in_short
 from flockstep.drivers.place import host_names
 from flockstep.errors import ConfigurationError, Interrupted, RunError
 from flockstep.launchers import task_entry
 from flockstep.launchers.commands import CommandGathering
 from flockstep.launchers.meeting import SECRET, TIMEOUT, Meeting, address_towards
 from flockstep.launchers.output import ERR, OUT, SHOWN, Output, to_terminal
+from flockstep.launchers.slurm_options import options_of_job
 from flockstep.launchers.train import undisturbed
 from flockstep.launchers.wait_monitor import on_stderr
 
@@ -51,6 +54,8 @@ GOING = (
     "RESIZING",
 )
 """Slurm's states of a job that has not ended."""
+FORGOTTEN = "FORGOTTEN"
+"""State of a job that Slurm no longer knows of."""
 ENDED = {
     "CANCELLED": "was canceled",
     "TIMEOUT": "reached its time limit; give it more with --slurm-options --time=HOURS:MINUTES:SECONDS",
@@ -148,19 +153,22 @@ def submitted(
 
     Raises:
         ConfigurationError: sbatch is not installed, Slurm refuses the job, or the job's hosts do not share the folder.
-        RunError: Slurm has ended the job.
+        RunError: Slurm has ended the job, or the job was canceled because its output could not be shown; the output
+            is kept then.
         Interrupted: the user has ended the job, of which nothing is left.
     """
     for tool in ("sbatch", "scontrol", "scancel"):
         _require(tool)
-    wanted = [f"--nodes={nodes}", *_shares(workers, nodes, cpus, gpus), *_words(options)]
+    wanted = [f"--nodes={nodes}", *_shares(workers, nodes, cpus, gpus), *options_of_job(options, os.environ)]
     parent = place.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".flockstep-slurm-", dir=parent))
+    job = _Job(folder)
     try:
-        return _Job(folder).run(_script([python, "-u", "-m", "flockstep", *command], folder), wanted)
+        return job.run(_script([python, "-u", "-m", "flockstep", *command], folder), wanted)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not job.unseen:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _require(tool: str) -> None:
@@ -186,19 +194,6 @@ def _shares(workers: int, nodes: int, cpus: float, gpus: float) -> list[str]:
     return [f"--ntasks-per-node={share}", f"--cpus-per-task={int(cpus)}"] + [
         f"--gpus-per-node={int(gpus) * share}"
     ] * bool(gpus)
-
-
-def _words(options: str) -> list[str]:
-    try:
-        words = shlex.split(options)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"--slurm-options must be words as in a shell, got {options!r}: {error}; write it like "
-            '"--partition=gpu --time=1:00:00"'
-        ) from None
-    if any(word.startswith(("--array", "-a")) for word in words):
-        raise ConfigurationError(f"--slurm-options must ask for one job, got {options!r}; leave the array out")
-    return words
 
 
 def _script(command: Sequence[str], folder: Path) -> str:
@@ -235,6 +230,8 @@ class _Job:
     state: dict[str, str] = field(default_factory=lambda: {"JobState": "PENDING"})
     """What Slurm tells of the job: name → value."""
     said: str = ""
+    unseen: bool = False
+    """Whether the files hold output that could not be shown."""
     begun: float = field(default_factory=time.monotonic)
 
     def run(self, script: str, wanted: Sequence[str]) -> int:
@@ -242,9 +239,21 @@ class _Job:
 
         Raises:
             ConfigurationError: Slurm refuses the job, or the job does not find the folder.
-            RunError: Slurm has ended the job.
-            Interrupted: the user has.
+            RunError: Slurm has ended the job, or the job was canceled because its output could not be shown.
+            Interrupted: the user has ended the job.
         """
+        try:
+            self._submit_and_follow(script, wanted)
+        except Interrupted:
+            raise
+        except Exception as error:
+            if not self.number:  # Slurm has refused it
+                raise
+            self._give_up(error)
+        return self._exit_code()
+
+    def _submit_and_follow(self, script: str, wanted: Sequence[str]) -> None:
+        """Submit the job, and show its output until its end; end the job if the user stops this command."""
         tails = [_Tail(self.folder / "out", OUT), _Tail(self.folder / "err", ERR)]
         try:
             with undisturbed():  # a job that nobody knows of could not be canceled
@@ -255,7 +264,18 @@ class _Job:
                 raise
             self._cancel(tails)
             raise Interrupted(f"{str(stop) or 'interrupted'}; job {self.number} has ended") from None
-        return self._exit_code()
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """End a job whose output cannot be shown here, and keep the output."""
+        self.unseen, fate = True, "was canceled"
+        try:
+            self._cancel(())
+        except Exception as other:  # noqa: BLE001 - of the same cause, for example no more processes
+            fate = f"may still run ({in_short(other)}; scancel {self.number} ends it)"
+        raise RunError(
+            f"job {self.number} {fate}, because this command could not follow it: {in_short(error)}; its output is in "
+            f"{self.folder}"
+        ) from error
 
     def _submit(self, script: str, wanted: Sequence[str]) -> None:
         """Submit the job.
@@ -267,8 +287,8 @@ class _Job:
         usual = ["--parsable", "--job-name=flockstep", "--no-requeue", "--output=/dev/null", "--error=/dev/null"]
         done = _slurm("sbatch", *usual, *wanted, given=script)
         said = [re.sub("^sbatch: (error: |fatal: )?", "", line) for line in done.stderr.splitlines() if line.strip()]
-        number = done.stdout.strip().partition(";")[0]
-        if done.returncode or not number.isdecimal():
+        number = next(iter(re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)), "")  # a site may say more
+        if done.returncode or not number:
             reason = said[-1] if said else f"sbatch ended with exit code {done.returncode} and gave no number"
             raise ConfigurationError(f"Slurm did not take the job: {reason}; see --slurm-options, --nodes and -n")
         self.number = number
@@ -295,7 +315,8 @@ class _Job:
         if done.returncode:
             why = done.stderr.strip() or "no reason"
             if "Invalid job id" in why:
-                raise RunError(f"Slurm no longer knows of job {self.number}; how it ended cannot be told")
+                self.state = {"JobState": FORGOTTEN}
+                return
             self._say(f"Slurm does not answer: {why.splitlines()[-1]}")
             return
         self.state = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
@@ -330,6 +351,8 @@ class _Job:
     def _exit_code(self) -> int:
         state, host = self.state["JobState"], self.state.get("BatchHost", "its host")
         code, _, signum = self.state.get("ExitCode", "").partition(":")
+        if state == FORGOTTEN:
+            raise RunError(f"Slurm no longer knows of job {self.number}; how it ended cannot be told")
         if state in ENDED:
             raise RunError(f"job {self.number} {ENDED[state]}")
         if state not in ("COMPLETED", "FAILED") or not code.isdecimal() or signum != "0":
