@@ -31,7 +31,7 @@ LIMIT = 120.0
 OLDEST = (3, 11)
 STEPS = "3"
 SEARCHED = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-"""Folders in which programs are looked for: those of this Python's packages first."""
+"""Folders in which programs are looked for, beginning with the folder of this Python's packages."""
 
 
 @dataclass(frozen=True)

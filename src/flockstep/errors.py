@@ -114,7 +114,7 @@ class MissingDependency(ConfigurationError):
 
 
 class RunError(FlockstepError):
-    """The run itself failed; what was computed is kept."""
+    """The run itself failed; the results computed so far are kept."""
 
 
 class PeerLost(RunError):

@@ -68,7 +68,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
     step: int = 0
     """Number of local steps that the sender had completed."""
     number: int = 0
-    """Number of the message among those from this sender to this receiver, from 1."""
+    """Number of the message among all messages from this sender to this receiver, from 1."""
     reply_to: int = 0
     """`number` of the request that this message answers, or 0."""
 

@@ -90,7 +90,10 @@ Hosts = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=8)
 def one_host(workers: int) -> Hosts:
-    """All workers on one host. All nodes share the value, as they share `everyone`."""
+    """Return the hosts of a run whose workers are all on one host.
+
+    All nodes share the value, as they share `everyone`.
+    """
     return (tuple(range(workers)),)
 
 
@@ -160,7 +163,7 @@ class Node:
 
     @property
     def run_step(self) -> int:
-        """Steps since the start of the run; `step` counts those since the programs last began."""
+        """Number of steps since the start of the run; `step` counts the steps since the programs last began."""
         return self.before + self.step
 
     def background(self, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never") -> Task:

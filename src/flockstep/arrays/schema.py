@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Schema:
-    """The layout of a model's trainable tensors, in order, without gaps; `dtype` is that of the flat array."""
+    """The layout of a model's trainable tensors, in order, without gaps; `dtype` is the dtype of the flat array."""
 
     dtype: str
     entries: tuple[Entry, ...]

@@ -42,7 +42,7 @@ class Implementation(ABC):
 
     @property
     def missing(self) -> str:
-        """Command that installs what is missing; empty if nothing is missing."""
+        """Command that installs the missing packages; empty if none is missing."""
         absent = [module for module in self.modules if importlib.util.find_spec(module) is None]
         return f"pip install {' '.join(self.packages)}" if absent else ""
 

@@ -48,7 +48,7 @@ class Measurement:
     """Third quartile of the seconds of one call."""
     rounds: int = 0
     missing: str = ""
-    """Command that installs what is missing, or the reason of a failure."""
+    """Command that installs the missing packages, or the reason of a failure."""
 
     @property
     def rate(self) -> float | None:

@@ -73,7 +73,7 @@ NUMBERS = (3, 4, 5)
 SPEEDS = ("7mbit", "20mbit", "50mbit", "100mbit", "300mbit", "1000mbit")
 """Bandwidths from which random combinations are drawn."""
 CALIBRATED, ENDS = "all_reduce", ("100mbit", "1000mbit")
-"""Strategy and bandwidths of the records from which everything is predicted."""
+"""Strategy and bandwidths of the records from which all times are predicted."""
 FRAMES = (1448 + 66 + 66 / 2) / 1448
 """Minimum of bytes on a link per payload byte: headers of a TCP frame, and one acknowledgement for two frames."""
 WITHIN = 0.2

@@ -43,9 +43,9 @@ class SimulatorFigure:
     rate: float
     """Simulated steps of all workers per second."""
     to_loop: float
-    """Rate relative to that of a loop that computes one gradient and one optimizer step after the other."""
+    """Rate relative to the rate of a loop that computes one gradient and one optimizer step after the other."""
     to_batched: float
-    """Rate relative to that of batched calls that compute the gradients alone."""
+    """Rate relative to the rate of batched calls that compute the gradients alone."""
     events: float | None = None
     """Events written to the record per second."""
 

@@ -22,7 +22,7 @@ FRAGMENTS = 4
 STEPS = 200
 SIZE = 4000
 PUBLISHED = 441 / 1.10
-"""Ratio of the terabytes sent by data parallelism in bfloat16 to those of Streaming DiLoCo."""
+"""Terabytes sent by data parallelism in bfloat16, divided by the terabytes sent by Streaming DiLoCo."""
 
 
 @dataclass(frozen=True)

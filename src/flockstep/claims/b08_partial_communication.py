@@ -16,7 +16,7 @@ LEARNS = 7.0
 
 @dataclass(frozen=True)
 class PartialCommunication(Claim):
-    """Updates that reach each peer with probability q; the others are dropped or deferred."""
+    """Updates that reach each peer with probability q; updates for the other peers are dropped or deferred."""
 
     seeds: int = 5
     statement = (

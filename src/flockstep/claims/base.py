@@ -34,7 +34,7 @@ class Verdict:
 
     rows: tuple[ClaimRow, ...]
     reason: str = ""
-    """If a row fails, the measured reason; otherwise a remark for the reader."""
+    """The measured reason if a row fails, otherwise a remark for the reader."""
     figures: dict[str, float] = field(default_factory=dict)
     """Measured figures that the rows do not contain, by name."""
 

@@ -21,7 +21,7 @@ GUESSING = 90.0
 
 @dataclass(frozen=True)
 class Training:
-    """How the digits are trained in virtual time, with messages that take no time."""
+    """The settings of a training on the digits in virtual time, with messages that take no time."""
 
     workers: int
     optimizer: str

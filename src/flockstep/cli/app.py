@@ -416,7 +416,7 @@ def layouts(
     ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Show the smallest delay of a step for eight layouts of the parameters: naive server, tree, ring and others."""
+    """Show the smallest delay of a step for eight layouts of the parameters, such as naive server, tree and ring."""
     from flockstep.cli.layouts import show_layouts
 
     show_layouts(what or [], workers, bandwidth, as_json, out)

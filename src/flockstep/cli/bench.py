@@ -1,4 +1,4 @@
-"""`flockstep bench`: the speed of transports, collectives, codecs and the simulator, and that of alternatives."""
+"""`flockstep bench`: the speed of transports, collectives, codecs and the simulator, and the speed of alternatives."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def summary() -> list[dict[str, Any]]:
 
 
 def show(what: str | None, everything: bool, as_json: bool) -> None:
-    """Print what `flockstep list` prints.
+    """Print the lists of `flockstep list`: a summary of all kinds, one kind, or one component.
 
     Raises:
         UnknownName: `what` is neither a kind nor the name of a component.

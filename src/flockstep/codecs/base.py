@@ -50,7 +50,7 @@ class Codec(Component):
 
     @property
     def sparse(self) -> bool:
-        """Whether most elements decode to zero and `stream` returns the others."""
+        """Whether most elements decode to zero and `stream` returns the other elements."""
         return False
 
     @property
@@ -91,7 +91,7 @@ class Codec(Component):
         """Return the array of shape (size,) that `data` encodes.
 
         Args:
-            data: what `encode` returned.
+            data: the bytes that `encode` returned.
             size: number of elements of the encoded array.
             dtype: name of the encoded array's dtype.
 

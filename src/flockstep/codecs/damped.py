@@ -54,7 +54,7 @@ class Damped(Codec):
         return self.codec.encode(array, random)
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return what the codec decodes, divided by 1 + omega."""
+        """Return the array that the codec decodes, divided by 1 + omega."""
         decoded = self.codec.decode(data, size, dtype)
         shrunk: FlatArray = cast(decoded * self.factor(size), dtype, copy=False)
         return shrunk

@@ -60,9 +60,7 @@ class Natural(Quantizer):
         return 1 / 8
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return ||x||² / 8, plus the squares of what is cut off at the top and of what is lost below the normal
-        numbers.
-        """
+        """Return ||x||² / 8, plus the squares of the amounts cut off at the top and lost below the normal numbers."""
         dtype = array.dtype.name
         if self.as_it_is(array.size, dtype):
             return 0.0

@@ -68,7 +68,7 @@ class Parts(Composed):
 
     @property
     def sparse(self) -> bool:
-        """Whether some members are sparse and all others lossless."""
+        """Whether some members are sparse and all other members lossless."""
         return any(c.sparse for c in self.codecs) and all(c.sparse or c.lossless for c in self.codecs)
 
     def wire_bytes(self, size: int, dtype: str) -> int:

@@ -100,7 +100,7 @@ class RandomK(Sparsifier):
         return super().left_out(array) * (self.factor(array.size) - 1 if self.scaled else 1)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the squared norm of what is left out plus the error bound of the values, times the square of the
+        """Return the squared norm of the elements left out plus the error bound of the values, times the square of the
         receivers' factor.
         """
         return self.left_out(array) + self.factor(array.size) ** 2 * self.values.error_bound(array.reshape(-1))

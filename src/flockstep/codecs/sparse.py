@@ -86,7 +86,9 @@ class Sparsifier(Streamed):
         return self._sent(array.reshape(-1), random)[0]
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode error + array; `error` keeps what was not chosen, and the error of a biased values codec."""
+        """Encode error + array; `error` keeps the elements that were not chosen, and the error of a biased values
+        codec.
+        """
         if self.factor(len(error)) != 1:
             return super().encode_residual(array, error, random)
         k, dtype = kernels.of(error), kernels.name_of(error)
@@ -107,7 +109,7 @@ class Sparsifier(Streamed):
         return indices, values if factor == 1 else cast(values * factor, dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the squared norm of what is left out plus the error bound of the values' codec."""
+        """Return the squared norm of the elements left out plus the error bound of the values' codec."""
         return self.left_out(array) + self.values.error_bound(array.reshape(-1))
 
     def left_out(self, array: FlatArray) -> float:

@@ -59,8 +59,8 @@ class TernGrad(Levels):
         return (math.sqrt(size) - 1) / 2 if self.unbiased and size else 0.0 if self.unbiased else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the sum of c (s - c), c being an element's magnitude after the cut, and of the squares of what was cut
-        off.
+        """Return the sum of c (s - c), c being an element's magnitude after the cut, plus the squares of the amounts
+        cut off.
         """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0

@@ -15,8 +15,8 @@ from flockstep.codecs.low_rank import factor_dtype
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a tensor, as a matrix (rows, columns), is cut into chunks (height, width), and how much of each chunk is
-    sent.
+    """The division of a tensor, as a matrix (rows, columns), into chunks (height, width), and the part of each chunk
+    that is sent.
     """
 
     part: slice

@@ -151,7 +151,7 @@ class Calls:
         """Check that the communicator works and that this thread may call it.
 
         Raises:
-            FlockstepError: the error that ended the communicator, or that of `require_free`.
+            FlockstepError: the error that ended the communicator, or the error of `require_free`.
         """
         if self._engine.failure is not None:
             raise self._engine.failure

@@ -89,7 +89,10 @@ class Collectives(Calls):
         name: str = "",
         timeout: float | None = None,
     ) -> Array | None:
-        """Return the sum over all ranks on rank `to`, and None on the others. Raises the errors of `all_reduce`."""
+        """Return the sum over all ranks on rank `to`, and None on the other ranks.
+
+        Raises the errors of `all_reduce`.
+        """
         self.check_rank(to)
         given, by, chosen = checked(array, self.max_bytes), Collective.parse(collective), codec_of(codec)
         what = f"reduce to worker {to} of {_described(given)} by {by}{_by(chosen)}"

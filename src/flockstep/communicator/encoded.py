@@ -40,7 +40,7 @@ class Encoded(Note, frozen=True, omit_defaults=True):
     dtype: str = ""
     at: Count = 0
     call: str = ""
-    """In a call in which every rank takes part, the text that all ranks have to agree on."""
+    """Text on which all ranks have to agree, in a call in which every rank takes part; empty in other calls."""
 
     def within(self, kind: type[E], **others: Any) -> E:
         """Return this note's fields in a note with more fields."""

@@ -22,7 +22,9 @@ from flockstep.transports.bus import Bus, Traffic
 
 T = TypeVar("T")
 AHEAD = 1 << 26
-"""Bytes that threads may submit for one rank beyond what the bus has accepted, before they wait."""
+"""Number of bytes that threads may submit for one rank beyond the bytes that the bus has accepted, before the threads
+wait.
+"""
 LOOK = 1.0
 """Seconds between two checks of the connections."""
 

@@ -54,7 +54,8 @@ def rule_of(text: str) -> Strategy:
 
 
 def extra_sockets(member: Member, max_bytes: int) -> Member:
-    """Return sockets for a communicator in addition to those of `member`, connected to those of all other ranks.
+    """Return sockets for a communicator in addition to the sockets of `member`, connected to the sockets of all other
+    ranks.
 
     Raises:
         ConfigurationError: another worker's communicator has a different max_bytes.

@@ -27,9 +27,11 @@ class CollectiveCall:
     """A call in which every rank takes part, as far as this rank knows it."""
 
     what: str = ""
-    """What this rank calls; empty before it has made the call."""
+    """Text of the call that this rank makes; empty before this rank has made the call."""
     theirs: dict[str, Address] = field(default_factory=dict)
-    """What other ranks call → the first rank that calls it; used until this rank has made its own call."""
+    """Text of a call that other ranks make → the first rank that makes the call; used until this rank has made its own
+    call.
+    """
     task: Task | None = None
     off: FlockstepError | None = None
     """The error with which another rank ended the call; None if there is none."""

@@ -67,7 +67,9 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def folder_of(place: Place) -> Path:
-    """Folder of the agent's socket: that of this user and run on this host, even if hosts share the file system."""
+    """Folder of the agent's socket, different for each user and run on this host, even if hosts share the file
+    system.
+    """
     name = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {place.run}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"flockstep-{name}"
 

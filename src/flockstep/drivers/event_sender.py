@@ -31,7 +31,7 @@ class Teller(Protocol):
 
 
 class EventSender:
-    """Sends events in batches: steps, updates and spans wait for up to `PERIOD`, all others are sent at once."""
+    """Sends events in batches: steps, updates and spans wait for up to `PERIOD`, all other events are sent at once."""
 
     def __init__(self, member: Teller, now: Callable[[], float] = time.monotonic):
         self._member = member

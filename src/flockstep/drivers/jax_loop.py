@@ -62,7 +62,9 @@ class Trainer:
 
     @property
     def params(self) -> Tree:
-        """This worker's parameters as new arrays; before the first step those of rank 0, after `finish` the result."""
+        """This worker's parameters as new arrays; before the first step the parameters of rank 0, after `finish` the
+        result.
+        """
         return self._tree.read(self._flat)
 
     @property

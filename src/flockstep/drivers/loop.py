@@ -219,7 +219,9 @@ class Loop:
         return not self.finished and self._runner.tentative
 
     def revise(self) -> None:
-        """Tell the strategy that the parts of the current gradient that it has used are not those of the step."""
+        """Tell the strategy that the script has changed parts of the current gradient that the strategy has already
+        used.
+        """
         self._worker.revised = True
 
     def hand_over(self) -> None:
@@ -251,7 +253,7 @@ class Loop:
         self._member.tell("gradient", None, shown)
 
     def listen(self) -> None:
-        """Deliver messages that have arrived, and continue what waits for them."""
+        """Deliver messages that have arrived, and continue the tasks that wait for them."""
         if not self._finished and self._failure is None:
             with self._telling():
                 self._runner.collect()

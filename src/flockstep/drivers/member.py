@@ -102,7 +102,9 @@ SAID: Notes = {"welcome": Welcome, "lost": NodeLost}
 
 
 class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
-    """Why a process cannot join or continue; `kind`: name of an error class of flockstep, `trace`: a traceback."""
+    """Message that a process cannot join or continue; `kind` is the name of an error class of flockstep, `trace` a
+    traceback.
+    """
 
     run: str
     address: int
@@ -113,7 +115,9 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What a process needs to join a run, passed to it by the supervisor that starts it."""
+    """Node specification: the settings with which a process joins a run, given to the process by the supervisor that
+    starts it.
+    """
 
     run: str
     address: Address

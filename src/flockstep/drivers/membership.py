@@ -52,7 +52,10 @@ def add_membership(membership: Membership) -> None:
 
 
 def end_membership(membership: Membership) -> None:
-    """Forget a membership whose run has ended, and whose model the script may drop; that of the first call remains."""
+    """Forget a membership whose run has ended, so that the script may drop the model.
+
+    The membership of the first call remains.
+    """
     membership.barrier = membership.works_between_steps = membership.epoch = None
     membership.scalar = lambda name, value: None
     if membership is not _memberships[0]:

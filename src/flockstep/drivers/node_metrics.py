@@ -1,4 +1,4 @@
-"""Metrics of a node: what it sent, received and spent its time on, written to the record as events."""
+"""Metrics of a node, written to the record as events: bytes and messages sent and received, and the use of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The place of a process among those that torchrun, mpirun or srun has started, from its environment."""
+"""The place of a process among the processes that torchrun, mpirun or srun has started, from its environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a process among those that a launcher has started."""
+    """The place of a process among the processes that a launcher has started."""
 
     rank: int
     workers: int

@@ -53,7 +53,7 @@ NOTES: Notes = {STOPPED: ProgramStopped, RECALL: Recall, f"reply to {RECALL}": O
 
 
 def notes_of(strategy: Strategy) -> Notes:
-    """Kinds of notes in the run of a script: the strategy's and those of this module."""
+    """Kinds of notes in the run of a script: the strategy's notes and the notes of this module."""
     return {**strategy.notes, **NOTES}
 
 

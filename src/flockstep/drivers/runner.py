@@ -80,7 +80,10 @@ class History:
 
 
 class Runner:
-    """Runs a node's programs and keeps its metrics. `waiting` is what the program waits for; None while it runs."""
+    """Runs a node's programs and keeps its metrics.
+
+    `waiting` is the request for which the program waits; None while it runs.
+    """
 
     send_snapshot: Callable[[float], None] | None = None
     """Sends a snapshot of the node's parameters for a tick of progress."""
@@ -132,7 +135,9 @@ class Runner:
         self.begin(self._again())
 
     def remember(self, history: History, save: Callable[[], bytes]) -> None:
-        """Store what is needed to restart the program from now on; `save` returns the node's current state."""
+        """Store the state and the inputs needed to restart the program from now on; `save` returns the node's current
+        state.
+        """
 
         def at_boundary() -> None:
             if not self.replaying:
@@ -146,7 +151,7 @@ class Runner:
         history.point = history.point or save()
 
     def replay(self, inputs: Sequence[Input], begin: Callable[[], None], settle: Callable[[], None]) -> None:
-        """Bring the runner to the point that a runner with these inputs since the saved state had reached.
+        """Replay `inputs` until the runner is where a runner with these inputs since the saved state had been.
 
         `settle` corrects what the program changes on the way there by restarting tasks.
         """

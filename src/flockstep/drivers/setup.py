@@ -1,4 +1,4 @@
-"""Builds from a run's configuration what its drivers need."""
+"""Builds the job, the engine and the plan of a run from the run's configuration."""
 
 from __future__ import annotations
 

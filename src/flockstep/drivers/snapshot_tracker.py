@@ -51,7 +51,7 @@ class SnapshotTick(Tick):
         self._variance: float | None = None
 
     def add_snapshot(self, item: Snapshot, samples: int) -> None:
-        """Add what a node has sent for this tick, a point of progress at which the run is evaluated."""
+        """Add the parameters that a node has sent for this tick, a point of progress at which the run is evaluated."""
         self.files.items_of[item.address] = item
         self.t = max(self.t, item.seconds)
         self.missing.discard(item.address)

@@ -35,7 +35,8 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Decode what `to_bytes` encoded; the result is equal bit for bit, and shares no memory with the original.
+    """Decode bytes that `to_bytes` returned; the result is equal bit for bit, and shares no memory with the
+    original.
 
     Raises:
         ProtocolError: the bytes are not such an encoding.

@@ -70,7 +70,7 @@ class BackwardHooks:
             )
 
     def revise(self, refusal: str) -> None:
-        """Handle gradients that are not those whose parts may have been passed to the strategy.
+        """Handle gradients that have changed, although parts of them may have been passed to the strategy.
 
         Raises:
             ConfigurationError: the strategy has used a part for good; the error says `refusal`.

@@ -43,7 +43,7 @@ class Buffers:
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def take(self, packed: Mapping[int, FlatArray]) -> None:
-        """Set the buffers by the policy from those of several ranks, rank → `packed()`.
+        """Set the buffers by the policy from the buffers of several ranks, given as rank → `packed()`.
 
         Raises:
             ConfigurationError: the ranks' buffers differ in size.
@@ -81,7 +81,7 @@ async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
 
 
 async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[int, FlatArray]:
-    """The buffers of rank 0, after a check that all ranks use the same policy.
+    """Return the buffers of rank 0, after a check that all ranks use the same policy.
 
     Raises:
         ConfigurationError: the policies differ, so ranks would wait for each other forever.

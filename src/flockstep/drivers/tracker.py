@@ -229,7 +229,7 @@ class Tracker:
 
 
 def deciding(held: Sequence[slice]) -> list[int]:
-    """Indices of the servers whose parameters count: if several hold the same part, the first one."""
+    """Indices of the servers whose parameters are used: if several servers hold the same part, the first of them."""
     known = np.zeros(max((part.stop for part in held), default=0), bool)
     indices = []
     for index, part in enumerate(held):

@@ -130,7 +130,7 @@ class Comparison:
 
     @property
     def drawn(self) -> list[RunResult]:
-        """For each strategy, the run that the report draws: the one nearest to the medians."""
+        """For each strategy, the run that the report draws, which is the run nearest to the medians."""
         nearest = [group.nearest() for group in self.chosen]
         return [next(run for run in self.runs if run.summary is one) for one in nearest]
 
@@ -141,7 +141,7 @@ class Comparison:
 
     @property
     def caveats(self) -> list[str]:
-        """Sentences about what medians and chosen learning rates leave open."""
+        """Sentences about the questions that medians and chosen learning rates leave open."""
         return caveats(self.groups, self.chosen) if self.repeated else []
 
     def __str__(self) -> str:

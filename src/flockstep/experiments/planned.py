@@ -26,7 +26,7 @@ class PlanResult:
     outlook: Outlook
     """The predictions of all strategies."""
     advice: Advice
-    """The recommendation, its reasons, and what would change it."""
+    """The recommendation, its reasons, and the conditions under which it would change."""
 
     @property
     def choice(self) -> str | None:

@@ -198,7 +198,7 @@ class Engine(ABC):
         return np.empty(0)
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Set a replica's buffers to what `buffers` returned, possibly in another process."""
+        """Set a replica's buffers to the array that `buffers` returned, possibly in another process."""
         if len(values):
             raise ConfigurationError(
                 f"the model has no buffers that change, got {len(values)} values; build the same model"

@@ -112,7 +112,7 @@ def imported(file: Path, where: str) -> ModuleType:
 
 
 def build_model(job: Job) -> Any:
-    """Return what the job's `model()` returns; torch's random state does not change.
+    """Return the model that the job's `model()` builds; torch's random state does not change.
 
     Raises:
         FlockstepError: `model()` fails.
@@ -130,7 +130,7 @@ def build_model(job: Job) -> Any:
 
 
 def failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
-    """Return the error for what a user's code raised, in one sentence, with the last line of `file` in the
+    """Return the error for an exception of a user's code, in one sentence, with the last line of `file` in the
     traceback.
     """
     if isinstance(error, FlockstepError):

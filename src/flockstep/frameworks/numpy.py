@@ -338,7 +338,7 @@ def _shifted(logits: FlatArray) -> tuple[FlatArray, FlatArray]:
 
 
 def converted(data: Data, dtype: str) -> Data:
-    """Return the data with integers as int64 and everything else in the model's dtype."""
+    """Return the data with integers as int64 and all other numbers in the model's dtype."""
 
     def convert(values: npt.ArrayLike) -> FlatArray:
         array = np.asarray(values)

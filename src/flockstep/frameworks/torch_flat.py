@@ -134,12 +134,14 @@ class FlatModule:
             self._values[each.part].copy_(_unrounded(self._values[each.part], each.values))
 
     def master(self) -> NamedTensors:
-        """Return name → copy of the flat array's values of each narrower parameter, or what a script has set it to."""
+        """Return name → copy of the flat array's values of each narrower parameter, or of the values that a script has
+        set.
+        """
         views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
         return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the flat array to what `master` returned; the module must hold it, rounded, already.
+        """Set the flat array to what `master` returned; the module must hold the rounded values already.
 
         Raises:
             ConfigurationError: names or shapes differ from those of the narrower parameters, or the values, rounded,
@@ -212,7 +214,7 @@ class FlatModule:
         return self.grads
 
     def gather_gradient(self, index: int) -> None:
-        """Gather the gradient of one parameter, as `gather_gradients` gathers those of all parameters."""
+        """Gather the gradient of one parameter, as `gather_gradients` does for all parameters."""
         self._bring(index)
         if self.schema.entries[index].dtype:
             part = self.schema.slices[index]

@@ -67,7 +67,7 @@ def layer_of(call: ModuleCall) -> Layer | None:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether there is a formula for the module, including everything inside it."""
+    """Whether there is a formula for the module and for every module inside it."""
     return _formula(module) is not None
 
 

@@ -21,7 +21,7 @@ from flockstep.frameworks.torch_kinds import ModuleCall, is_known, layer_of, unk
 
 NOTE = "found by running the module; layers are taken one after the other"
 WHOLE = "(model)"
-"""Name of the layer for what a model computes itself, besides its children."""
+"""Name of the layer for the work that a model does itself, besides its children."""
 
 
 def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: str | None = None) -> ModelShape:

@@ -66,9 +66,9 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
 
 
 def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: bool) -> None:
-    """After `optimizer` has loaded `state`, set what torch rounded to the parameters' dtypes to what it was.
+    """After `optimizer` has loaded `state`, restore the values that torch rounded to the parameters' dtypes.
 
-    Without `keep`, for workers whose optimizer steps in the parameters' dtypes, what was rounded is refused instead.
+    Without `keep`, for workers whose optimizer steps in the parameters' dtypes, a rounded value is refused instead.
 
     Raises:
         ConfigurationError: `keep` is false, and a value was rounded to another one.

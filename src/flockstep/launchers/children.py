@@ -209,7 +209,7 @@ def refuse_unguarded(child: Child) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """How a process ended, from its exit code: "was killed by SIGKILL" or "exited with code 1"."""
+    """Return a text on how a process ended, from its exit code: "was killed by SIGKILL" or "exited with code 1"."""
     if code == HOST_LOST:
         return "was lost with its host"
     if code == ENDED:

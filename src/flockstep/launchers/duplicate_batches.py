@@ -58,7 +58,7 @@ class GradientFingerprints:
 
 @dataclass
 class DataDigests:
-    """Digests of what the workers of a launched script read through `flockstep.shard`."""
+    """Digests of the data that the workers of a launched script read through `flockstep.shard`."""
 
     workers: int
     shown: dict[Address, str] = field(default_factory=dict)

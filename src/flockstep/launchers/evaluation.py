@@ -53,7 +53,7 @@ class SnapshotHandler:
         """Handle the loss of a node."""
 
     def go_on(self) -> None:
-        """Send what could not be sent before, without waiting."""
+        """Send the messages that could not be sent before, without waiting."""
 
 
 class SnapshotMessage(msgspec.Struct, omit_defaults=True):
@@ -107,7 +107,7 @@ class Evaluator(SnapshotHandler):
         self._tell(SnapshotMessage(lost=address))
 
     def go_on(self) -> None:
-        """Send what the evaluating process has not accepted yet."""
+        """Send the messages that the evaluating process has not accepted yet."""
         if self._child is not None and self._unsent:
             with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 del self._unsent[: self._feed.send(self._unsent)]

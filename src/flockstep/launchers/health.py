@@ -53,7 +53,7 @@ class Health:
         return link is None or self._is_broken(address, link) or self.ended(address)
 
     def gone(self, address: Address) -> str | None:
-        """How the node was lost; None if the node is alive, or if some of its messages may still arrive."""
+        """Text on how the node was lost; None if the node is alive, or if some of its messages may still arrive."""
         child, link = self._children.get(address), self._links.get(address)
         code = None if child is None else child.exit_code()
         broken = link is not None and self._is_broken(address, link)

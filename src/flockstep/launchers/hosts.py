@@ -176,7 +176,7 @@ class OtherHosts:
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
         """Choose the host of a server: that of a worker (see `Strategy.beside`), or the hosts with workers in turn.
 
-        Return whether it is another host than this one.
+        Return whether the chosen host is another host than this one.
         """
         return False
 
@@ -207,8 +207,9 @@ class OtherHosts:
         """Count hosts as lost whose processes do not end although they were told to."""
 
     def close(self, reason: str, code: int) -> None:
-        """Tell the hosts that the run is over, and why it failed: they end what is left of their processes. Closing
-        again has no effect.
+        """Tell the hosts that the run is over, and why it failed, so that they end their remaining processes.
+
+        Closing again has no effect.
         """
 
 

@@ -16,7 +16,7 @@ FOR_ALL = ("lost", "left", "stop")
 
 
 class ProcessLink:
-    """A process of the run: what it reported at its start, and the connection to it."""
+    """A process of the run: the facts that it reported at its start, and the connection to it."""
 
     def __init__(self, connect: Callable[[Address, str, int], Frames], hello: Hello):
         """`connect` opens the connection to a node that listens at an address, with its largest array in bytes."""

@@ -27,8 +27,10 @@ not.
 """
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
 ADDRESS = "02:00:00:00:00:01"
-"""Hardware address of the bridge. Without a fixed address the bridge takes that of a card, which changes with every
-host that joins, and packets get lost for a while.
+"""Fixed hardware address of the bridge.
+
+Without a fixed address the bridge takes the address of a card, which changes with every host that joins, and packets
+get lost for a while.
 """
 BUFFER = "5s"
 """Longest time a packet may wait in a link's queue before it is dropped; so long that no link loses packets."""
@@ -69,7 +71,7 @@ class Namespaces(Transport):
     def clean_up(self, directory: Path) -> None:
         """Remove the bridge and its links.
 
-        Links whose namespaces end later would collide with those of the next run.
+        Links whose namespaces end later would collide with the links of the next run.
         """
         if not directory.exists() or (directory / "bridge").exists():  # otherwise it is another run's
             _remove(_of(os.getpid(), _links()))

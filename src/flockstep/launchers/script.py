@@ -273,7 +273,7 @@ def supervise(
 
 
 def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
-    """Complete the record with what only the supervisor knows.
+    """Complete the record with the facts that only the supervisor knows.
 
     Raises:
         RunError: the run failed, or a part of its record was lost.

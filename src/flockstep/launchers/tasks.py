@@ -35,7 +35,7 @@ class TaskFile:
 
     def found(self, folder: Path) -> str:
         """Return the path of the same file on this host: the coordinator's path if the file is there, so that it finds
-        its neighbors, otherwise that of a copy in `folder`.
+        its neighbors, otherwise the path of a copy in `folder`.
         """
         path = Path(self.path)
         if path.is_file() and path.read_bytes() == self.content:

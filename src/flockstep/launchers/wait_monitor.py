@@ -49,7 +49,7 @@ class Reminder:
 
 
 class WaitMonitor:
-    """The time of each worker's last step, and what each waiting worker waits for."""
+    """The time of each worker's last step, and the reason that each waiting worker has reported."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class WaitMonitor:
         self._since = dict.fromkeys(self._since, self._now())
 
     def hear(self, rank: int, note: Fields) -> None:
-        """Handle a worker's step, or its report of what it waits `for`."""
+        """Handle a worker's step, or its report of the reason for which it waits."""
         self._steps[rank] = int(note["step"])
         if "for" in note:
             self._waiting[rank] = self._now(), str(note["for"])

@@ -50,7 +50,7 @@ class Advice:
     """The recommended strategy; None if no strategy meets the requirements."""
     runner_up: StepPrediction | None
     sentences: tuple[str, ...]
-    """Sentences that say what to do."""
+    """Sentences of advice to the user."""
     reasons: tuple[str, ...]
     changes: tuple[str, ...]
     """Sentences about conditions under which the advice would change."""
@@ -133,7 +133,7 @@ def advise(
 
 
 def asked(outlook: Outlook, requirements: tuple[str, ...]) -> tuple[str, ...]:
-    """The user's requirements, with those that follow from the cluster.
+    """Return the user's requirements, with the requirements that follow from the cluster.
 
     Raises:
         UnknownName: a requirement does not exist.
@@ -154,7 +154,7 @@ def require_known(requirements: Iterable[str]) -> None:
 
 
 def slower(requirements: tuple[str, ...]) -> float:
-    """Factor on the duration of everything but computing, under the requirements."""
+    """Factor on the duration of all parts of a step but computing, under the requirements."""
     return SLOWER if "slow-links" in requirements else 1.0
 
 

@@ -64,7 +64,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
 
 
 def recommendation(case: Case, choice: StepPrediction) -> tuple[str, ...]:
-    """Sentences that say what to do."""
+    """Return sentences of advice to the user: which strategy to use, with which settings."""
     if choice.strategy is None:
         rate = formatting.number(choice.samples_per_second)
         return (f"Stay on one worker: {rate} samples a second.", *_rather(case, choice))

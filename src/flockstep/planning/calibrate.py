@@ -31,7 +31,9 @@ GRADIENTS = 30
 """Number of gradients measured for each worker alone, and again with all workers at once."""
 ROUNDS = 20
 NEAR = 0.15
-"""Relative difference of the slowdown from that of a whole number of cores above which a note is added."""
+"""Relative difference between the measured slowdown and the slowdown with a whole number of cores, above which a note
+is added.
+"""
 UNEQUAL = 2.0
 """Ratio of the links of two pairs from which on a note says that the pairs differ."""
 

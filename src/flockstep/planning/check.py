@@ -282,7 +282,7 @@ CHECK_HEADINGS = (
     "from",
 )
 CHECK_RANKS = (0, 3, 0, 0, 0, 1, 1, 1, 2, 2, 2, 4)
-"""Ranks of the columns: in a narrow terminal those of the highest rank are left out."""
+"""Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
 
 
 def check_cells(one: Check) -> tuple[str, ...]:

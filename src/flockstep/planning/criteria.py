@@ -58,7 +58,7 @@ class Criteria:
     balanced_data: bool
     """R_LBD: whether the workers' data must be large and similar."""
     learning_rate: Literal["higher", "likely", "lower"]
-    """OptLR: the best learning rate relative to that of one worker, as the cluster grows."""
+    """OptLR: the best learning rate relative to the best rate of one worker, as the cluster grows."""
     overlap: float | None
     """COCC: mean staleness of updates in versions; None if there are no versions."""
     hyper_parameters: int

@@ -126,7 +126,7 @@ class JobProfile:
 
 @dataclass(frozen=True)
 class Site:
-    """A task on a cluster: everything that a prediction depends on, except strategy and number of workers."""
+    """A task on a cluster: all facts on which a prediction depends, except strategy and number of workers."""
 
     task: JobProfile
     cluster: ClusterShape
@@ -269,7 +269,7 @@ def _loadable(what: str) -> bool:
 def identity(what: str) -> str:
     """A job as a cluster's file names it: a workload's expression, or a file's name and the digest of its content.
 
-    The name that a file's job gives itself is no help: two files may give the same.
+    The name in the file's job cannot serve, because two files may have jobs of one name.
     """
     if what.endswith(".py"):
         return f"{Path(what).name} {digest(Path(what))}"

@@ -46,7 +46,7 @@ def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequ
 
 
 def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
-    """The page: advice, figures, and tables with everything that the figures show."""
+    """The page: advice, figures, and tables with all values that the figures show."""
     ranked = advice.ranked(outlook)
     marked = {place: "chosen" for place, one in enumerate(ranked) if one is advice.choice}
     rows = [cells(outlook, one, advice.worths[one.name]) for one in ranked]
@@ -224,7 +224,9 @@ class Map:
 
 
 def best_map(outlook: Outlook, advice: Advice) -> Map | None:
-    """The best strategies around this cluster and model among those that meet the requirements; None if none does."""
+    """The best strategies around this cluster and model among the strategies that meet the requirements; None if none
+    does.
+    """
     site, others = outlook.site, _compared(outlook, advice)
     if not others:
         return None

@@ -37,7 +37,7 @@ MOST = WORKERS[-1]
 CURVES = 6
 """Number of strategies whose scaling is reported."""
 BEST_SHOWN = 6
-"""Number of strategies on the map: those with the highest worth."""
+"""Number of strategies on the map, which are the strategies with the highest worth."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Outlook:
 
     @cached_property
     def curves(self) -> tuple[Curve, ...]:
-        """How the best strategies scale, the best first; empty if scaling was not requested."""
+        """Scaling curves of the strategies with the highest worth, the best first; empty if scaling was not
+        requested.
+        """
         if not self.further:
             return ()
         ranked = sorted(self.scalable, key=lambda one: -worth(one.found.samples_per_second, one.relative_samples))
@@ -87,7 +89,7 @@ class Outlook:
         """The prediction for a strategy.
 
         Raises:
-            ConfigurationError: the strategy is not among those of the plan.
+            ConfigurationError: the plan does not have the strategy.
         """
         for found in self.predictions:
             if found.name == name:

@@ -26,13 +26,13 @@ HEADINGS = (
 )
 
 RANKS = (0, 0, 2, 3, 4, 5, 8, 7, 9, 6, 10)
-"""Ranks of the columns: in a narrow terminal those of the highest rank are left out."""
+"""Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
 MEANT = {
     "worth": "worth: speed relative to one worker alone, samples counted by the work they do.",
     "computes": "computes: share of a step spent computing; the rest is communicating and waiting.",
     "sends": "sends: bytes that a worker sends per step.",
 }
-"""Heading → what the column holds."""
+"""Heading of a column → meaning of the column."""
 LITTLE = 1e-3
 """Worth below which only an upper limit is shown."""
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?!\w)")

@@ -124,7 +124,7 @@ class Rehearsal:
 
     @property
     def unevenness(self) -> float:
-        """Gradients of all workers, relative to those at the mean step time; at least 1."""
+        """Number of gradients of all workers, divided by their number at the mean step time; at least 1."""
         return self.steps_per_second * self.seconds_per_step / self.workers if self.seconds_per_step else 1.0
 
 

@@ -146,7 +146,9 @@ class Crossover:
 
 
 def curve(one: ScalablePrediction, site: Site, single: float, sizes: Sequence[int] = WORKERS) -> Curve:
-    """How a strategy scales, relative to `single` samples per second; sizes at which it cannot run are omitted."""
+    """Return the scaling of a strategy, relative to `single` samples per second; sizes at which it cannot run are
+    omitted.
+    """
     rates = {workers: rate for workers in sizes if (rate := one.rate(site, workers)) > 0}
     worths = {workers: one.worth(site, workers) / single for workers in rates}
     pays = [many for few, many in itertools.pairwise(worths) if worths[many] >= PAYS * worths[few]]

@@ -310,7 +310,7 @@ def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
 
 @dataclass(frozen=True)
 class Moved:
-    """Cost of a step under other circumstances than those of the plan."""
+    """Cost of a step under other circumstances than the circumstances of the plan."""
 
     seconds: float
     samples_per_second: float

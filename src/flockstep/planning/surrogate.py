@@ -182,7 +182,7 @@ def _smaller(shape: Shape, share: float) -> Shape:
 
 
 def scaled(component: C, factor: float) -> C:
-    """The component with the sizes in its settings, and in those of its parts, divided by `factor`."""
+    """The component with the sizes in its settings, and in the settings of its parts, divided by `factor`."""
     if factor == 1:
         return component
     changed: dict[str, Any] = {}

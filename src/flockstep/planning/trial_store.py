@@ -23,7 +23,7 @@ FILE = "trials.jsonl"
 
 
 def trial_settings(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
-    """Settings that must be equal for a trial to have the same result, besides those in the trial itself."""
+    """Settings that must be equal for a trial to have the same result, besides the settings in the trial itself."""
     site, task, job = context.site, context.site.task, context.job(seed)
     return {
         "flockstep": __version__,

@@ -55,7 +55,7 @@ class Trial:
     seed: int
     target: float
     end: End
-    """Why the trial ended: at the target, after its last step, at its time limit, or by diverging."""
+    """Reason for which the trial ended: the target, the last step, the time limit, or divergence."""
     seconds_to_target: float | None
     """Virtual seconds to target, including one averaging of the replicas if they differ; None if the target
     was missed.

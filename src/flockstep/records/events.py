@@ -42,7 +42,10 @@ class UpdateEvent(msgspec.Struct, tag="update", frozen=True, forbid_unknown_fiel
 
 
 class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=True):
-    """What a node did from `start` to `end`: compute, wait or comm. Spans are recorded for the first steps only."""
+    """One activity of a node from `start` to `end`: compute, wait or comm.
+
+    Spans are recorded for the first steps only.
+    """
 
     node: int
     kind: str
@@ -53,7 +56,7 @@ class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=T
 class ClockEvent(msgspec.Struct, tag="clock", frozen=True, forbid_unknown_fields=True):
     """A node has compared its host's clock with the supervisor's, on which all times of a real run are recorded.
 
-    `offset_seconds`: what was added to the node's clock; `uncertainty_seconds`: largest error of that offset.
+    `offset_seconds`: seconds added to the node's clock; `uncertainty_seconds`: largest error of that offset.
     """
 
     seconds: float

@@ -41,7 +41,7 @@ _TYPES: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind
 
 @dataclass(frozen=True)
 class Record:
-    """The whole record of a run: what tables, reports and tests read."""
+    """The whole record of a run, from which tables, reports and tests are made: configuration, summary and events."""
 
     config: RunConfig
     summary: Summary

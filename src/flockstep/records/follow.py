@@ -17,7 +17,8 @@ Key = tuple[type[Event], int | None]
 
 
 def follow(record: RunFolder, pause: Callable[[], None] = lambda: time.sleep(SECONDS)) -> Iterator[list[Event]]:
-    """Yield the events in the folder, then those that are added, until the run has ended; call `pause` in between.
+    """Yield the events in the folder, then the events that are added, until the run has ended; call `pause` in
+    between.
 
     The events of one node come in order, those of different nodes do not. A run that has ended, or was killed, is
     yielded at once.

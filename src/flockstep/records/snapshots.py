@@ -119,7 +119,7 @@ class SnapshotWriter:
         """Write the next part; return the snapshot if the file is complete, otherwise None.
 
         Raises:
-            ProtocolError: the part is longer than what is missing.
+            ProtocolError: the part is longer than the rest of the file.
             RunError: no folder accepts the part.
         """
         self._missing -= part.nbytes

@@ -183,7 +183,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Mean local steps of the workers whose model is in result.npy; `result_seconds` is the time of that model."""
     result_seconds: float | None = None
     notes: list[str] = []
-    """Sentences about what is missing from the record, and why."""
+    """Sentences about the missing parts of the record, with the reasons."""
     scalars: dict[str, float] = {}
     """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
     `rejected_connections`, if any were: connections of strangers that the nodes refused.

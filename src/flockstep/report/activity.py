@@ -159,7 +159,9 @@ def _worker_bars(one: Series, index: int) -> list[dict[str, Any]]:
 
 
 def timeline(series: Sequence[Series]) -> Figure | None:
-    """What each node did during the first steps, all runs on one time axis; None if no run recorded spans."""
+    """Figure of the activity of every node during the first steps, all runs on one time axis; None if no run recorded
+    spans.
+    """
     shown = [(one, _spans(one, len(series) >= _MANY_RUNS)) for one in series]
     shown = [(one, spans) for one, spans in shown if spans]
     if not shown:

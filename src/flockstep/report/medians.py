@@ -106,7 +106,7 @@ def _apart(one: float | None, other: float | None) -> float:
 
 
 def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[str]:
-    """Sentences about what medians and chosen learning rates leave open."""
+    """Sentences about the questions that medians and chosen learning rates leave open."""
     said = []
     if len(groups) > len(chosen):
         said.append(

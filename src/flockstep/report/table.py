@@ -82,7 +82,10 @@ def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
 
 
 def modeled(summaries: Sequence[Summary]) -> str:
-    """The cluster or the compute model that all simulated runs share, for a heading; labels name those that differ."""
+    """The cluster or the compute model that all simulated runs share, for a heading.
+
+    Models that differ are named in the runs' labels.
+    """
     clusters = {summary.cluster for summary in summaries}
     if clusters != {None}:
         return f"on the cluster {clusters.pop()}" if len(clusters) == 1 else "time is modeled"

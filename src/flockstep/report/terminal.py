@@ -31,7 +31,7 @@ class TableColumn:
     rank: int = 0
     """Columns of the highest rank are left out first where the terminal is narrow; columns of rank 0 always stay."""
     note: str = ""
-    """Sentence on what the column holds, which stands below the table where the column is shown."""
+    """Sentence on the meaning of the column, printed below the table if the column is shown."""
 
 
 @dataclass(frozen=True)

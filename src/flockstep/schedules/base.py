@@ -27,7 +27,7 @@ class Extent:
 
 
 class Schedule(Component):
-    """How learning rate and batch size change in the course of a run, as factors of the job's own.
+    """The change of learning rate and batch size in the course of a run, as factors of the job's own.
 
     Epochs count passes of all workers together, as fractions from 0; a schedule has no state.
     """

@@ -39,7 +39,7 @@ class Clock(ABC):
 
 
 class ComputeModel(Component):
-    """How long the gradients of each worker take."""
+    """A model of how long the gradients of each worker take in virtual time."""
 
     noun: ClassVar[str] = "compute"
 

@@ -74,7 +74,7 @@ class Access:
         raise NotImplementedError
 
     async def finish(self, me: Worker, state: PushState) -> None:
-        """Receive what the servers still send after the worker's last step; nothing by default."""
+        """Receive the messages that servers still send after the worker's last step; nothing by default."""
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
         """Handle, on the server, the read that arrives with a worker's push."""

@@ -130,7 +130,7 @@ class Strategy(Component):
         """Run a worker's program until its last gradient has been used."""
 
     async def finish(self, me: Worker) -> None:
-        """Run after a worker's last gradient: send what the worker still holds back, then leave the run."""
+        """Run after a worker's last gradient: send the updates that the worker still holds back, then leave the run."""
         me.leave()
 
     async def master(self, me: Server) -> None:

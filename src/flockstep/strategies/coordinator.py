@@ -62,8 +62,8 @@ class Portions:
 
 
 class Report(Note, frozen=True):
-    """Note of a worker that requests work: the result of its last portion, or, on the first request, what it may
-    compute.
+    """Note of a worker that requests work: the result of its last portion, or, on the first request, the work it may
+    do.
     """
 
     evaluation: int = 0

@@ -177,7 +177,7 @@ class Downpour(Strategy):
                 state.flying = dict.fromkeys(range(self.shards), 0)
 
     async def finish(self, me: Worker) -> None:
-        """Receive the fetches in transit, then push the accumulated gradients and those that filters withheld."""
+        """Receive the fetches in transit, then push the accumulated gradients and the entries that filters withheld."""
         state: DownpourState = me.state
         await state.collect(me, wait=True)
         if state.count or any(outbox.pending is not None for outbox in state.outboxes):

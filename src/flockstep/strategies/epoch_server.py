@@ -108,7 +108,9 @@ class EpochServer(Strategy):
         return max(0, min(self.length, steps - epoch * self.length))
 
     async def master(self, me: Server) -> None:
-        """Apply every gradient on arrival; answer workers with batches left at once, the others when the epoch ends."""
+        """Apply every gradient on arrival; answer workers with batches left at once, the other workers when the epoch
+        ends.
+        """
         state: EpochServerState = me.state
         async for message in me.messages():
             if message.tag == "push":

@@ -15,7 +15,9 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 COLLECTOR = 0
-"""Rank of the worker that collects who was sent messages, and tells the others at the end."""
+"""Rank of the worker that collects the sets of receivers, and at the end tells each worker which peers may still send
+messages.
+"""
 TOTAL_MASS = 1 << 60
 """The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
 
@@ -34,7 +36,9 @@ class Have(Note, frozen=True):
 
 
 class Peers(Note, frozen=True):
-    """Note with a set of ranks: those that a worker has sent messages to, or those that messages may come from."""
+    """Note with a set of ranks: the workers that a worker has sent messages to, or the workers that messages may come
+    from.
+    """
 
     ranks: tuple[int, ...]
 
@@ -62,7 +66,7 @@ class GossipState:
     surplus: int = 0
     """Mass that was taken back although it had arrived, and is still to be given up."""
     receivers: set[int] = field(default_factory=set)
-    """Ranks of the peers that this worker has sent anything to."""
+    """Ranks of the peers that this worker has sent messages to."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ async def answers(me: Worker) -> None:
 
 
 def tell(me: Worker, reports: Mapping[int, Collection[int]]) -> set[int]:
-    """Tell every live peer which workers may still send it messages; return those that may send messages to this
+    """Tell every live peer which workers may still send it messages; return the workers that may send messages to this
     worker.
     """
     senders: dict[int, set[int]] = {rank: set() for rank in range(me.workers)}

@@ -62,7 +62,9 @@ class LeafState:
 
 @dataclass
 class RootState:
-    """The root's state: the sums it has not applied, the gradients it has applied, and those each leaf knows of."""
+    """The root's state: the sums it has not applied, the gradients it has applied, and the gradients that each leaf
+    knows of.
+    """
 
     applied: list[int]
     """Number of gradients applied, by rank."""

@@ -225,7 +225,9 @@ class ParameterServer(Strategy):
         return gradient
 
     async def master(self, me: Server) -> None:
-        """Collect pushes, apply what the rule releases, answer the reads it admits; at the end apply what is left."""
+        """Collect pushes, apply the gradients that the rule releases, answer the reads it admits; at the end apply the
+        remaining gradients.
+        """
         state: ServerState = me.state
         state.reopen(me.version, me.departed)
         async for message in me.messages():

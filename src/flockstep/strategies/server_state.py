@@ -60,8 +60,8 @@ class ServerState:
     slowest: int = 0
     """The smallest clock of the live workers."""
     behind: int = 0
-    """Number of clocks equal to `slowest` when last counted, less those that have moved; at 0 the clocks are counted
-    again.
+    """Number of clocks equal to `slowest` when last counted, minus the clocks that have moved since; at 0 the clocks
+    are counted again.
     """
     update_state: Any = None
     """The state of the update rule."""

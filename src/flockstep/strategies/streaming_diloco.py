@@ -100,7 +100,7 @@ class StreamingDiloco(Strategy):
         return index * self.period // self.fragments
 
     async def worker(self, me: Worker) -> None:
-        """Step; merge the means that are due, then start those that are due."""
+        """After each step, merge the means that are due, then start the means that are due."""
         fragments: list[Fragment] = me.state
         for index, fragment in enumerate(fragments):
             if fragment.under_way:  # a run that continues

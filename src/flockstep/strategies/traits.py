@@ -83,7 +83,7 @@ class Traits:
 
     @property
     def in_step(self) -> bool:
-        """Whether a worker that leaves the run before the others ends the run."""
+        """Whether the run ends when a worker leaves before the other workers."""
         return self.equal_steps or not self.survives
 
     @property
@@ -92,7 +92,7 @@ class Traits:
         return self.delivery == "synchronous" and not self.server_optimizer
 
     def deaths(self, workers: int) -> int:
-        """Number of worker deaths, of `workers` workers, after which the others still continue."""
+        """Number of worker deaths, of `workers` workers, after which the other workers still continue."""
         most = workers - self.least
         return max(0, most if self.survives is True else min(int(self.survives), most))
 

@@ -13,7 +13,7 @@ from flockstep.errors import CompositionError, UnknownName
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 
 NOT_YET = "not yet"
-"""Text in a system's row for what flockstep cannot compose yet."""
+"""Text in a system's row for a composition that flockstep cannot make yet."""
 
 
 class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

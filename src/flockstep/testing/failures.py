@@ -37,8 +37,8 @@ VICTIM = 1
 COMPUTE, NETWORK = "constant(1)", "link(bandwidth='1gbit', latency=0.01)"
 """All workers are equally fast and a gradient takes one second, so that every difference is caused by the fault."""
 DEATH, UNNOTICED = 6.505, 10.0
-"""Virtual seconds at which the worker dies, in the middle of its seventh gradient, and after which the others are
-notified.
+"""Virtual seconds at which the worker dies, in the middle of its seventh gradient, and after which the other workers
+are notified.
 """
 SLACK = 1.15
 """Largest ratio of two durations that counts as undisturbed."""

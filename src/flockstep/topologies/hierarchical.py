@@ -26,7 +26,7 @@ class HierarchicalGraph(Topology):
             raise ConfigurationError(f"groups must be >= 1, got {self.groups}; use 1 for a complete graph")
 
     def graph(self, n: int) -> nx.Graph:
-        """Return the graph with the edges inside groups and those among their first members.
+        """Return the graph with the edges inside groups and the edges among the groups' first members.
 
         Raises:
             ConfigurationError: there are fewer workers than groups.

@@ -13,7 +13,7 @@ from flockstep.transports.wire import SenderIdentity
 
 
 class Transport(Component):
-    """How messages move between processes; creates the bus of a node."""
+    """A way of moving messages between processes; creates the bus of a node."""
 
     noun: ClassVar[str] = "transport"
 
@@ -32,11 +32,15 @@ class Transport(Component):
         return None
 
     def prepare(self, directory: Path) -> None:
-        """Create what the nodes' `listen` needs; called once, by the supervisor before it starts them."""
+        """Create the resources that the nodes' `listen` needs; called once, by the supervisor before it starts the
+        nodes.
+        """
         return
 
     def clean_up(self, directory: Path) -> None:
-        """Remove what `prepare` and `listen` have created outside `directory`; called once, at the end of the run."""
+        """Remove the resources that `prepare` and `listen` have created outside `directory`; called once, at the end of
+        the run.
+        """
         return
 
     def bus(self, me: SenderIdentity, directory: Path, name: str, heartbeat: float = 5.0) -> Bus:

@@ -123,7 +123,7 @@ class HostChannel:
                     self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket accepts it.
+        """Send the queued bytes, as far as the socket accepts them.
 
         Raises:
             PeerLost: the connection is closed.

@@ -115,7 +115,7 @@ class SharedGroup:
         in the region. Each process may change its own part until it calls `all_gather`, with the same arguments.
 
         Raises:
-            ProtocolError: as `all_reduce`.
+            ProtocolError: another process calls with other arguments, as in `all_reduce`.
         """
         self._how[4] = 0
         self._staged(self._sums.sum_part, array, shares, meanwhile, divisor)

@@ -17,7 +17,7 @@ MEAN_PIXEL = 0.3
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """Return what `build` returns with torch's random numbers seeded; the caller's random state does not change."""
+    """Return the result of `build` with torch's random numbers seeded; the caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()

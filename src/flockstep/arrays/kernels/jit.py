@@ -21,7 +21,10 @@ def jit(function: F) -> F:
 
 
 def fast(function: F) -> F:
-    """Like `jit`, except that sums may be reordered to use vector registers; the order is the same in every call."""
+    """Compile a function as `jit` does, except that sums may be reordered to use vector registers.
+
+    The order of a sum is equal in every call.
+    """
     reordered = {"reassoc", "contract"}
     return cast(F, _kept(numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=reordered)(function)))
 

@@ -112,7 +112,9 @@ def signs(x: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDAr
 
 
 def column_signs(matrix: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
-    """Like `signs` for each column of a row-major matrix: bits in row order, and sums of shape (3, columns)."""
+    """Return the bits and the sums of `signs` for each column of a row-major matrix: bits in row order, sums of shape
+    (3, columns).
+    """
     sums, codes = np.zeros((3, matrix.shape[1])), np.empty(matrix.shape, np.uint8)
     rows, negative = max(1, AT_ONCE // matrix.shape[1]), np.zeros(matrix.shape[1], np.int32)
     for begin in range(0, len(matrix), rows):
@@ -137,7 +139,7 @@ def add_signs(data: Bytes, high: float, low: float, out: FlatArray) -> None:
 
 
 def less_sides(x: FlatArray, high: float, low: float) -> None:
-    """Subtract `low` from the elements below zero and `high` from the others, in place."""
+    """Subtract `low` from the elements below zero and `high` from the other elements, in place."""
     _less_sides(x, x.dtype.type(high), x.dtype.type(low))
 
 
@@ -226,8 +228,8 @@ def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
 
 
 def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArray:
-    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0 and of
-    those below.
+    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0, and the mean of
+    the elements < 0.
     """
     counts = np.stack([rows - sums[2], sums[2]])
     with np.errstate(invalid="ignore"):

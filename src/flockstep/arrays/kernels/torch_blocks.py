@@ -28,7 +28,7 @@ def block_scales(x: torch.Tensor, block: int, norm: bool = False) -> torch.Tenso
 
 
 def device_scales(x: torch.Tensor, block: int, norm: bool) -> torch.Tensor:
-    """Like `block_scales`, on any device; a norm may differ in its last place."""
+    """Return the scales that `block_scales` returns, on any device; a norm may differ in its last place."""
     rows = _rows(x, block)
     if not len(rows):
         return x.new_zeros(0)

@@ -24,7 +24,9 @@ def signs(x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Ten
 
 
 def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `signs` for each column of a row-major matrix: bits in row order, and sums of shape (3, columns)."""
+    """Return the bits and the sums of `signs` for each column of a row-major matrix: bits in row order, sums of shape
+    (3, columns).
+    """
     if matrix.device.type == "cpu":
         plain = None if added is None else added.detach().numpy()
         return _made(numpy_signs.column_signs(matrix.detach().numpy(), plain))
@@ -32,7 +34,7 @@ def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tup
 
 
 def device_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `column_signs`, on any device; sums may differ in their last place."""
+    """Return the bits and the sums that `column_signs` returns, on any device; sums may differ in their last place."""
     if added is not None:
         matrix += added
     wide = matrix.to(torch.float64)
@@ -58,7 +60,7 @@ def add_signs(data: torch.Tensor, high: float, low: float, out: torch.Tensor) ->
 
 
 def less_sides(x: torch.Tensor, high: float, low: float) -> None:
-    """Subtract `low` from the elements below zero and `high` from the others, in place."""
+    """Subtract `low` from the elements below zero and `high` from the other elements, in place."""
     pair = torch.tensor([high, low], dtype=x.dtype, device=x.device)
     x -= pair[(x < 0).to(torch.int64)]
 
@@ -97,8 +99,8 @@ def add_powers(low: torch.Tensor, high: torch.Tensor, out: torch.Tensor, scale: 
 
 
 def side_means(sums: torch.Tensor, rows: int, dtype: str) -> torch.Tensor:
-    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0 and of
-    those below.
+    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0, and the mean of
+    the elements < 0.
     """
     counts = torch.stack([rows - sums[2], sums[2]])
     return (sums[:2] / counts.clamp(min=1)).to(getattr(torch, dtype))

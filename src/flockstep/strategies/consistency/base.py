@@ -23,7 +23,7 @@ from flockstep.strategies.traits import Delivery
 
 
 class ConsistencyView(msgspec.Struct, eq=False):
-    """What a consistency rule may read besides the pending reads and gradients."""
+    """The state of a server that a consistency rule may read, besides the pending reads and gradients."""
 
     slowest: int
     """The smallest clock of the live workers."""
@@ -54,7 +54,7 @@ class Consistency(Component):
 
     @property
     def access(self) -> Access:
-        """How workers obtain the parameters."""
+        """The access mode with which workers obtain the parameters."""
         return PushPull()
 
     one_each: ClassVar[bool] = False

@@ -14,7 +14,9 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Filter(Component):
-    """Decides which entries of an update are sent now; several filters together send what all of them let through."""
+    """Decides which entries of an update are sent now; several filters together send the entries that all of them let
+    through.
+    """
 
     noun: ClassVar[str] = "filter"
     carries: ClassVar[bool] = True

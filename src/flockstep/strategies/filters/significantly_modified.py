@@ -30,6 +30,6 @@ class SignificantlyModified(Filter):
         )
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """Send the entries above the threshold, and those that are not a number."""
+        """Send the entries above the threshold, and the entries that are not a number."""
         mask: Mask = ~(abs(update) <= self.threshold)
         return mask

@@ -26,7 +26,9 @@ class OuterOptimizer(Component):
         return False
 
     def start(self, model: FlatArray, workers: int) -> Any:
-        """Return the state before the first average; `model`, (K,), is what the replicas start from."""
+        """Return the state before the first average; `model`, (K,), holds the parameters from which the replicas
+        start.
+        """
         return None
 
     @abstractmethod
@@ -40,7 +42,7 @@ class OuterOptimizer(Component):
         """
 
     def result(self, model: FlatArray, state: Any) -> FlatArray:
-        """Return the result (K,) of training that ends right after an average; `model` is what replicas would start
-        from.
+        """Return the result (K,) of training that ends right after an average; `model` holds the parameters from which
+        replicas would start.
         """
         return model

@@ -21,7 +21,9 @@ class ServerUpdate(Component):
     weighs: ClassVar[bool] = False
     """Whether the rule weighs the gradients of a group itself, so that it does not call `combine`."""
     compares_reads: ClassVar[bool] = False
-    """Whether the rule depends on what each worker has read, so that the server calls `read` at every read."""
+    """Whether the rule depends on the parameters that each worker has read, so that the server calls `read` at every
+    read.
+    """
 
     clips: ClassVar[Literal["combined", "none"]] = "none"
     """"combined" if the rule steps the job's optimizer along the mean of a group, which the server can clip before the
@@ -29,7 +31,7 @@ class ServerUpdate(Component):
     """
 
     memory: ClassVar[Memory] = "optimizer"
-    """What the rule remembers of past steps, as in `Traits.memory`."""
+    """The server's memory of past steps under this rule, as in `Traits.memory`."""
 
     def start(self, me: Server) -> Any:
         """Return the rule's state before the first gradient; the state is kept in the server's."""
