@@ -41,7 +41,7 @@ class SelfTest:
     name: str
     group: Literal["core", "transports", "extras", "launchers"]
     command: Sequence[str]
-    """Arguments of the program."""
+    """Arguments of the program that runs the test."""
     core: bool = False
     """Whether flockstep is unusable if this test fails."""
     fix: str = ""

@@ -95,7 +95,7 @@ SCRIPT = "script."
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False):
-    """The message that a program waits for; None matches any value."""
+    """Pattern of the message that a program waits for; a field that is None matches any value."""
 
     tag: str | None = None
     source: Address | None = None

@@ -10,7 +10,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import Diverged
 
 GRID = 2.0**-40
-"""Updates are rounded to multiples of this; it is 1e-12, far below the resolution of a float32 parameter."""
+"""Spacing of the grid to which updates are rounded: 1e-12, far below the resolution of a float32 parameter."""
 LIMIT = 2.0**13
 """Magnitude below which a float64 holds every multiple of the grid, so that additions are exact."""
 

@@ -31,7 +31,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     dtype: str = ""
-    """Name of the parameter's dtype if that is narrower than the flat array's, otherwise ""."""
+    """Name of the parameter's dtype if that dtype is narrower than the flat array's dtype, otherwise ""."""
 
     @property
     def size(self) -> int:
@@ -115,10 +115,10 @@ class Schema:
         return {e.name: flat[e.offset : e.offset + e.size].reshape(e.shape) for e in self.entries}
 
     def require(self, other: Schema, who: str) -> None:
-        """Check that `other` is equal.
+        """Check that the schema `other` equals this schema.
 
         Raises:
-            SchemaMismatch: it is not; the message names the first difference.
+            SchemaMismatch: the schemas differ; the message names the first difference.
         """
         if self.hash == other.hash:
             return

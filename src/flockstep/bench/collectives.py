@@ -1,4 +1,4 @@
-"""All-reduce of float32 among processes of this host: flockstep's, gloo's and OpenMPI's."""
+"""All-reduce of float32 among processes of this host, by flockstep, gloo and OpenMPI."""
 
 from __future__ import annotations
 

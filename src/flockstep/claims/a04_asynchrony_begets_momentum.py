@@ -38,7 +38,7 @@ class PerturbedQuadratics(Unjudged):
         return {"w": (COPIES,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Zeros: all copies are at rest."""
+        """Return zeros, because all copies are at rest."""
         return {"w": np.zeros(COPIES)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:

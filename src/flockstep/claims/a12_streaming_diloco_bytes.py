@@ -49,7 +49,7 @@ class FourBits(Codec):
         return np.concatenate([np.array([scale]).view(np.uint8), packed]) if self.header else packed
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Decode to ± scale · 2^exponent."""
+        """Decode every code to ± scale · 2^exponent."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(f"four bits need {self.wire_bytes(size, dtype)} bytes for {size}, got {len(data)}")
         scale = data[:4].view(np.float32)[0] if self.header else np.float32(1)
@@ -59,7 +59,7 @@ class FourBits(Codec):
         return (np.where(codes >= 8, -scale, scale) * magnitude).astype(dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """The squared norm of the array."""
+        """Return the squared norm of the array, an upper bound of the error."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
 

@@ -101,7 +101,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelineSchedules(Claim):
-    """The idle share (bubble) of GPipe's schedule, and the activation memory of 1F1B's."""
+    """The idle share (bubble) of GPipe's schedule, and the activation memory of the 1F1B schedule."""
 
     statement = (
         "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time; GPipe's stages hold M "

@@ -10,7 +10,7 @@ from typing import ClassVar
 from flockstep.expression import Component
 
 Say = Callable[[str], None]
-"""Callback for one line of progress."""
+"""Function that shows one line of progress."""
 
 
 @dataclass(frozen=True)

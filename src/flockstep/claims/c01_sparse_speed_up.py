@@ -37,7 +37,7 @@ class Quiet(Watched):
     """A simulation that does not store messages, which are large in this claim."""
 
     def note(self, event: Event) -> None:
-        """Store the nodes' totals only."""
+        """Store the nodes' totals only, and drop all other events."""
         if isinstance(event, NodeEvent):
             self.log.append(event)
 

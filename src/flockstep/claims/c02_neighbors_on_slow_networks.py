@@ -36,7 +36,7 @@ class InTurns(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Synchronous, without tolerance of failures."""
+        """The traits: synchronous delivery, without tolerance of failures."""
         return Traits("synchronous", survives=False, results=("rank0", "mean"))
 
     @property

@@ -21,7 +21,7 @@ LARGE, POST = "local_sgd(1, recursive_doubling)", f"local_sgd(post_local(period=
 
 @dataclass(frozen=True)
 class PostLocalGeneralizes(Claim):
-    """Post-local SGD against large-batch SGD."""
+    """Comparison of post-local SGD with large-batch SGD."""
 
     statement = (
         "Large-batch training that turns to local steps at the first decay of the learning rate generalizes no worse, "

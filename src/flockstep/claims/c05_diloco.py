@@ -22,7 +22,7 @@ MOST = 1.03
 
 @dataclass(frozen=True)
 class Diloco(Claim):
-    """Local AdamW and an outer Nesterov step, every H steps."""
+    """Local AdamW, with an outer Nesterov step every H steps."""
 
     statement = (
         "DiLoCo with Nesterov momentum outside ends at about the loss of synchronous training with the same batches, "

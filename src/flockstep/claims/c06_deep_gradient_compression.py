@@ -29,7 +29,7 @@ WITHOUT = {
     "factor masking": (WARM, "momentum(masking=false, clip=1.0)", ""),
     "clipping": (WARM, "momentum", ""),
 }
-"""Omitted part → (codec, feedback, optimizer)."""
+"""Omitted part of the method → (codec, feedback, optimizer) without this part."""
 HURTS = ("momentum correction", "warm-up")
 HIGHER, FEW = 0.4, 3
 """A second learning rate, and its number of seeds."""
@@ -49,7 +49,7 @@ class Final:
 
 
 class SeedResults(list[Final]):
-    """The results of all seeds."""
+    """The results of the runs with all seeds."""
 
     def median(self, what: str) -> float:
         """Median of one field over the seeds."""

@@ -28,7 +28,7 @@ PUSH = "sgp(tau=1)"
 REDUCE = f"bucketed(cap={33 / SCALE}, first={1 / SCALE})"
 SEEDS = 5
 STEPS = {0: 6, 1 / 32: 20, 1 / 10: 20}
-"""Probability of a straggler → steps."""
+"""Probability of a straggler → number of steps of a run."""
 EPOCHS, BATCH = 25, 4
 
 

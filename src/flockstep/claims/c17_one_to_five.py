@@ -11,7 +11,7 @@ from flockstep.testing.strategies import bowl_job, run_strategy
 ONE_TO_FIVE = 5 / 6
 """Share of time in which workers compute if communication takes a fifth of the computing time."""
 GRADIENT = 0.01
-"""T_c, seconds of a gradient."""
+"""T_c, the virtual seconds of a gradient."""
 SIZE = 4000
 """Size of the model: number of float64 parameters."""
 CLUSTERS = ((4, "link(bandwidth=2e6, latency=0.001)"), (8, "link(bandwidth=1e6, latency=0.001)"), (16, "100mbit"))

@@ -37,7 +37,7 @@ class Finals:
 
     @property
     def median(self) -> float:
-        """Median of the error in percent."""
+        """Median over the seeds of the error in percent."""
         return float(np.median(self.error))
 
     @property

@@ -34,7 +34,7 @@ NAME = "flockstep"
 INTERRUPTED = 130
 """The exit code of a command that a signal ended."""
 RUN, LOOK_UP, PLAN, HERE, HELP = "Train and compare", "Look up", "Before a run", "This machine", "Help"
-"""Groups of commands in `--help`."""
+"""Headings of the groups of commands in `--help`."""
 
 app = typer.Typer(
     pretty_exceptions_enable=False,

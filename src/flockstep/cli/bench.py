@@ -67,7 +67,7 @@ def collectives(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure all-reduces of float32 arrays: flockstep's, gloo's and OpenMPI's."""
+    """Measure all-reduces of float32 arrays, by flockstep, gloo and OpenMPI."""
     from flockstep.bench import plots
     from flockstep.bench.collectives import IMPLEMENTATIONS, SHOWN, candidates, measure, table_of
     from flockstep.collectives.table import write_table

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flockstep.records.config import Kind, RunConfig
 
 TRAINING, PROCESSES, HOSTS, VIRTUAL, OUTPUT = "Training", "Processes", "Several hosts", "Virtual time", "Output"
-"""Groups of options in `--help`."""
+"""Headings of the groups of options in `--help`."""
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 

@@ -1,4 +1,4 @@
-"""AdaComp: of every bin, the elements that the newest gradient brings close to the bin's largest."""
+"""AdaComp: sends, from every bin, the elements that the newest gradient brings close to the bin's largest element."""
 
 from __future__ import annotations
 

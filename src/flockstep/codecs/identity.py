@@ -15,7 +15,7 @@ from flockstep.errors import ProtocolError
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """The elements unchanged, little-endian: no compression."""
+    """The array's elements unchanged, little-endian: no compression."""
 
     lossless = True
 

@@ -100,7 +100,9 @@ class Parts(Composed):
         return joined
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """Add part by part; if a part is refused, earlier parts may have been added."""
+        """Add the decoded parts to `out`, one after another; if a part is refused, earlier parts may have been
+        added.
+        """
         for codec, _, at, some in self._split(data, len(out), kernels.name_of(out)):
             codec.add_decoded(some, out[at], scale)
 

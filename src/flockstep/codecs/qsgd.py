@@ -33,11 +33,11 @@ class Qsgd(Levels):
             raise ConfigurationError(f"qsgd needs a bucket that is a multiple of 8, got {self.bucket}; 512 is usual")
 
     unbiased = True
-    """True, because the rounding is stochastic."""
+    """True, because the rounding at random preserves the mean."""
 
     @property
     def contraction(self) -> bool:
-        """Whether the variance is below 1."""
+        """Whether the variance omega is below 1."""
         return (self.variance(self.bucket) or 0.0) < 1
 
     def grid(self) -> tuple[int, int, bool]:

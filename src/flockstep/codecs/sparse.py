@@ -32,11 +32,15 @@ class Sparsifier(Streamed):
 
     @abstractmethod
     def count(self, size: int) -> int:
-        """Return the number of elements sent of `size`, or at most sent if it depends on the data."""
+        """Return the number of elements sent out of `size`; if the number depends on the data, the largest possible
+        number.
+        """
 
     @abstractmethod
     def head_bytes(self, size: int) -> int:
-        """Return the number of bytes before the values, or at most before them if it depends on the data."""
+        """Return the number of bytes before the values; if the number depends on the data, the largest possible
+        number.
+        """
 
     @abstractmethod
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:

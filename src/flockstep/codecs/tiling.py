@@ -39,12 +39,12 @@ class Tiling:
 
     @property
     def bits(self) -> int:
-        """Number of bits of an index."""
+        """Number of bits of an index within a chunk."""
         return (self.area - 1).bit_length()
 
     @property
     def index_bytes(self) -> int:
-        """Number of bytes of all indices."""
+        """Number of bytes of all indices of the tensor."""
         return (self.sent * self.bits + 7) // 8
 
     def wire_bytes(self, dtype: str) -> int:

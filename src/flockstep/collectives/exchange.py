@@ -54,7 +54,7 @@ async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
 
 
 async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Replace `array` by the root's along a `tree`; other hosts and large subtrees are served first."""
+    """Replace `array` by the root's array along a `tree`; other hosts and large subtrees are served first."""
     above, below = tree(me.hosts, me.rank, root)
     if me.rank != root:
         await me.receive_array("broadcast", above, array)

@@ -26,12 +26,14 @@ class Group(Protocol):
     """The members that share memory with this member, if all members of the group do; otherwise None."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all members, divided by `divisor`, in shared memory; False if they share
-        none.
+        """Replace `array` by the sum over all members, divided by `divisor`, in shared memory; False if the members
+        share no memory.
         """
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
-        """Sum `array` over this host's members in shared memory, in `shares` shares; None if they share none."""
+        """Sum `array` over this host's members in shared memory, in `shares` shares; None if the members share no
+        memory.
+        """
 
     def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
         """Divide this member's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""

@@ -32,7 +32,7 @@ async def unfold(me: Group, array: FlatArray) -> None:
 
 
 def is_power(workers: int) -> bool:
-    """Whether the number of workers is a power of two, so that no worker folds its array into another's."""
+    """Whether the number of workers is a power of two, so that no worker folds its array into another array."""
     return workers & (workers - 1) == 0
 
 

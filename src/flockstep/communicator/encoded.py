@@ -48,7 +48,7 @@ class Encoded(Note, frozen=True, omit_defaults=True):
 
 
 What = Literal["put", "add", "get"]
-"""The operations on another rank's window."""
+"""Names of the operations on another rank's window."""
 
 
 class WindowOperation(Encoded, frozen=True, omit_defaults=True):

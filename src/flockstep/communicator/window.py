@@ -46,7 +46,7 @@ class Window:
         self._holder = 0
 
     def put(self, rank: int, array: Any, offset: int = 0, codec: str | Codec | None = None) -> None:
-        """Write `array` into the window of `rank`; done at the next fence.
+        """Write `array` into the window of `rank`; the write is complete at the next fence.
 
         Args:
             rank: the window's owner.
@@ -63,7 +63,7 @@ class Window:
     def accumulate(
         self, rank: int, array: Any, offset: int = 0, scale: float = 1.0, codec: str | Codec | None = None
     ) -> None:
-        """Add `scale` × `array` to the window of `rank`; done at the next fence.
+        """Add `scale` × `array` to the window of `rank`; the addition is complete at the next fence.
 
         The operation is atomic with respect to other calls, so that the sum contains what every rank adds.
 

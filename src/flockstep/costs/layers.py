@@ -195,7 +195,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, each counted once."""
+        """Number of parameters of the network; shared parameters are counted once."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
@@ -244,7 +244,7 @@ class ModelShape:
         return max(reached.values())
 
     def parallelism(self, batch: int) -> float:
-        """W/D of the whole network."""
+        """W/D of the whole network: the mean number of operations that can run at the same time."""
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 

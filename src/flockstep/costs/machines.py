@@ -46,7 +46,7 @@ class MachineGroup:
     memory: float | None = None
     """Memory of each machine in bytes; None if unknown."""
     failures: float = 0.0
-    """Failures of one machine per second."""
+    """Number of failures of one machine per second."""
     restart: float = 0.0
     """Seconds from a failure until the machine rejoins."""
     comes_and_goes: bool = False
@@ -119,7 +119,7 @@ class ClusterLink:
 
     @property
     def cost(self) -> costs.LinkModel:
-        """The link for the closed forms."""
+        """The link in the form that the closed-form cost models use."""
         return costs.LinkModel(self.latency, 1 / self.bandwidth)
 
     @property

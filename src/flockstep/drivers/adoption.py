@@ -53,9 +53,9 @@ class Introduction(msgspec.Struct, forbid_unknown_fields=True):
     rank: int
     workers: int
     process: int
-    """Process id."""
+    """Process id of the process that introduces itself."""
     version: str
-    """Version of flockstep."""
+    """Version of flockstep in the process that introduces itself."""
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):

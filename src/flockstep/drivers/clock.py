@@ -1,7 +1,7 @@
-"""The clock of a run: the supervisor's, which each node computes from its own.
+"""The clock of a run is the supervisor's clock, whose time each node computes from its own clock.
 
 Two hosts' clocks differ by an unknown offset. Each round trip of a message to the supervisor and back gives four
-timestamps, which bound the offset to within half of the time that the messages were under way; the round trip with the
+timestamps, which bound the offset to within half of the time that the messages were in transit; the round trip with the
 shortest such time is used (David L. Mills, Internet Time Synchronization: the Network Time Protocol, 1991).
 """
 
@@ -15,7 +15,9 @@ ROUND_TRIPS = 5
 
 
 class RoundTrip(NamedTuple):
-    """Four times in seconds: `sent` and `received` on the node's clock, `heard` and `answered` on the supervisor's."""
+    """Four times in seconds: `sent` and `received` on the node's clock, `heard` and `answered` on the supervisor's
+    clock.
+    """
 
     sent: float
     heard: float
@@ -29,7 +31,9 @@ class RoundTrip(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """Seconds to add to a node's clock for the supervisor's, and the largest error of that number, in seconds."""
+    """Seconds to add to a node's clock to get the supervisor's clock, and the largest error of that number, in
+    seconds.
+    """
 
     seconds: float
     uncertainty: float

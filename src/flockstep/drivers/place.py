@@ -39,7 +39,7 @@ class Place:
     coordinator: str | None
     """HOST:PORT of the coordinator; None if all workers are on this host, or the launcher names no host."""
     by: str
-    """The launcher: torchrun, mpirun or srun."""
+    """The launcher that started the process: torchrun, mpirun or srun."""
     run: str
     """Text that is equal in all processes of the run on this host, and different in the processes of other runs."""
 

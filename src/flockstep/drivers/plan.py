@@ -122,7 +122,7 @@ class Batches:
         return {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
 
     def restore(self, state: dict[int, tuple[SamplerState, int]]) -> None:
-        """Continue at a saved position."""
+        """Continue to draw batches at a saved position."""
         for block, (saved, turn) in state.items():
             self._begin(block)
             self._samplers[block].restore(saved)

@@ -58,7 +58,7 @@ def notes_of(strategy: Strategy) -> Notes:
 
 
 class ProgramRestart(Exception):
-    """Raised to restart a server's program."""
+    """Exception that restarts a server's program."""
 
 
 class ScriptRequests:
@@ -78,7 +78,7 @@ class ScriptRequests:
         self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
-        """Take a message of the driver's channel; return whether the message was taken from the program."""
+        """Answers the requests of a script's driver to a server, in addition to the server's program."""
         if not message.tag.endswith(CHANNEL):
             return False
         self._node.mailbox.hear(message)

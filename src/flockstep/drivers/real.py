@@ -125,7 +125,7 @@ class NodeConnection(Messenger):
         return here
 
     def gather_on_host(self, array: FlatArray, shares: int, divisor: int) -> None:
-        """Exchange the shares of this host's workers; traffic is counted as that of the equivalent messages.
+        """Exchange the shares of this host's workers; traffic is counted as if messages had carried the shares.
 
         Raises:
             PeerLost: a worker has left or died.

@@ -94,9 +94,9 @@ class Runner:
     source: Callable[[NeedGradient], None] | None = None
     """Called when the program waits for a gradient, or for a further part of one."""
     stepped: Callable[[float | None], None] | None = None
-    """Called at every step of a worker, with its loss."""
+    """Function that is called at every step of a worker, with the step's loss."""
     ended: Callable[[], None] | None = None
-    """Called when the program has ended."""
+    """Function that is called when the program has ended."""
     script_requests: ScriptRequests | None = None
     """Answers requests to a script's server besides its program."""
     history: History | None = None

@@ -1,4 +1,4 @@
-"""Clipping in a script's own loop: of the gradient that the optimizer uses, as with PyTorch's DDP."""
+"""Clipping of the gradient that the optimizer uses, in a script's own loop, as with PyTorch's DDP."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Clipping:
         )
 
     def end(self) -> None:
-        """End the clipping with the run."""
+        """End the clipping at the end of the run."""
         self.live.discard(self)
 
     def begin(self) -> None:

@@ -59,7 +59,9 @@ class _UserOptimizer:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, whose `step` lets a strategy use the gradients; all other attributes are the original's."""
+    """The user's optimizer, whose `step` lets a strategy use the gradients; all other attributes are the original
+    optimizer's attributes.
+    """
 
     _step_supports_amp_scaling: ClassVar[bool] = True
     """`torch.amp.GradScaler` leaves it to `step` to unscale gradients and to skip steps with an overflow."""

@@ -1,4 +1,4 @@
-"""Plans as a function: what every strategy would take and send on a cluster, and which one to choose."""
+"""Plans as a function: the time and the bytes of every strategy on a cluster, and a recommendation."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def _mean_probabilities(logits: FlatArray) -> FlatArray:
 
 
 def accuracy(outputs: FlatArray, targets: FlatArray) -> float:
-    """Return the fraction of the samples whose largest output (last axis) is the target's."""
+    """Return the fraction of the samples whose largest output (last axis) is the output of the target class."""
     return float(np.mean(outputs.argmax(axis=-1) == targets))
 
 

@@ -41,8 +41,8 @@ def evaluate(
 
 
 def distance(outputs: torch.Tensor, teacher: torch.Tensor, classes: bool) -> torch.Tensor:
-    """Return the distance of outputs to a teacher's, as `combined` returns them: cross-entropy, or mean squared
-    difference.
+    """Return the distance of outputs from a teacher's outputs, as `combined` returns them: cross-entropy, or mean
+    squared difference.
     """
     if not classes:
         return torch.nn.functional.mse_loss(outputs, teacher)

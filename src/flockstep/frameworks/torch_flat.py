@@ -26,7 +26,9 @@ RELEASED = 32 << 20
 
 @dataclass(frozen=True, eq=False)
 class Narrow:
-    """Consecutive parameters whose dtype is narrower than the flat array's: their slice of it, and their own memory."""
+    """Consecutive parameters of a narrower dtype than the flat array: their slice of the flat array, and their own
+    memory.
+    """
 
     indices: range
     part: slice

@@ -70,7 +70,7 @@ class TorchOptimizer(Optimizer):
             )
 
     def load(self) -> None:
-        """Import torch, which takes seconds."""
+        """Import torch, which takes seconds, so that the first step does not wait for the import."""
         import torch  # noqa: F401
 
     def init(self, params: FlatArray) -> OptimizerState:

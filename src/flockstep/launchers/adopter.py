@@ -104,7 +104,7 @@ class Adopter:
     place: Place
     """The place of the process that has started the agent."""
     script: str
-    """The script's path."""
+    """Path of the script that the processes run."""
     timeout: float
     """Seconds within which all hosts must have joined."""
     folder: Callable[[None, str], Path]
@@ -112,7 +112,7 @@ class Adopter:
 
     @property
     def config(self) -> RunConfig:
-        """The run's configuration."""
+        """The configuration of the run."""
         return RunConfig(
             kind="launch",
             job=self.script,

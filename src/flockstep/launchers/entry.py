@@ -20,7 +20,7 @@ from flockstep.workloads.own_data import OwnData
 def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | None = None) -> None:
     """Entry point of a worker process: rebuild the job from the run's configuration and train.
 
-    `own`: the samples of this worker, in place of its part of the job's.
+    `own`: the samples of this worker, in place of its part of the job's samples.
     """
     folders = [] if own is None else [own.folder]
     die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder(), *folders)

@@ -56,7 +56,7 @@ class Gathering:
 
     @property
     def coordinates(self) -> bool:
-        """Whether this host is the coordinator's."""
+        """Whether this host runs the coordinator."""
         return self.node == 0 and not self.separate
 
     def placement(self, workers: int) -> dict[int, range]:

@@ -115,7 +115,7 @@ class RemoteFrames(Frames):
 
 @dataclass
 class Host:
-    """A host whose agent takes part."""
+    """A host whose agent takes part in the run."""
 
     join: Join
     channel: HostChannel

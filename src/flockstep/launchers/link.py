@@ -12,7 +12,7 @@ from flockstep.transports.links import Frames, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
 
 FOR_ALL = ("lost", "left", "stop")
-"""Tags of messages that a process must receive at once, on its link or on its communicator's."""
+"""Tags of messages that a process must receive at once, on its own link or on the link of its communicator."""
 
 
 class ProcessLink:

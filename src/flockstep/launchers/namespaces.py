@@ -184,7 +184,7 @@ class Card:
 
     name: str
     supervisor: int
-    """Process id of the run's supervisor."""
+    """Process id of the run's supervisor, which is part of the name of the link."""
     started: str
     """Start time of the supervisor, stored in the bridge's name; empty for a host's card, or if unknown."""
 

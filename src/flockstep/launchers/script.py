@@ -36,7 +36,7 @@ from flockstep.records.summary import Summary
 from flockstep.transports.base import Transport
 
 MODULE_ENTRY = Path(module_entry.__file__)
-"""The script that runs a module."""
+"""Path of the script that runs a module."""
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set the number of threads of numerical libraries; without them each process uses every

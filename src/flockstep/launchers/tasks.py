@@ -105,7 +105,7 @@ class TaskHosts(RemoteHosts):
 
     @property
     def port(self) -> int:
-        """Port at which the coordinator listens."""
+        """Port at which the coordinator listens for the tasks."""
         return int(self._listener.getsockname()[1])
 
     def pump(self) -> None:

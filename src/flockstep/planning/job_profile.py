@@ -51,7 +51,7 @@ WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
 
 @dataclass(frozen=True)
 class JobProfile:
-    """A job, described by its sizes."""
+    """The properties of a job that a plan needs: sizes, work and samples."""
 
     name: str
     elements: int

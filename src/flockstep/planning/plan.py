@@ -57,7 +57,7 @@ class Outlook:
     scalable: tuple[ScalablePrediction, ...]
     """Predictions that can be evaluated under other circumstances, one worker first."""
     further: bool = False
-    """Whether scaling and crossovers were requested."""
+    """Whether the plan also predicts scaling and crossovers."""
     length: float | None = None
     """Duration of the run in seconds, as given by the user; None if not given."""
     steps: int | None = None

@@ -151,7 +151,7 @@ def unplanned(outlook: Outlook) -> tuple[str, ...]:
 
 
 RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}
-"""Value of OptLR → text."""
+"""Value of OptLR → text of a table."""
 TABLE_2 = (
     "strategy",
     "technique",

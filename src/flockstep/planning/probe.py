@@ -40,7 +40,7 @@ class Probe(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Synchronous, without tolerance of failures."""
+        """The traits: synchronous delivery, without tolerance of failures."""
         return Traits(delivery="synchronous", survives=False, results=("rank0", "mean"))
 
     async def worker(self, me: Worker) -> None:

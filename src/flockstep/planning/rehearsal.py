@@ -115,7 +115,7 @@ class Rehearsal:
     spread: float = 1.0
     """Ratio of the step times of the two halves of the rehearsal, at least 1."""
     updates: bool = True
-    """Whether any node recorded an update."""
+    """Whether any node recorded an update in the rehearsal."""
 
     @property
     def computing(self) -> float:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 TRIALS = 8
-"""Number of trials per strategy."""
+"""Default number of trials per strategy."""
 TOP = 5
 """Number of strategies that are searched, besides one worker."""
 SLACK = 2.0

@@ -25,7 +25,7 @@ from flockstep.simulation.network import Link
 from flockstep.strategies.base import Strategy
 
 ALONE = "one worker"
-"""Name of training without a strategy."""
+"""Name of plain training on one worker, without a strategy."""
 FEW = 16
 """Largest number of workers that a rehearsal includes."""
 SIZES = (4, 8, 16)
@@ -67,7 +67,7 @@ class StepPrediction:
     staleness: float | None
     """Mean staleness of updates in versions; None if there are no versions."""
     staleness_most: int | None
-    """Largest staleness in the rehearsal."""
+    """Largest staleness of an update in the rehearsal, in versions."""
     samples_per_second: float
     memory: float
     """Bytes on a worker: parameters, gradient, optimizer, and the strategy's state."""

@@ -26,7 +26,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
-"""Bytes of an element → dtype."""
+"""Number of bytes of an element → dtype."""
 BATCHES = 16
 """Number of batches of each worker if the job's samples are not known."""
 

@@ -19,7 +19,7 @@ from flockstep.frameworks.base import Data
 from flockstep.planning.trials import Trial, TrialContext
 
 FILE = "trials.jsonl"
-"""Name of the file in the given folder: the settings on the first line, then one trial per line."""
+"""Name of the file with the trials in a given folder: the settings on the first line, then one trial per line."""
 
 
 def trial_settings(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Trial:
     metric: float | None
     """Metric of the evaluation at which `steps` is counted; None if it is not finite or there was no evaluation."""
     best: float | None
-    """Best metric of all evaluations."""
+    """Best metric of all evaluations of the trial."""
 
     def document(self) -> dict[str, Any]:
         """The trial as plain data, for JSON."""

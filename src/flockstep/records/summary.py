@@ -201,7 +201,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def steps(self) -> int:
-        """Local steps of all workers together."""
+        """Number of local steps of all workers together."""
         return sum(worker.steps for worker in self.per_worker)
 
 

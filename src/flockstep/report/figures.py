@@ -152,7 +152,7 @@ class Ranges:
     whole: list[float]
     """The range of an axis that shows all values."""
     ends: list[float]
-    """Range within which the runs end."""
+    """Range of the axis that shows the values at the ends of the runs."""
 
 
 def ranges(series: Sequence[Series]) -> dict[str, Ranges]:

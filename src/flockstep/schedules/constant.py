@@ -9,7 +9,7 @@ from flockstep.schedules.base import Extent, Schedule, check_positive
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """A constant learning rate: `scale` times the job's, from beginning to end."""
+    """A constant learning rate: `scale` times the job's learning rate, from beginning to end."""
 
     scale: float = 1.0
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ALLOCATIONS = 100_000
-"""Threshold of the youngest generation: number of allocations less deallocations that starts a collection. Python's is
-700.
+"""Threshold of the youngest generation: number of allocations minus deallocations that starts a collection.
+
+Python's default is 700.
 """
 PASSES = 1_000
 """Threshold of the other generations: number of collections of the next younger generation that starts a collection.
-Python's is 10.
+
+Python's default is 10.
 """
 
 

@@ -85,7 +85,7 @@ class Transit(msgspec.Struct, eq=False, gc=False):
     head: float
     """Time to reserve the next hop, while not `done`."""
     tail: float
-    """Time of delivery, when `done`."""
+    """Time of delivery in seconds; valid once `done`."""
     hops: tuple[Hop, ...]
     gaps: Gaps
     done: bool

@@ -1,4 +1,6 @@
-"""How the workers of a parameter server obtain parameters: for each access mode, the worker's part and the server's."""
+"""How the workers of a parameter server obtain parameters: for each access mode, the worker's part and the server's
+part.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,7 @@ class CachedCopies(Access):
         state.own = [(timestamp, step) for timestamp, step in state.own if timestamp >= min(oldest, note.held)]
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """A push requests no parameters."""
+        """Do nothing, because a push requests no parameters."""
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
         """Answer each request with the parameters and the number of the worker's own gradients that they include."""

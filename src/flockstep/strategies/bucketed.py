@@ -84,7 +84,7 @@ class GradientAccumulator:
     count: int = 0
 
     def add(self, gradient: FlatArray) -> None:
-        """Add a gradient to the sum."""
+        """Add a gradient to the sum, and count it."""
         self.total = copied(gradient) if self.total is None else self.total + gradient
         self.count += 1
 

@@ -202,7 +202,7 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
 
 
 def absorb(me: Worker, state: GossipState, message: Message) -> None:
-    """Average a peer's model into the worker's, and add the peer's mass."""
+    """Average a peer's model into the worker's model, and add the peer's mass."""
     if message.note.mass:
         add(me, state, message.note.mass, message.payload)
         me.record_update(message.source, max(0, me.step - message.step))

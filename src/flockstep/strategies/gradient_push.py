@@ -156,7 +156,7 @@ async def take(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...], ro
 
 
 def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
-    """Return share / whole of x."""
+    """Return the fraction share / whole of x."""
     part: FlatArray = x * (share / whole)
     return part
 

@@ -61,7 +61,7 @@ class LocalSGD(Strategy):
 
     @property
     def schedule(self) -> SynchronizationSchedule:
-        """The period as a `SynchronizationSchedule`."""
+        """The period as a `SynchronizationSchedule`, also if it was given as a number."""
         return self.period if isinstance(self.period, SynchronizationSchedule) else Fixed(self.period)
 
     @property

@@ -29,7 +29,8 @@ class Traits:
     results: tuple[ResultPolicy, ...]
     """The policies for choosing the resulting model that the strategy allows; the first is the default."""
     server_optimizer: bool = False
-    """Whether the servers (or the owners of slices) apply the gradients, with an optimizer rebuilt from the worker's.
+    """Whether the servers (or the owners of slices) apply the gradients, with an optimizer rebuilt from the worker's
+    optimizer.
     """
     fixed_steps: bool = True
     """Whether every worker takes exactly the number of steps granted to it; otherwise the workers together take at most

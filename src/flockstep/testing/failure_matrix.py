@@ -101,7 +101,7 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.composed.traits.delivery
 
     def words(self) -> Iterator[str]:
-        """Every word of the row."""
+        """Every word that describes behavior in the row."""
         lost = [self.lost] if isinstance(self.lost, str) else self.lost.values()
         yield from (self.equal, self.dead, *lost, self.slow)
 

@@ -56,7 +56,8 @@ def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: F
 
 
 def check_feedback(feedback: Feedback, codec: Codec) -> None:
-    """Check over a few steps that the array is unchanged, the bytes are the codec's, and a copied state behaves alike.
+    """Check over a few steps that the array is unchanged, that the codec makes the bytes, and that a copied state
+    behaves alike.
 
     Raises:
         AssertionError: a promise is broken; the message names it.

@@ -17,7 +17,10 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a topology on a given number of workers; if it changes over time, of every step of its period."""
+    """Properties of a topology on a given number of workers.
+
+    For a topology that changes over time, they hold at every step of its period.
+    """
 
     symmetric: bool
     """Whether W = Wᵀ: the weight that i gives to j's model equals the weight that j gives to i's."""

@@ -14,7 +14,7 @@ from flockstep.expression import Component
 
 @dataclass(frozen=True)
 class Point:
-    """One point of several curves."""
+    """One point of several curves, at one time."""
 
     group: str
     """First part of the curves' names, such as `worker-3` or `evaluation`."""
@@ -23,7 +23,7 @@ class Point:
     step: int
     """Position on the horizontal axis; it does not decrease within a group."""
     seconds: float
-    """Seconds since the run began."""
+    """Seconds from the beginning of the run to the point."""
 
     def named(self) -> dict[str, float]:
         """Whole name of a curve → value."""
@@ -31,7 +31,7 @@ class Point:
 
 
 class TrackedRun(ABC):
-    """A run in a tracker."""
+    """A run in an experiment tracker."""
 
     @abstractmethod
     def log(self, points: Sequence[Point]) -> None:
@@ -39,7 +39,7 @@ class TrackedRun(ABC):
 
     @abstractmethod
     def end(self, failed: bool) -> None:
-        """Mark the run as ended."""
+        """Mark the run as ended in the tracker."""
 
 
 class ExperimentTracker(Component):

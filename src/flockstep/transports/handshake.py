@@ -26,9 +26,9 @@ PLAIN, ENCRYPTED = b"flockstep1p", b"flockstep1e"
 SHARE = 32
 """Random bytes of a hello, or the length of its public key."""
 PROOF = 32
-"""Length of a proof in bytes."""
+"""Length of a handshake's proof in bytes."""
 HELLO = len(PLAIN) + SHARE
-"""Length of a hello in bytes."""
+"""Length of a handshake's hello in bytes."""
 
 
 @dataclass(frozen=True)

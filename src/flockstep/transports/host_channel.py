@@ -19,7 +19,7 @@ from flockstep.errors import PeerLost, ProtocolError
 from flockstep.transports.sealed import SealedSocket
 
 MAX_HEADER = 1 << 20
-"""Largest header in bytes."""
+"""Largest size of a header in bytes."""
 MAX_PAYLOAD = 1 << 36
 """Largest payload in bytes from an authenticated end; an end that is not authenticated may send none."""
 READ = 1 << 22

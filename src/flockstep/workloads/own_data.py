@@ -39,7 +39,7 @@ class OwnData:
 
 
 def write_samples(folder: Path, x: FlatArray, y: FlatArray) -> None:
-    """Write samples where `OwnData` reads them."""
+    """Write samples to the files from which `OwnData` reads them."""
     np.save(folder / "x.npy", x, allow_pickle=False)
     np.save(folder / "y.npy", y, allow_pickle=False)
 

@@ -76,9 +76,7 @@ def steps(scales: torch.Tensor, levels: int) -> torch.Tensor:
 def dequantize(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, size: int
 ) -> tuple[torch.Tensor, int]:
-    """Return (code - levels) * step of every element, and the largest code, which for valid data is at most 2
-    levels.
-    """
+    """Return (code - levels) * step of every element, and the largest code, at most 2 · levels in valid data."""
     codes = unpack(data, size, bits)
     top = int(codes.max()) if size else 0
     return (codes.to(torch.int64) - levels).to(step.dtype) * _of_elements(step, block, size), top

@@ -34,7 +34,7 @@ class ServerUpdate(Component):
     """The server's memory of past steps under this rule, as in `Traits.memory`."""
 
     def start(self, me: Server) -> Any:
-        """Return the rule's state before the first gradient; the state is kept in the server's."""
+        """Return the rule's state before the first gradient; the state is kept in the server's state."""
         return None
 
     @abstractmethod

@@ -27,6 +27,6 @@ class MomentumCorrected(HeavyBall):
         require(0 <= total < 1, "total of momentum_corrected", "in [0, 1)", total, "use for example 0.9")
 
     def explicit(self, workers: int, optimizer: SGD) -> float:
-        """Return total - (1 - 1/M)."""
+        """Return the explicit momentum: total - (1 - 1/M)."""
         total = optimizer.momentum if self.total is None else self.total
         return total - (1 - 1 / workers)

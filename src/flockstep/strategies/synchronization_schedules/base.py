@@ -23,7 +23,7 @@ class SynchronizationSchedule(Component):
         return False
 
     def start(self, me: Worker) -> Any:
-        """Return the period's state before the first step; the state is kept in the worker's."""
+        """Return the period's state before the first step; the state is kept in the worker's state."""
         return None
 
     @abstractmethod
