@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flockstep.experiments.clusters import on_spark as on_spark
     from flockstep.experiments.comparison import Comparison as Comparison
     from flockstep.experiments.comparison import compare as compare
+    from flockstep.experiments.function import LaunchResult as LaunchResult
+    from flockstep.experiments.function import launch as launch
     from flockstep.experiments.planned import PlanResult as PlanResult
     from flockstep.experiments.planned import plan as plan
     from flockstep.experiments.single import RunResult as RunResult
@@ -41,6 +43,7 @@ _HOMES = {
     "ConfigurationError": "errors",
     "Data": "frameworks.base",
     "Job": "frameworks.base",
+    "LaunchResult": "experiments.function",
     "PlanResult": "experiments.planned",
     "RunResult": "experiments.single",
     "Server": "nodes",
@@ -49,6 +52,7 @@ _HOMES = {
     "Worker": "nodes",
     "check_strategy": "testing.strategies",
     "compare": "experiments.comparison",
+    "launch": "experiments.function",
     "on_ray": "experiments.clusters",
     "on_spark": "experiments.clusters",
     "plan": "experiments.planned",
@@ -63,6 +67,7 @@ __all__ = [
     "ConfigurationError",
     "Data",
     "Job",
+    "LaunchResult",
     "PlanResult",
     "RunResult",
     "Server",
@@ -77,6 +82,7 @@ __all__ = [
     "distribute",
     "is_main",
     "join",
+    "launch",
     "on_ray",
     "on_spark",
     "plan",

@@ -52,19 +52,13 @@ def run_one(
 @contextlib.contextmanager
 def _names_record(folder: Path) -> Iterator[None]:
     """Name the folder of the record on standard error if the run fails, or is interrupted, after it has begun."""
-    before = _begun(folder)
+    before = RunFolder(folder).begun
     try:
         yield
     except (FlockstepError, KeyboardInterrupt):
-        if _begun(folder) not in (None, before):
+        if RunFolder(folder).begun not in (None, before):
             show.console.print(f"record: {folder}", markup=False, highlight=False, soft_wrap=True)
         raise
-
-
-def _begun(folder: Path) -> int | None:
-    """When the record in `folder` was begun, in nanoseconds; None without a record."""
-    file = RunFolder(folder).config_file
-    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def launch_one(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from functools import cached_property
+from importlib import import_module
+from pathlib import Path, PosixPath
 from typing import Any
 
 import msgspec
@@ -21,17 +23,17 @@ from flockstep.errors import ConfigurationError, ProtocolError
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
-_MAPPINGS = {"dict": dict, "Counter": Counter}
+_MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _LARGEST = 1 << 63
 
 
-def to_bytes(value: Any) -> bytes:
-    """Encode `value`; an object that occurs twice is one object again when it is decoded.
+def to_bytes(value: Any, name: str = "state") -> bytes:
+    """Encode `value`; an object that occurs twice is one object again when it is decoded. `name` names it in errors.
 
     Raises:
         ConfigurationError: `value` contains something that is not data, such as a coroutine or an open file.
     """
-    return msgspec.msgpack.encode(_Writer().plain(value, "state"))
+    return msgspec.msgpack.encode(_Writer().plain(value, name))
 
 
 def from_bytes(data: bytes) -> Any:
@@ -66,7 +68,7 @@ class _Writer:
 
     def _tagged(self, value: Any, number: int, where: str) -> list[Any]:
         kind = type(value)
-        if kind is np.ndarray and value.dtype.isnative:
+        if kind is np.ndarray and value.dtype.isnative and _plain_dtype(value.dtype):
             data = np.ascontiguousarray(value).tobytes()
             return ["array", number, value.dtype.name, list(value.shape), value.flags.writeable, data]
         if is_tensor(value):
@@ -82,10 +84,14 @@ class _Writer:
             return ["deque", number, [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)], value.maxlen]
         if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
             return [kind.__name__, number, [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)]]
-        if kind in (dict, Counter):
+        if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
             pairs = [[self.plain(key, where), self.plain(one, f"{where}[{key!r}]")] for key, one in value.items()]
-            return ["Counter" if kind is Counter else "dict", number, pairs]
-        if (names := _fields(kind)) and not _more(value, names):
+            return [kind.__name__, number, pairs]
+        if kind is PosixPath:
+            return ["path", number, str(value)]
+        if kind.__module__ == "torch" and kind.__name__ in ("device", "dtype"):
+            return [kind.__name__, number, str(value).removeprefix("torch.")]
+        if (names := field_names(kind)) and not _more(value, names):
             parts = [
                 [name, self.plain(getattr(value, name), f"{where}.{name}")] for name in names if hasattr(value, name)
             ]
@@ -120,6 +126,7 @@ class _Reader:
             return array
         if kind == "tensor":
             name, shape, device, data = rest
+            import_module("torch")
             return to_tensor(np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape), device)
         if kind == "number":
             return np.frombuffer(rest[1], numpy_dtype(rest[0]))[0]
@@ -131,6 +138,11 @@ class _Reader:
             return slice(*rest)
         if kind == "deque":
             return deque(map(self.value, rest[0]), rest[1])
+        if kind == "path":
+            return Path(rest[0])
+        if kind in ("device", "dtype"):
+            torch: Any = import_module("torch")
+            return torch.device(rest[0]) if kind == "device" else getattr(torch, rest[0])
         if kind in _SEQUENCES:
             if kind == "list":  # the list may contain itself
                 made: list[Any] = []
@@ -146,7 +158,7 @@ class _Reader:
         kind: Any = sys.modules[module]
         for part in name.split("."):
             kind = getattr(kind, part)
-        if not isinstance(kind, type) or not _fields(kind):
+        if not isinstance(kind, type) or not field_names(kind):
             raise ProtocolError(f"{module}.{name} is no data class")
         if issubclass(kind, msgspec.Struct):
             return kind(**{field: self.value(one) for field, one in parts})
@@ -155,13 +167,21 @@ class _Reader:
         made: Any = object.__new__(kind)
         self._read[number] = made
         for field, one in parts:
-            if field not in _fields(kind):
+            if field not in field_names(kind):
                 raise ProtocolError(f"{module}.{name} has no field {field!r}")
             object.__setattr__(made, field, self.value(one))
         return made
 
 
-def _fields(kind: type) -> tuple[str, ...]:
+def _plain_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether the name of a dtype says all of it, as of numbers; not of text, dates, records and Python objects."""
+    try:
+        return numpy_dtype(dtype.name) == dtype and not dtype.hasobject
+    except (TypeError, AttributeError):
+        return False
+
+
+def field_names(kind: type) -> tuple[str, ...]:
     """Names of the fields of a data class, a struct or a named tuple; empty for any other class."""
     if issubclass(kind, tuple):
         return tuple(getattr(kind, "_fields", ()))

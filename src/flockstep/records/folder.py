@@ -32,6 +32,8 @@ from flockstep.records.summary import Summary, summarize, time_of
 
 T = TypeVar("T")
 
+FUNCTION = "function"
+"""Name of the subfolder that holds the program and the results of a launched function."""
 ENDED = ("finished", "diverged")
 """Statuses of a run that does not have to be repeated."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -193,6 +195,11 @@ class RunFolder:
         """Whether the folder holds this run, finished, so that the run does not have to be repeated."""
         return self.config_file.exists() and not self.unfinished and same_run(self.read_config(), config)
 
+    @property
+    def begun(self) -> int | None:
+        """When the run in the folder was begun, in nanoseconds; None without a run."""
+        return self.config_file.stat().st_mtime_ns if self.config_file.exists() else None
+
     def write_config(self, config: RunConfig) -> None:
         """Write the configuration to config.toml."""
         replace(self.config_file, config.to_toml().encode())
@@ -324,7 +331,7 @@ class RunFolder:
         halves = self.path.glob(f"*{HALF}")
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
             file.unlink(missing_ok=True)
-        for folder in (self.path / SNAPSHOTS, *self.path.glob("distribute-*")):
+        for folder in (self.path / SNAPSHOTS, self.path / FUNCTION, *self.path.glob("distribute-*")):
             shutil.rmtree(folder, ignore_errors=True)
 
 

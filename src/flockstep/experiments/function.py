@@ -1,0 +1,130 @@
+"""Runs of a function, from a notebook's cell or from a script."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flockstep.drivers.state import from_bytes
+from flockstep.errors import FlockstepError, Interrupted, RunError
+from flockstep.experiments.arguments import listed
+from flockstep.experiments.folders import folder
+from flockstep.experiments.single import RunResult
+from flockstep.launchers.function_entry import PROGRAM, VALUES, error_file, result_file
+from flockstep.launchers.function_source import program_of
+from flockstep.launchers.output import OUT, Output
+from flockstep.launchers.scratch import scratch
+from flockstep.launchers.script import launch as launch_script
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import FUNCTION, RunFolder
+
+
+@dataclass(frozen=True)
+class LaunchResult(RunResult):
+    """A run of a function that has ended, the folder of its record, and what the function returned."""
+
+    returned: dict[int, Any] = field(default_factory=dict)
+    """Rank → what the function returned there; a worker that died has no entry."""
+
+
+def launch(
+    function: Callable[..., Any],
+    workers: int = 4,
+    args: Sequence[object] = (),
+    *,
+    seed: int = 0,
+    transport: str = "shared_memory",
+    heartbeat: float = 5.0,
+    step_timeout: float | None = None,
+    threads: int | None = None,
+    imports: Sequence[str] = (),
+    prefix: bool = True,
+    out: Path | str | None = None,
+    overwrite: bool = False,
+) -> LaunchResult:
+    """Run `function(*args)` on `workers` new processes of this machine, as `flockstep launch` runs a script.
+
+    The function calls `flockstep.distribute`, and returns what the caller needs, such as `model.state_dict()`. The
+    processes begin anew: they import the modules that the function uses, and receive the source of the functions and
+    classes of the notebook or program that it uses. Numbers, text, arrays, tensors, and lists, dicts and data classes
+    of them travel as data; anything else must be created inside the function. The record holds the whole program.
+
+    In a notebook nothing more is needed; interrupting the kernel ends all processes and keeps the record. A script must
+    guard the call with `if __name__ == "__main__":`, because servers import the script again.
+
+    Args:
+        function: a function that is defined at the top of a cell or of a module.
+        workers: number of worker processes.
+        args: arguments of the function.
+        seed: seed of the random draws of strategies and codecs.
+        transport: how messages move between the processes.
+        heartbeat: seconds without an answer after which a node counts as lost.
+        step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
+        threads: threads of the numerical libraries in each process; None keeps the environment's, or sets 1.
+        imports: Python files that register custom components.
+        prefix: whether each line that the processes print begins with its rank.
+        out: folder of the record; None for a new folder in runs/.
+        overwrite: replace the run that the folder holds.
+
+    Returns:
+        The finished run, with what the function returned on each rank.
+
+    Raises:
+        ConfigurationError: the function, or something that it uses, cannot travel to another process; or an argument is
+            invalid.
+        RunError: the run failed, or was interrupted; the record is complete up to that point. If the function has
+            raised, the error's note is its traceback. Or the run has finished, but a result cannot travel back.
+    """
+    program = program_of(function, tuple(args))
+    name = function.__name__
+    config = RunConfig(
+        kind="launch", job=name, strategy="as the script says", workers=workers, seed=seed, transport=transport,
+        heartbeat=heartbeat, step_timeout=step_timeout, threads=threads, imports=listed("imports", imports),
+    )  # fmt: skip
+    record = RunFolder(folder(out, f"launch-{name}"))
+    before = record.begun
+    with scratch() as place:
+        shared = place / FUNCTION
+        shared.mkdir()
+        (shared / PROGRAM).write_text(program.text)
+        (shared / VALUES).write_bytes(program.values)
+        try:
+            launch_script(shared / PROGRAM, [], config, record.path, Output(prefix=prefix, show=_print), overwrite)
+        except FlockstepError as error:
+            _add_traceback(error, shared, workers)
+            raise
+        finally:
+            if record.begun not in (None, before):
+                shutil.copytree(shared, record.path / FUNCTION)
+        _require_results(record, shared, workers)
+        results = {rank: result_file(shared, rank) for rank in range(workers)}
+        returned = {rank: from_bytes(file.read_bytes()) for rank, file in results.items() if file.exists()}
+    return LaunchResult(record.path, record.read_config(), record.read_summary(), returned)
+
+
+def _print(stream: int, data: bytes) -> None:
+    """Print a part of a worker's output where this program prints, as into the output of a notebook's cell."""
+    target = sys.stdout if stream == OUT else sys.stderr
+    target.write(data.decode(errors="replace"))
+    target.flush()
+
+
+def _add_traceback(error: FlockstepError, shared: Path, workers: int) -> None:
+    """Add the traceback of the function's own error to the error of the run, unless the run has told of it already."""
+    if getattr(error, "__notes__", ()) or isinstance(error, Interrupted):
+        return
+    for rank in range(workers):
+        if (file := error_file(shared, rank)).exists():
+            error.add_note(f"worker {rank}: {file.read_text()}")
+            return
+
+
+def _require_results(record: RunFolder, shared: Path, workers: int) -> None:
+    """Raise `RunError` if what a rank returned could not travel here, or the function failed after its run."""
+    for rank in range(workers):
+        if (file := error_file(shared, rank)).exists():
+            raise RunError(f"{file.read_text()}; the run itself has finished, its record is in {record.path}")

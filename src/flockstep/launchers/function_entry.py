@@ -1,0 +1,59 @@
+"""The worker's side of `flockstep.launch`: calls the function, and leaves its result where the launcher reads it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flockstep.drivers.node_spec import place_of_script
+from flockstep.drivers.state import from_bytes, to_bytes
+from flockstep.errors import ConfigurationError
+from flockstep.records.full_disk import replace
+
+PROGRAM, VALUES = "program.py", "values.bin"
+"""Names of the files of a launched function, in the folder that launcher and workers share."""
+
+_FOLDER = Path(sys.argv[0]).resolve().parent
+"""Folder of the program, in a worker."""
+
+
+def value(name: str) -> Any:
+    """The value that `name` has in the program that launched this one."""
+    return from_bytes(_values()["names"][name])
+
+
+def call(function: Callable[..., Any]) -> None:
+    """Call the function with the arguments that were given to `flockstep.launch`, and keep what it returns.
+
+    A result that cannot travel to the process that launched this one does not end the run, but is told there.
+    """
+    rank, name = place_of_script()[0], function.__name__
+    try:
+        returned = function(*map(from_bytes, _values()["args"]))
+    except Exception:
+        replace(error_file(_FOLDER, rank), traceback.format_exc().encode())
+        raise
+    try:
+        replace(result_file(_FOLDER, rank), to_bytes(returned, f"the result of {name}"))
+    except ConfigurationError as error:
+        replace(error_file(_FOLDER, rank), str(error).encode())
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Path of the file that holds what the function returned on a rank."""
+    return folder / f"returned-{rank}.bin"
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    """Path of the file that holds why there is no result of a rank: the traceback of an error, or a sentence."""
+    return folder / f"error-{rank}.txt"
+
+
+@functools.cache
+def _values() -> dict[str, Any]:
+    found: dict[str, Any] = from_bytes((_FOLDER / VALUES).read_bytes())
+    return found
