@@ -211,7 +211,9 @@ class ParameterGuard(Protocol):
 class Stepper(Protocol):
     """A worker's own optimizer, of any framework."""
 
-    lr: float
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
 
     def step(self, params: Array, gradient: Array) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""

@@ -131,3 +131,40 @@ def test_a_job_trains_as_in_virtual_time(tmp_path: Path) -> None:
         losses.append(ended.summary["final_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0] < 1.0
+
+
+def test_flax_modules_with_batch_statistics_end_equal_on_all_ranks(tmp_path: Path) -> None:
+    """The recipe of docs/how-to/jax.md: parameters by the strategy, statistics by a communicator."""
+    pytest.importorskip("flax")
+    body = """
+from flax import nnx
+
+rngs = nnx.Rngs(rank)
+model = nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 2, rngs=rngs))
+
+@nnx.jit
+def module_slopes(model, x):
+    return nnx.grad(lambda m: jnp.mean((m(x) - x[:, :2]) ** 2))(model)
+
+trainer = flockstep.jax.distribute(nnx.state(model, nnx.Param), optax.adam(0.01), "local_sgd(period=2)")
+nnx.update(model, trainer.params)
+for x in flockstep.shard(batches):
+    nnx.update(model, trainer.step(module_slopes(model, x)))
+own = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+np.save(HERE / f"own-{rank}", np.concatenate([np.ravel(leaf) for leaf in own]))
+with flockstep.join() as ranks:
+    mean = lambda leaf: ranks.all_reduce(np.asarray(leaf)) / workers
+    nnx.update(model, jax.tree.map(mean, nnx.state(model, nnx.BatchStat)))
+nnx.update(model, trainer.finish())
+model.eval()
+now = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+np.save(HERE / f"statistics-{rank}", np.concatenate([np.ravel(leaf) for leaf in now]))
+save([model(batches[0])])
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 0, ended.err
+    own = [np.load(tmp_path / f"own-{rank}.npy") for rank in range(2)]
+    assert not np.allclose(*own)  # without the recipe the ranks' models differ
+    for rank in range(2):
+        np.testing.assert_allclose(np.load(tmp_path / f"statistics-{rank}.npy"), sum(own) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(*models(tmp_path))

@@ -106,6 +106,12 @@ def test_flax_modules() -> None:
     assert trainer.loop._params.shape == (4 * 6 + 6 + 6 * 3 + 3,)
 
 
+def test_a_module_of_flax_is_no_tree_of_parameters() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    with pytest.raises(ConfigurationError, match=r"got the module Linear; pass nnx.state\(module, nnx.Param\)"):
+        flockstep.jax.distribute(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), "all_reduce")
+
+
 def test_narrow_parameters_are_stepped_in_float32() -> None:
     trainer = flockstep.jax.distribute({"w": jnp.ones(3, jnp.bfloat16)}, optax.sgd(2.0**-10), "all_reduce")
     for _ in range(8):
@@ -142,6 +148,18 @@ def test_a_learning_rate_that_optax_tells_is_used() -> None:
     assert close(by_optax, by_text)
     with pytest.raises(ConfigurationError, match="needs the learning rate, which optax's optimizers do not tell"):
         stepped(optax.sgd(0.25), strategy, 4)
+
+
+def test_a_schedule_of_optax_tells_the_rate_of_the_next_step() -> None:
+    rates = [0.5, 0.25, 0.125, 0.0625]
+    schedule = optax.exponential_decay(rates[0], transition_steps=1, decay_rate=0.5)
+    trainer = flockstep.jax.distribute(jnp.zeros(2), optax.inject_hyperparams(optax.sgd)(schedule), "all_reduce")
+    params, told, taken = trainer.params, [], []
+    for _ in rates:
+        told.append(trainer.loop.lr)
+        before, params = params, trainer.step(jnp.ones(2))
+        taken.append(float(before[0] - params[0]))
+    assert (told, taken) == (rates, rates)
 
 
 def test_values_that_are_not_finite_are_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +36,7 @@ class Trainer:
         Raises:
             ConfigurationError: the parameters, the optimizer or the strategy cannot be used, or differ between workers.
         """
+        _require_tree(params)
         self._tree = FlatTree(params)
         schema = self._tree.schema
         self._flat = np.empty(schema.size, schema.dtype)
@@ -161,6 +163,15 @@ class OptaxStepper:
         self.state: Any = None
         """State of the optax optimizer, a pytree."""
         self._stepped = jax.jit(stepped)
+        nothing = np.zeros_like(params)
+
+        def next_lr(state: Any) -> Any:
+            """The state holds the rate of the last step; a step from there, of which only the rate is computed, has the
+            next one.
+            """
+            return stepped(nothing, nothing, state)[1].hyperparams["learning_rate"]
+
+        self._next_lr = jax.jit(next_lr)
         self._init = jax.jit(lambda params: optimizer.init(tree.unflatten(params, narrow=False)))
         self.reset(params)
 
@@ -171,21 +182,12 @@ class OptaxStepper:
         Raises:
             ConfigurationError: it is another one, whose learning rate cannot be read.
         """
-        return float(self._hyperparams["learning_rate"])
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        self._hyperparams["learning_rate"] = np.asarray(value, self._hyperparams["learning_rate"].dtype)
-
-    @property
-    def _hyperparams(self) -> dict[str, Any]:
-        found: dict[str, Any] = getattr(self.state, "hyperparams", {})
-        if "learning_rate" not in found:
+        if "learning_rate" not in getattr(self.state, "hyperparams", {}):
             raise ConfigurationError(
                 "the strategy needs the learning rate, which optax's optimizers do not tell; use for example "
                 'optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "sgd(lr=0.1)"'
             )
-        return found
+        return float(self._next_lr(self.state))
 
     def step(self, params: FlatArray, gradient: FlatArray) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
@@ -215,6 +217,16 @@ class _FiniteGuard:
         if self._first < 0:
             return None
         return next(entry.name for entry in self._tree.schema.entries if self._first < entry.offset + entry.size)
+
+
+def _require_tree(params: Tree) -> None:
+    """Raise `ConfigurationError` for a module of Flax NNX, whose gradients are a tree of another structure."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(params, nnx.Module):
+        raise ConfigurationError(
+            f"the parameters must be a pytree of arrays, got the module {type(params).__name__}; pass "
+            "nnx.state(module, nnx.Param), and put what step() returns into the module with nnx.update"
+        )
 
 
 def _require_own_steps(strategy: Strategy) -> None:

@@ -40,11 +40,6 @@ class _UserOptimizer:
         """Current learning rate; the largest one if there are several groups."""
         return base_lr(self._optimizer)
 
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = value
-
     def step(self, params: FlatArray, gradient: FlatArray) -> None:
         """Step the user's optimizer with `gradient`."""
         if gradient is not self._flat.grads:

@@ -60,8 +60,9 @@ class JaxEngine(Engine):
             )
         if not isinstance(job.optimizer, (Optimizer, str)):
             raise ConfigurationError(
-                f'the optimizer of a JAX job must be an expression such as "adam(lr=0.001)", got {job.optimizer!r}; '
-                "the settings of optax's optimizers cannot be read, and servers need them"
+                f'the optimizer of a JAX job must be an expression such as "adam(lr=0.001)", got one of type '
+                f"{type(job.optimizer).__name__}; the settings of optax's optimizers cannot be read, and "
+                "servers need them"
             )
         self._model, self._loss, self._seed = built, job.loss, seed
         start = built.init(jax.random.key(seed % 2**63))
