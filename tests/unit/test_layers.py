@@ -20,10 +20,22 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report trackers planning experiments testing claims bench doctor jax cli
+    report trackers planning experiments testing claims bench doctor jax lightning cli
 """
 LAYERS = ORDER.split()
-HEAVY = ("torch", "jax", "optax", "flax", "keras", "numba", "plotly", "sklearn", "zmq")
+HEAVY = (
+    "torch",
+    "jax",
+    "optax",
+    "flax",
+    "keras",
+    "numba",
+    "plotly",
+    "sklearn",
+    "zmq",
+    "lightning",
+    "pytorch_lightning",
+)
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -60,6 +60,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling: ClassVar[bool] = True
     """`torch.amp.GradScaler` leaves it to `step` to unscale gradients and to skip steps with an overflow."""
+    _shown = False
+    """Whether the module holds the common model, inside of `consensus`."""
 
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, buffers: Policy = "mean"
@@ -301,21 +303,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         it.
 
         Every rank must enter it at the same point, between two steps, to evaluate or save the model. Afterwards the
-        module holds the rank's own replica and buffers again.
+        module holds the rank's own replica and buffers again. Inside of the context, entering it again does nothing.
 
         Raises:
             CompositionError: the strategy has no common model.
             ConfigurationError: the run has been finished, or the script has changed parameters since the last step.
         """
+        if self._shown:
+            yield
+            return
         if not self.loop.finished:
             self._guard.check()
         kept, model = self.buffers.packed(), copied(to_device_of(self.loop.common(), self.flat.params))
         self.sync_buffers()
         own = copied(self.flat.params)  # last: background tasks write to the replica during both exchanges
         self._show(model)
+        self._shown = True
         try:
             yield
         finally:
+            self._shown = False
             self._show(own)
             self.buffers.restore(kept)
 

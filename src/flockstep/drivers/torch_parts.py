@@ -1,0 +1,74 @@
+"""The part of a module that one of several optimizers trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from flockstep.drivers.node_spec import joining_run
+from flockstep.drivers.torch_buffers import Policy
+from flockstep.drivers.torch_loop import DistributedOptimizer
+from flockstep.errors import ConfigurationError
+from flockstep.strategies.base import Strategy
+
+
+def distribute_part(
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    buffers: Policy = "mean",
+    timeout: float = 600.0,
+) -> DistributedOptimizer:
+    """`flockstep.distribute` of the part of `modules` that `optimizer` trains.
+
+    Raises:
+        ConfigurationError: the optimizer holds parameters of none of the modules, or of half a layer, or what
+            `distribute` refuses.
+    """
+    with joining_run("distribute", timeout):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [each for each in modules if held & {id(p) for p in each.parameters()}]
+        if not found:
+            raise ConfigurationError(
+                "the optimizer's parameters belong to no module that has been set up; set up the module before its "
+                "optimizer, or both in one call"
+            )
+        module = found[0] if len(found) == 1 else nn.ModuleList(found)
+        return DistributedOptimizer(part_of(module, optimizer), optimizer, strategy, buffers)
+
+
+def part_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The part of `module` whose trainable parameters are those of `optimizer`.
+
+    It is the module itself, one of its submodules, or a `ModuleList` of several submodules.
+
+    Raises:
+        ConfigurationError: the optimizer holds some, but not all, parameters of a module without submodules.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    named = dict(module.named_parameters())
+    others = [name for name, p in named.items() if p.requires_grad and id(p) not in held]
+    if not others:
+        return module
+    parts = list(_whole_parts(module, held))
+    reached = {id(p) for part in parts for p in part.parameters()}
+    torn = [name for name, p in named.items() if id(p) in held - reached]
+    if torn or not parts:
+        raise ConfigurationError(
+            f"an optimizer must hold all trainable parameters of the module or of some of its submodules, got one that "
+            f"holds {', '.join(torn[:1]) or 'none of them'} but not {others[0]}; make a submodule of what each "
+            f"optimizer trains, or freeze the rest with requires_grad_(False)"
+        )
+    return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+
+
+def _whole_parts(module: nn.Module, held: set[int]) -> Iterator[nn.Module]:
+    """The largest submodules that train held parameters alone."""
+    for child in module.children():
+        trained = {id(p) for p in child.parameters() if p.requires_grad}
+        if trained and trained <= held:
+            yield child
+        elif trained & held:
+            yield from _whole_parts(child, held)

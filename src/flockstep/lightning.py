@@ -1,0 +1,394 @@
+"""flockstep for Lightning: a strategy of flockstep as the strategy of a `Trainer` or a `Fabric`.
+
+Serves the package `lightning` where it is installed, otherwise `pytorch_lightning`. Where both are installed, a script
+that uses `pytorch_lightning` imports it before this module.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from flockstep.errors import CompositionError, ConfigurationError, MissingDependency
+
+_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+_TRAINER, _FABRIC = ("lightning.pytorch", "lightning.fabric")
+if _OLD or find_spec("lightning") is None:
+    _TRAINER, _FABRIC = ("pytorch_lightning", "lightning_fabric")
+if find_spec(_TRAINER.partition(".")[0]) is None:
+    raise MissingDependency.of("Lightning", "lightning", "flockstep.lightning")
+_trainer: Any = import_module(f"{_TRAINER}.strategies")
+_fabric: Any = import_module(f"{_FABRIC}.strategies")
+_environments: Any = import_module(f"{_FABRIC}.plugins.environments")
+_synchronized: Any = import_module(f"{_FABRIC}.utilities.distributed")._sync_ddp_if_available
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+from flockstep.drivers.node_spec import place_of_script  # noqa: E402
+from flockstep.drivers.torch_clipping import clip_grad_norm_  # noqa: E402
+from flockstep.drivers.torch_group import broadcast_value, meet, open_group, place_on_host  # noqa: E402
+from flockstep.drivers.torch_loop import DistributedOptimizer  # noqa: E402
+from flockstep.drivers.torch_parts import distribute_part  # noqa: E402
+from flockstep.strategies.base import Strategy  # noqa: E402
+
+if TYPE_CHECKING:
+    from flockstep.drivers.torch_buffers import Policy
+
+__all__ = ["FlockstepEnvironment", "FlockstepFabricStrategy", "FlockstepStrategy"]
+
+
+class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
+    """The workers of a run of flockstep, which exist before Lightning starts: Lightning starts no process."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: `flockstep launch`, torchrun, mpirun or srun has started the processes."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Address of rank 0's host, if the launcher has set it."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """Port for torch.distributed on rank 0's host, if the launcher has set it; otherwise 0."""
+        return int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether Lightning should use this environment unasked: no, the strategies name it."""
+        return False
+
+    def world_size(self) -> int:
+        """Number of workers."""
+        return place_of_script()[1]
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher decides."""
+
+    def global_rank(self) -> int:
+        """Rank of this worker."""
+        return place_of_script()[0]
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher decides."""
+
+    def local_rank(self) -> int:
+        """Number of this worker among those of its host."""
+        return place_on_host()[0]
+
+    def node_rank(self) -> int:
+        """Number of this host, if all hosts have equally many workers."""
+        return place_of_script()[0] // place_on_host()[1]
+
+
+class _Ranks:
+    """What both strategies share: the ranks, their device, their exchanges, and the distributed optimizers."""
+
+    root: str
+    parallel_devices: list[torch.device] | None
+
+    def _begin(self, strategy: str | Strategy, buffers: Policy, timeout: float) -> None:
+        self.coordination = Strategy.parse(strategy)
+        self._buffers: Policy = buffers
+        self._timeout = timeout
+        self.distributed: list[DistributedOptimizer] = []
+        """The optimizers of flockstep, one for each of the script's."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this worker: its host's workers take the devices in turn."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[place_on_host()[0] % len(devices)]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether loaders need a sampler that gives each rank its part."""
+        return place_of_script()[1] > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Number of parts of the data, and which of them this rank reads."""
+        return {"num_replicas": place_of_script()[1], "rank": place_of_script()[0]}
+
+    def _configure_launcher(self) -> None:
+        """Refuse a number of devices that would stand for a number of processes; no launcher is needed."""
+        devices, here = len(self.parallel_devices or [""]), place_on_host()[1]
+        if devices not in (1, here):
+            raise ConfigurationError(
+                f"devices={devices} stands for {devices} processes of this host, and {here} of the run are here; leave "
+                f"devices out, and start the script with flockstep launch -n {devices}"
+            )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank has called this."""
+        if dist.is_initialized():
+            meet("Lightning")
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank `src`: text, numbers, None, or lists and dicts of these."""
+        return broadcast_value(obj, src, "Lightning")
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine the tensors of all ranks; other values are returned unchanged."""
+        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
+            return tensor
+        meet("Lightning")
+        return _synchronized(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Tensors of all ranks, stacked in the order of the ranks."""
+        if dist.is_initialized():
+            meet("Lightning")
+        gathered: torch.Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return gathered
+
+    def _distribute(self, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
+        made = distribute_part(modules, optimizer, self.coordination, self._buffers, self._timeout)
+        self.distributed = [*self._live(), made]
+        meet("Lightning")  # refuses strategies that Lightning's waits would stop
+        return made
+
+    def _live(self) -> list[DistributedOptimizer]:
+        """The optimizers whose runs go on."""
+        return [each for each in self.distributed if not each.loop.finished]
+
+    @contextmanager
+    def _consensus(self) -> Iterator[None]:
+        """Context manager in which the modules hold the common model, equal on every rank."""
+        with ExitStack() as stack:
+            for each in self._live():
+                stack.enter_context(each.consensus())
+            yield
+
+    @contextmanager
+    def _accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Context manager in which backward passes only add to the gradients."""
+        with ExitStack() as stack:
+            for each in self._live() if enabled else []:
+                stack.enter_context(each.no_sync())
+            yield
+
+    def _common_state(self, module: nn.Module) -> dict[str, Any]:
+        """State of the common model; every rank calls this."""
+        if not self._live():
+            return module.state_dict()
+        with self._consensus():
+            state = module.state_dict()
+            return {name: each.clone() if torch.is_tensor(each) else each for name, each in state.items()}
+
+    def _state_of(self, optimizer: Any) -> dict[str, Any]:
+        """State of an optimizer; that of servers only on rank 0, which writes it."""
+        if self.coordination.traits.server_optimizer and place_of_script()[0] > 0:
+            return {}
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def _send_loaded(self) -> None:
+        """Let all ranks and servers continue from what every rank has loaded."""
+        for each in self._live():
+            each.sync()
+
+    def _clip_values(self, parameters: Iterable[torch.Tensor], clip_val: float) -> None:
+        """Limit each element of a gradient that is this rank's own.
+
+        Raises:
+            CompositionError: the strategy combines gradients after this call.
+        """
+        if place_of_script()[1] > 1 and self.coordination.traits.clips != "own":
+            raise CompositionError(
+                f"{self.coordination} combines gradients in step(), so values clipped before would not be those of the "
+                "combined gradient; clip by norm instead"
+            )
+        torch.nn.utils.clip_grad_value_(parameters, clip_val)
+
+    def _require_unscaled(self, precision: Any) -> None:
+        """Raise `CompositionError` if a norm would be taken of gradients that a scaler has enlarged."""
+        if getattr(precision, "scaler", None) is not None and self.coordination.traits.clips == "own":
+            raise CompositionError(
+                f"{self.coordination} clips each rank's own gradient before step() unscales it, got precision "
+                "16-mixed; use bf16-mixed, or a strategy that combines gradients, such as all_reduce"
+            )
+
+
+class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc]
+    """A strategy of flockstep for a `Trainer`, in a script that `flockstep launch` starts.
+
+    Validation and checkpoints use the common model. The run ends with the fit, after which every rank holds the
+    result. Each `fit` is a run.
+    """
+
+    optimizers: list[Any]
+
+    def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
+        """Read the strategy; nothing starts before `fit`.
+
+        Args:
+            strategy: an expression such as "local_sgd(period=32)", or a strategy object.
+            buffers: as in `flockstep.distribute`.
+            timeout: as in `flockstep.distribute`.
+
+        Raises:
+            ConfigurationError: the strategy is none.
+        """
+        super().__init__(cluster_environment=FlockstepEnvironment())
+        self._begin(strategy, buffers, timeout)
+        self._validating = ExitStack()
+
+    def setup_environment(self) -> None:
+        """Open the process group for metrics and decisions."""
+        super().setup_environment()
+        open_group("Lightning")
+
+    def setup(self, trainer: Any) -> None:
+        """Move the model to its device; for a fit, let the strategy coordinate its optimizers."""
+        if self._layer_sync is not None:
+            raise ConfigurationError(
+                "sync_batchnorm=True needs sums within a forward pass, and strategies exchange between steps; leave it "
+                "out: buffers='mean' averages the statistics of all ranks for validation and for the result"
+            )
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        self.model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Let the strategy coordinate each optimizer that `configure_optimizers` returns."""
+        super().setup_optimizers(trainer)
+        self.optimizers = [self._distribute([self.lightning_module], each) for each in self.optimizers]
+
+    def setup_precision_plugin(self) -> None:
+        """Clip what the optimizer uses, where a precision plugin would clip what backward left."""
+        super().setup_precision_plugin()
+        self.precision_plugin.clip_gradients = self._clip_gradients
+
+    def _clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str | None = "norm"
+    ) -> None:
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == "value":
+            self._clip_values(self.precision_plugin.main_params(optimizer), clip_val)
+        else:
+            self._require_unscaled(self.precision_plugin)
+            clip_grad_norm_(optimizer, clip_val, 2.0, False, None)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Context manager in which backward passes only add to the gradients."""
+        return self._accumulating()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """State of the common model, to save it; every rank calls this."""
+        return self._common_state(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of an optimizer, to save it; that of servers only on rank 0."""
+        return self._state_of(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Load the states of a checkpoint, and continue from rank 0's."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._send_loaded()
+
+    def on_validation_start(self) -> None:
+        """Show the common model to the validation, and to checkpoints at its end."""
+        self._validating.enter_context(self._consensus())
+
+    def on_validation_end(self) -> None:
+        """Go on with this rank's replica."""
+        self._validating.close()
+
+    def on_train_end(self) -> None:
+        """End the run."""
+        for each in self._live():
+            if place_of_script()[0] == 0:
+                each.state_dict()  # of servers, for a checkpoint after the fit
+            each.finish()
+
+
+class _Accumulation(_fabric.strategy._BackwardSyncControl):  # type: ignore[misc]
+    """`Fabric.no_backward_sync`."""
+
+    def __init__(self, strategy: FlockstepFabricStrategy):
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Context manager in which backward passes only add to the gradients."""
+        return self._strategy._accumulating(enabled)
+
+
+class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore[misc]
+    """A strategy of flockstep for a `Fabric`, in a script that `flockstep launch` starts.
+
+    `fabric.setup` returns optimizers that have the methods of `flockstep.distribute`'s: call `finish()` after the last
+    step. `fabric.save` writes the common model.
+    """
+
+    def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
+        """Read the strategy; see `FlockstepStrategy`."""
+        super().__init__(cluster_environment=FlockstepEnvironment())
+        self._begin(strategy, buffers, timeout)
+        self._modules: list[nn.Module] = []
+        self._backward_sync_control = _Accumulation(self)
+
+    def setup_environment(self) -> None:
+        """Open the process group for metrics and decisions."""
+        super().setup_environment()
+        open_group("Fabric")
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a module to this rank's device."""
+        module.to(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Keep the module for its optimizers."""
+        self._modules.append(module)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let the strategy coordinate the optimizer of a module, or of several, that `setup_module` has seen."""
+        return self._distribute(self._modules, optimizer)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine the tensors of all ranks; other values are returned unchanged."""
+        return self.reduce(tensor, group, reduce_op)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip the gradient that the optimizer uses, see `flockstep.clip_grad_norm_`."""
+        self._require_unscaled(self.precision)
+        return clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite, None)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        """Limit each element of gradients that are not combined."""
+        self._clip_values(self.precision.main_params(optimizer), clip_val)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """State of the common model, to save it; every rank calls this."""
+        return self._common_state(module)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of an optimizer, to save it; that of servers only on rank 0."""
+        return self._state_of(optimizer)
+
+    def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint into modules and optimizers on every rank, and continue from rank 0's."""
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, **options)
+        self._send_loaded()
+        return remainder
