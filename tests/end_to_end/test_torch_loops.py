@@ -68,6 +68,50 @@ def trained(body: str, folder: Path, workers: int = 2, transport: str = "ipc") -
     return models(folder, workers)
 
 
+SEARCHING = """
+torch.set_default_dtype(torch.float64)
+model = network()
+inner = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+optimizer = flockstep.distribute(model, inner, {strategy!r})
+for x in batches(4):
+    def closure():
+        optimizer.zero_grad()
+        found = loss(model, x[rank::2] * (1 + rank))
+        found.backward()
+        return found
+    optimizer.step(closure)
+optimizer.finish()
+save(model)
+state = inner.state[next(model.parameters())]
+assert optimizer.loop.steps == state["func_evals"] > 20, state["func_evals"]
+"""
+
+
+@pytest.mark.parametrize("strategy", few(["all_reduce", "bucketed(cap=0.00008, first=0.00004)", "fused"], "all_reduce"))
+def test_l_bfgs_searches_along_the_mean_loss_and_gradient_of_all_workers(strategy: str, tmp_path: Path) -> None:
+    """One process on all batches takes the same steps."""
+    found = trained(SEARCHING.format(strategy=strategy), tmp_path)
+    assert torch.equal(*found)
+    exec(BEFORE.split("HERE")[0], names := {})
+    exec("def weights" + BEFORE.split("def weights")[1], names)
+    try:
+        torch.set_default_dtype(torch.float64)
+        model = names["network"]()
+        inner = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        for x in names["batches"](4):
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                inner.zero_grad()
+                loss: torch.Tensor = sum(names["loss"](model, x[rank::2] * (1 + rank)) for rank in range(2)) / 2
+                loss.backward()
+                return loss
+
+            inner.step(closure)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found[0], torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
 SCRIPT = """
 import contextlib
 from flockstep.strategies import all_reduce

@@ -168,10 +168,48 @@ def test_a_closure_is_called_once_and_its_loss_returned(strategy: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_an_optimizer_that_needs_several_gradients_is_refused() -> None:
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_optimizer_that_evaluates_its_closure_several_times_steps_as_alone(search: str | None) -> None:
+    model, other = network(), network()
+    plain, own = (torch.optim.LBFGS(one.parameters(), max_iter=6, line_search_fn=search) for one in (other, model))
+    optimizer: Any = flockstep.distribute(model, own, "all_reduce")
+
+    def closure(one: nn.Module, its: Any) -> torch.Tensor:
+        its.zero_grad()
+        loss: torch.Tensor = (one(torch.arange(12.0).reshape(3, 4)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        assert optimizer.step(lambda: closure(model, optimizer)) == plain.step(lambda: closure(other, plain))
+    assert own.state[next(model.parameters())]["func_evals"] > 6
+    assert optimizer.loop.steps == own.state[next(model.parameters())]["func_evals"]
+    optimizer.finish()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_closures_that_cannot_be_evaluated_on_all_ranks_are_refused() -> None:
     model = network()
-    with pytest.raises(ConfigurationError, match="LBFGS computes several gradients per step"):
-        flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), "all_reduce")
+    for strategy in ("local_sgd", "asgd", "ps", "powersgd", "majority_vote", "all_reduce(codec=topk(0.1))"):
+        with pytest.raises(
+            CompositionError, match=r"LBFGS evaluates its closure several times per step .*; use all_re"
+        ):
+            flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), strategy)
+    mixed = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
+    with pytest.raises(ConfigurationError, match="LBFGS would search with parameters that are rounded to a narrower"):
+        flockstep.distribute(mixed, torch.optim.LBFGS(mixed.parameters()), "all_reduce")
+    optimizer: Any = flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), "all_reduce")
+    with pytest.raises(ConfigurationError, match=r"LBFGS needs a closure .*, got step\(\) without one; pass it as"):
+        optimizer.step()
+    with pytest.raises(ConfigurationError, match=r"the closure must return the loss, one number, got NoneType"):
+        optimizer.step(lambda: None)
+    with optimizer.join(), pytest.raises(CompositionError, match="LBFGS evaluates its closure on all ranks together"):
+        optimizer.step(lambda: torch.zeros(()))
+    optimizer.finish()
+
+
+def test_sparse_adam_is_refused() -> None:
+    model = network()
     with pytest.raises(ConfigurationError, match=r"sparse gradients alone.*; use torch.optim.Adagrad, which"):
         flockstep.distribute(model, torch.optim.SparseAdam(model.parameters()), "all_reduce")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NoReturn
@@ -15,10 +14,11 @@ from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import BackwardHooks
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
 from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
+from flockstep.drivers.torch_closure import ClosureSteps, evaluates_closures, require_mean_gradient
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_memory import ServerMemory, WorkerMemory
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
 from flockstep.frameworks.torch_state import set_unrounded
@@ -30,7 +30,11 @@ from flockstep.strategies.base import Strategy
 class _UserOptimizer:
     """The user's optimizer as a worker's stepper; the flat arrays are the memory of its parameters and gradients."""
 
-    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, prepare: Callable[[], bool]):
+    def __init__(
+        self, flat: FlatModule, optimizer: torch.optim.Optimizer, prepare: Callable[[], bool], holds: bool = False
+    ):
+        """`holds`: the optimizer steps elsewhere, and here it only receives the gradient."""
+        self._holds = holds
         self._flat = flat
         self._optimizer = optimizer
         self._prepare = prepare
@@ -44,7 +48,7 @@ class _UserOptimizer:
         """Step the user's optimizer with `gradient`."""
         if gradient is not self._flat.grads:
             self._flat.grads[:] = gradient
-        if self._prepare():
+        if self._prepare() and not self._holds:
             with self._flat.stepping():
                 self._optimizer.step()
 
@@ -71,10 +75,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.flat = FlatModule(module)
         self.buffers = Buffers(module, buffers)
         require_same_parameters(self.flat, optimizer)
-        _require_one_gradient(optimizer)
+        _require_dense(optimizer)
+        closures = evaluates_closures(optimizer)
+        if closures:
+            require_mean_gradient(optimizer, strategy, bool(self.flat.narrow))
         server_side = strategy.traits.server_optimizer
         self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
-        stepper = _UserOptimizer(self.flat, optimizer, self._prepare)
+        stepper = _UserOptimizer(self.flat, optimizer, self._prepare, holds=closures)
         flat = self.flat
         self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed, True)
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
@@ -84,6 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         combined = strategy.traits.clips != "own" and self.loop.workers > 1
         self._watch = GradientChangeDetector(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
+        self._closures = ClosureSteps(self.loop, self._evaluated) if closures else None
         self.loop.watch = self._guard = Guard(self.flat, optimizer)
         self._memory = (
             ServerMemory(self.flat, optimizer, self.loop, self._spec)
@@ -125,22 +133,53 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pass the gradients of one mini-batch to the strategy; return when the next gradients can be computed.
 
-        `closure` is called once to compute the gradients. Returns the closure's result, or None without a closure.
+        `closure` is called once to compute the gradients, or several times by an optimizer that cannot step without one
+        (`LBFGS`), which uses the mean of all ranks' losses and gradients. Returns the loss, or None without a closure.
 
         Raises:
             ConfigurationError: called inside `no_sync`, or the gradients were changed after a part of them was sent.
             RunError: the run cannot continue.
         """
+        if self._closures is not None:
+            return self._search(self._closures, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._use_gradients()
+        return loss
+
+    def _search(self, closures: ClosureSteps, closure: Callable[[], Any] | None) -> Any:
+        """Let the original optimizer step by evaluating `closure` on all ranks, as often as it likes."""
+        if closure is None:
+            raise ConfigurationError(
+                f"{type(self.inner).__name__} needs a closure that computes the loss and the gradients, got step() "
+                "without one; pass it as step(closure)"
+            )
+        if self._consent.joining:
+            raise CompositionError(
+                f"{type(self.inner).__name__} evaluates its closure on all ranks together, also where a rank has no "
+                "more batches; give every rank the same number of batches (flockstep.shard does) without join() and "
+                "private=True"
+            )
+        self._guard.check()
+        loss = self.inner.step(lambda: closures.mean(closure))
+        self._guard.note()
+        return loss
+
+    def _evaluated(self) -> None:
+        """Pass the gradients of one evaluation of a closure to the strategy."""
+        self._guard.note()  # the optimizer itself has moved the parameters since the last evaluation
+        self._use_gradients()
+
+    def _use_gradients(self) -> None:
+        """Pass the gradients of one mini-batch to the strategy."""
         if self._backward.paused:
             raise ConfigurationError(
                 "step() inside no_sync() would use gradients that other workers have not received; leave the "
                 "context before the "
                 "last backward() of a step"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         overflow = self._overflow()
         self._backward.check()
         if self._watch is not None and self._watch.check(allowed=int(overflow is not None)):
@@ -153,7 +192,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._unscale()
             self._advance()
             self.clipping.check()
-        return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -378,16 +416,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({self.inner!r}, strategy={str(self.loop.strategy)!r})"
 
 
-def _require_one_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigurationError` if the optimizer cannot step along one dense gradient."""
+def _require_dense(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ConfigurationError` if the optimizer cannot step along a dense gradient."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
             "SparseAdam steps along sparse gradients alone, and strategies combine dense ones; use "
             "torch.optim.Adagrad, which leaves rows without a gradient as they are, or Adam; sparse=True may stay"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} computes several gradients per step, got by calling a closure, and strategies "
-            f"exchange one; use an optimizer whose step() needs no closure, such as torch.optim.SGD"
         )

@@ -19,10 +19,11 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 from flockstep.planning.job_profile import Site
-from flockstep.planning.step_prediction import Pace, StepPrediction, codecs_of
+from flockstep.planning.step_prediction import Pace, StepPrediction
 from flockstep.planning.surrogate import Unrehearsed
 from flockstep.report.formatting import number
 from flockstep.strategies.base import TaxonomyEntry, Traits
+from flockstep.strategies.encoding import codecs_of
 
 DEPTH = 50.0
 """S: number of steps to the target with a very large batch.

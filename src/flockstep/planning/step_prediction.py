@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flockstep.codecs.base import Codec
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.planning.job_profile import Site, task_of
@@ -23,6 +22,7 @@ from flockstep.simulation.handling import Handled, Longer
 from flockstep.simulation.law import drawn, late_of, mean_of
 from flockstep.simulation.network import Link
 from flockstep.strategies.base import Strategy
+from flockstep.strategies.encoding import codecs_of
 
 ALONE = "one worker"
 """Name of plain training on one worker, without a strategy."""
@@ -90,15 +90,6 @@ class StepPrediction:
             "source"
         )
         return {**{name: getattr(self, name) for name in names.split()}, "notes": list(self.notes)}
-
-
-def codecs_of(part: Any) -> list[Codec]:
-    """The codecs among the parts of a component."""
-    if part is None:
-        return []
-    inner = [value for value in vars(part).values() if hasattr(value, "noun")]
-    found = [part] if isinstance(part, Codec) else []
-    return found + [codec for one in inner for codec in codecs_of(one)]
 
 
 def alone(site: Site) -> StepPrediction:

@@ -13,6 +13,15 @@ from flockstep.messages import Message
 from flockstep.nodes import Node
 
 
+def codecs_of(part: Any) -> list[Codec]:
+    """The codecs among the parts of a component."""
+    if part is None:
+        return []
+    inner = [value for value in vars(part).values() if hasattr(value, "noun")]
+    found = [part] if isinstance(part, Codec) else []
+    return found + [codec for one in inner for codec in codecs_of(one)]
+
+
 def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = None, step: int | None = None) -> Codec:
     """Return `codec` bound to the tensors of a slice of this node's array and to a step.
 
