@@ -33,10 +33,10 @@ class RandomProjection(Codec):
     """True, because the product with U is linear."""
 
     shares_seed = True
-    """Return the encoded size in bytes: rank · n elements of each matrix, and all elements of vectors."""
+    """True, because all workers use the same U."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """rank · n elements of each matrix, and all elements of vectors."""
+        """Return the encoded size in bytes: rank · n elements of each matrix, and all elements of vectors."""
         layout = LowRank(self.shapes, self.rank)
         return 4 * (sum(m.rows * self.rank for m in layout.matrices) + layout.dense_size)
 

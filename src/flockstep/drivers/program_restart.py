@@ -62,7 +62,7 @@ class ProgramRestart(Exception):
 
 
 class ScriptRequests:
-    """A server's replies to requests of a script's driver, besides its program."""
+    """Answers the requests of a script's driver to a server, in addition to the server's program."""
 
     def __init__(self, node: Server, strategy: Strategy):
         self.stopped = False
@@ -78,7 +78,7 @@ class ScriptRequests:
         self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
-        """Answers the requests of a script's driver to a server, in addition to the server's program."""
+        """Take a message of the driver's channel; return whether the message was taken from the program."""
         if not message.tag.endswith(CHANNEL):
             return False
         self._node.mailbox.hear(message)
