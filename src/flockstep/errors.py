@@ -1,4 +1,4 @@
-"""The error tree: what a caller can decide on.
+"""The error tree, by the decisions that a caller can take.
 
 FlockstepError
 ├── ConfigurationError      the input is wrong; nothing was started (exit code 2)
@@ -77,7 +77,7 @@ class UnknownName(ConfigurationError):
     ) -> UnknownName:
         """The error for `name`, with the way out: its present name if it was renamed, else the nearest of `known`.
 
-        If nothing is near, the error lists the names in `listed`, or all that are known. Where more than `SHOWN` are
+        If no name is near, the error lists the names in `listed`, or all known names. Where more than `SHOWN` are
         known, it names the `command` that lists them instead, if given.
         """
         names = sorted(known)
@@ -138,8 +138,8 @@ class Interrupted(RunError):
 
 
 def of_kind(kind: str, reason: str, note: str = "") -> FlockstepError:
-    """The error that another process has raised, from the name of its type, its sentence, and the place where it was
-    raised.
+    """Return the error that another process has raised, from the name of its type, its sentence, and the place where it
+    was raised.
     """
     error = {sub.__name__: sub for sub in _tree(FlockstepError)}.get(kind, RunError)(reason)
     if note:

@@ -1,4 +1,4 @@
-"""Messages between two nodes, and the mailbox in which they wait until a program asks for them.
+"""Messages between two nodes, and the mailbox in which messages wait until a program asks for them.
 
 Nodes are numbered: workers 0..n-1 by rank, servers -1, -2, … by index.
 """
@@ -129,7 +129,7 @@ class Mailbox:
     _arrivals: int = 0
     _heard: dict[Address, int] = field(default_factory=dict)
     missing: dict[Address, int] = field(default_factory=dict)
-    """Node → number of the first of its messages that was lost."""
+    """Node → number of the first message of the node that was lost."""
 
     def __len__(self) -> int:
         return sum(map(len, self.queues.values())) + len(self._replies)
@@ -165,7 +165,7 @@ class Mailbox:
         self._replies.clear()
 
     def require_all(self, source: Address) -> None:
-        """Check that no message of that node was lost, as sums over several messages require.
+        """Check that no message of the given node was lost, as sums over several messages require.
 
         Raises:
             ProtocolError: the numbers of the node's messages have a gap.

@@ -244,7 +244,7 @@ class Node:
 
     @types.coroutine
     def receive(self, tag: str | None = None, source: Address | None = None) -> Generator[Effect, Any, Message]:
-        """Wait for the next message with that tag from that node (None: any), and return it.
+        """Wait for the next message with the given tag from the given node (None: any), and return the message.
 
         Raises:
             PeerLost: the node has left or was lost, so no such message can arrive any more.
@@ -252,7 +252,7 @@ class Node:
         return (yield from self._await(Wanted(None if tag is None else tag + self._channel, source)))
 
     async def ask(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> Message:
-        """Send a request and wait for its reply."""
+        """Send a request, and return the reply after waiting for it."""
         return (await self.ask_all(tag, [(to, array, note)]))[0]
 
     async def ask_all(
@@ -373,7 +373,8 @@ class Node:
 
     @types.coroutine
     def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Generator[Effect, Any, Array]:
-        """The array of the next message with that tag from that node, none of whose messages may have been lost.
+        """Return the array of the next message with the given tag from the given node, none of whose messages may have
+        been lost.
 
         With `into`, the array is written to `into`, which is returned.
 
@@ -399,7 +400,7 @@ class Node:
         return into
 
     def require_all(self, source: Address) -> None:
-        """Raise `ProtocolError` if a message of that node was lost, since a sum needs all messages."""
+        """Raise `ProtocolError` if a message of the given node was lost, since a sum needs all messages."""
         self.mailbox.require_all(source)
 
     @types.coroutine
@@ -423,7 +424,7 @@ class Node:
         return wanted.source in self.departed
 
     def missed(self, wanted: Wanted) -> PeerLost:
-        """The error for a wait that can never end."""
+        """Return the error for a wait that can never end."""
         assert wanted.source is not None
         how = "was lost" if wanted.source in self.lost else "has left"
         here = f"{node_name(self.address)} waited for {wanted} at step {self.run_step}"
@@ -533,7 +534,7 @@ class Worker(Peer):
     def training(self) -> bool:
         """Whether there is another gradient to compute.
 
-        Condition of a worker's loop, at whose top the worker can restart.
+        This is the condition of a worker's loop; the worker can restart at the top of the loop.
         """
         if self.at_boundary is not None:
             self.boundary()
@@ -557,10 +558,10 @@ class Worker(Peer):
         return gradient
 
     def gradient_unless(self, tag: str) -> Awaitable[Array | Message]:
-        """Compute the gradient of the next mini-batch, unless a message with that tag arrives before: then return the
-        message.
+        """Compute the gradient of the next mini-batch, unless a message with the given tag arrives before; in that case
+        return the message.
 
-        Counts as a step in both cases. In virtual time the computation ends at once; in a process the gradient is
+        Both cases count as a step. In virtual time the computation ends at once; in a process the gradient is
         completed and dropped.
         """
         return self._gradient(NeedGradient(unless=tag + self._channel))
@@ -624,11 +625,11 @@ class Worker(Peer):
         self.stepper.step(self.params, gradient)
 
     def record_round(self, count: int = 1) -> None:
-        """Record that `count` updates of every other worker took effect here, none of them stale."""
+        """Record that `count` updates of every other worker took effect on this worker, none of them stale."""
         self.port.updates(None, count, 0)
 
     def leave(self, peers: bool = False) -> None:
-        """Announce that this worker sends nothing more: to the servers, and with `peers` to the other workers."""
+        """Announce that this worker sends no more messages: to the servers, and with `peers` to the other workers."""
         self.send_all(map(server, range(self.cluster.servers)), LEAVE)
         if peers:
             self.send_all(self.peers, LEAVE)

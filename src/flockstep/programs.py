@@ -1,4 +1,6 @@
-"""Programs: coroutines that are suspended where time passes, what they may wait for, and what runs them."""
+"""Programs: coroutines that are suspended where time passes, the events that they may wait for, and the interface to
+the driver.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,13 @@ class NeedGradient:
     layers: tuple[FactoredWeight, ...] = ()
     """Layers whose gradients are requested as factors."""
     tentative: bool = False
-    """Whether a script may change the parts that it has passed on until it passes on the last one; the whole gradient
+    """Whether a script may change the parts that it has passed on until it passes on the last part; the whole gradient
     is checked then.
     """
     closes: bool = True
-    """Whether the step ends with this gradient. A step may take several gradients; the last one ends it, or a canceled
-    one.
+    """Whether the step ends with this gradient.
+
+    A step may take several gradients; the last gradient, or a canceled gradient, ends it.
     """
 
     def size(self, elements: int) -> int:
@@ -219,14 +222,14 @@ class Stepper(Protocol):
         """Update `params` (K,) in place with `gradient` (K,)."""
 
     def reset(self, params: Array) -> None:
-        """Clear momentum and all other state, as before the first step on `params`."""
+        """Clear momentum and all other state, so that the state is that before the first step on `params`."""
 
 
 class HostSum(Protocol):
     """Sums over the workers of one of several hosts, in their shared memory."""
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int) -> Array | None:
-        """Sum `array` over this host's workers, each of the first `shares` of which gets the sum of one share.
+        """Sum `array` over this host's workers; each of the first `shares` workers gets the sum of one share.
 
         The shares are `slices(len(array), shares)`. Returns the array in shared memory that holds this worker's share
         of the sum, which may be `array`; None if sums there are not possible. `gather_on_host` must follow.

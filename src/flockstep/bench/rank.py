@@ -1,5 +1,5 @@
-"""One process of a benchmark: executes requests that arrive through a socket. Started by
-`flockstep.bench.interleaved`.
+"""One process of a benchmark, started by `flockstep.bench.interleaved`: executes requests that arrive through a
+socket.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from flockstep.messages import Address, Message
 from flockstep.testing.strategies import run_strategy
 
 RATES = {2: 0.5, 4: 0.3, 8: 0.2, 16: 0.1}
-"""Number of workers → learning rate times curvature."""
+"""Number of workers → learning rate times curvature of the quadratics."""
 WINDOW = 60
 COPIES = 512
 
@@ -42,7 +42,7 @@ class PerturbedQuadratics(Unjudged):
         return {"w": np.zeros(COPIES)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """rate · w, minus 1 where the sample pushes."""
+        """Compute the gradient: rate · w, minus 1 where the sample pushes."""
         np.multiply(params["w"], self.rate, out=out["w"])
         out["w"][np.arange(len(x)), x[:, 0, 0].astype(np.int64)] -= 1
         return np.zeros(len(x))
@@ -77,7 +77,7 @@ class Responses(Updates):
 
     @property
     def mean(self) -> FlatArray:
-        """Mean of w_t for t = 0 to 60."""
+        """Mean over all copies of w_t, t = 0 to 60 updates after a push."""
         mean: FlatArray = self.sums / self.counts
         return mean
 

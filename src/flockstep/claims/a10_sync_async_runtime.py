@@ -1,4 +1,4 @@
-"""Time of an update of synchronous SGD relative to one of asynchronous SGD."""
+"""Time of an update of synchronous SGD relative to the time of an update of asynchronous SGD."""
 
 from __future__ import annotations
 

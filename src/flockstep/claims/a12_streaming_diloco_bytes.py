@@ -32,13 +32,13 @@ class FourBits(Codec):
     header: bool = True
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Half a byte per element, plus four bytes for the scale."""
+        """Return the encoded size in bytes: half a byte per element, plus four bytes for the scale."""
         return 4 * self.header + (size + 1) // 2
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
         """Encode exponents of 2 relative to the largest magnitude, from 0 down to -6.
 
-        7 stands for zero and smaller values.
+        Code 7 stands for zero and smaller values.
         """
         scale = np.float32(np.abs(array).max(initial=0)) if self.header else np.float32(1)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -31,15 +31,14 @@ PipelineSchedule = Callable[[int, int, int], list[PipelinePass]]
 
 
 def gpipe(stage: int, stages: int, batches: int) -> list[PipelinePass]:
-    """All forward passes, then all backward passes (Huang et al. 2019)."""
+    """Return the passes of GPipe's schedule: all forward passes, then all backward passes (Huang et al. 2019)."""
     ahead = [PipelinePass("forward", stage, batch) for batch in range(batches)]
     return ahead + [PipelinePass("backward", stage, batch) for batch in range(batches)]
 
 
 def one_forward_one_backward(stage: int, stages: int, batches: int) -> list[PipelinePass]:
-    """One forward pass for each stage from this one to the last, then alternating backward and forward passes
-    (Narayanan et al. 2019,
-    1F1B).
+    """Return the passes of the 1F1B schedule (Narayanan et al. 2019): one forward pass for each stage from this one to
+    the last, then alternating backward and forward passes.
     """
     ahead = min(stages - stage, batches)
     order = [PipelinePass("forward", stage, batch) for batch in range(ahead)]

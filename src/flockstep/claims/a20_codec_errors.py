@@ -184,7 +184,7 @@ def channel(codec: Codec) -> Channel:
 
 
 def published(codec: Codec) -> float | None:
-    """ω of the paper, in E||x - C(x)||² ≤ ω ||x||²."""
+    """Return ω as the paper publishes it, in E||x - C(x)||² ≤ ω ||x||²."""
     match codec:
         case Qsgd(levels=s, bucket=bucket):
             d = float(min(SIZE, bucket))
@@ -207,7 +207,9 @@ def bound(codec: Codec, array: FlatArray) -> float:
 
 
 def feedback_rows(codec: Codec) -> list[ClaimRow]:
-    """Input = sent + kept; ||kept||² ≤ 4 (1 - δ) / δ² · max ||input||², lemma 3."""
+    """Return rows for error feedback: input = sent + kept, and ||kept||² ≤ 4 (1 - δ) / δ² · max ||input||² (lemma
+    3).
+    """
     used, feedback = codec if codec.contraction else Damped(codec), Residual()
     name = str(codec) if codec.contraction else f"{codec}, damped"
     random, memory = np.random.default_rng(22), np.zeros(SIZE)

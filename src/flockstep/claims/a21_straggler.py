@@ -11,7 +11,7 @@ from flockstep.testing.strategies import bowl_job, run_strategy
 SECONDS = 400
 """Virtual seconds during which gradients are counted; a gradient of a fast worker takes one second."""
 CASES = [(8, 2, 1.875), (8, 10, 8.875), (8, 100, 87.6), (16, 10, 9.44)]
-"""(number of workers, slowdown of one of them, published ratio)."""
+"""Cases as (number of workers, slowdown of one worker, published ratio)."""
 LATENCY, BANDWIDTH = "50us", "10gbit"
 
 

@@ -18,7 +18,9 @@ CASES = (
     (16, 0.2, "83 to 93", 60.0, "3.1 to 3.9"),
     (32, 0.1, "73 to 93", 60.0, "6.1 to 7.5"),
 )
-"""(workers, learning rate, pilot's error of plain SGD, smallest asserted error, pilot's error with compensation)."""
+"""Cases as (workers, learning rate, pilot's error of plain SGD, smallest asserted error, pilot's error with
+compensation).
+"""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ CLOCKED, RANDOM = "constant(1)", "exponential(1)"
 
 
 def noisy_job(seed: int) -> Job:
-    """The digits, with some training labels replaced by random ones."""
+    """The digits, with some training labels replaced by random labels."""
     job = digits_job(f"sgd(lr={LR})", BATCH)
 
     def data() -> Data:
@@ -33,7 +33,7 @@ def noisy_job(seed: int) -> Job:
 
 
 def seconds_to_target(rule: str, compute: str, seed: int) -> float:
-    """Virtual seconds until the test error is 10 %; infinite if it never is."""
+    """Virtual seconds until the test error is 10 %; infinite if the error stays above 10 %."""
     how, steps, job = f"ps({rule})", METHODS[rule], noisy_job(seed)
     run = run_strategy(how, WORKERS, steps, job=job, compute=compute, network="ideal", seed=seed, evaluate_every=2)
     return run.seconds_to(TARGET)

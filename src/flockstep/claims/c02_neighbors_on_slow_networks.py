@@ -191,7 +191,7 @@ def link(bandwidth: str, latency: str, size: int) -> str:
 
 
 def step_time(strategy: Strategy | str, bandwidth: str, latency: str) -> float:
-    """Seconds per step after the first step."""
+    """Seconds per step, without the first step."""
     size = int(MEGABYTES * 1e6 / SCALE)
     job, network = bowl_job(dimension=size // 4, dtype="float32"), link(bandwidth, latency, size)
     compute = f"constant({COMPUTE})"

@@ -90,7 +90,7 @@ def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
 
 
 def sorted_by_label(job: Job) -> Job:
-    """The same job with the samples sorted, so that each worker's part has few classes."""
+    """The job with its samples sorted by label, so that each worker's part has few classes."""
 
     def data() -> Data:
         its = job.data()

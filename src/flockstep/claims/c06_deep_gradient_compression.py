@@ -61,7 +61,7 @@ class SeedResults(list[Final]):
         return self.median("error")
 
     def worse(self, than: SeedResults) -> str:
-        """Text: the number of seeds with a higher error and the number with a lower error."""
+        """Text with the number of seeds with a higher error and the number of seeds with a lower error."""
         pairs = [(mine.error, other.error) for mine, other in zip(self, than, strict=True)]
         return (
             f"higher on {sum(a > b for a, b in pairs)}, lower on {sum(a < b for a, b in pairs)} of {len(pairs)} seeds"

@@ -1,4 +1,4 @@
-"""SPARTA between the synchronizations of DiLoCo: how much rarer these may become."""
+"""SPARTA between the synchronizations of DiLoCo: how much rarer the synchronizations may become."""
 
 from __future__ import annotations
 

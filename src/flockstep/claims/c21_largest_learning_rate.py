@@ -66,11 +66,11 @@ class LeastSquaresModels(Unjudged):
         return {"w": (len(self.rates), self.features)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """All models at distance 1 from the optimum, 0."""
+        """Return models that are all at distance 1 from the optimum, 0."""
         return {"w": np.full(self.shapes["w"], self.features**-0.5)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """rate · mean of x (x · w); the returned losses are zeros."""
+        """Compute the gradients, rate · mean of x (x · w); the returned losses are zeros."""
         w = params["w"]
         slopes = (w @ x.transpose(0, 2, 1)) @ x
         slopes *= self.rates[:, None] / x.shape[1]
@@ -130,7 +130,7 @@ class LargestLearningRate(Claim):
 
 
 def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
-    """The largest rate below the first one at which the model ends farther from the optimum than it started."""
+    """The largest rate below the first rate at which the model ends farther from the optimum than it started."""
     x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
     job = unjudged_job(lambda: LeastSquaresModels(regime), x, regime.batch)
     steps = regime.updates(method, workers)

@@ -32,7 +32,7 @@ class Perceptron(Model):
         return {name: shape for i, (a, b) in layers for name, shape in ((f"W{i}", (a, b)), (f"b{i}", (b,)))}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Normal weights of variance 2 / (inputs + outputs), by Glorot & Bengio (2010), no biases."""
+        """Return normal weights of variance 2 / (inputs + outputs), by Glorot & Bengio (2010), and zero biases."""
         return {
             name: random.standard_normal(shape) * (2 / sum(shape)) ** 0.5 if len(shape) == 2 else np.zeros(shape)
             for name, shape in self.shapes.items()

@@ -30,7 +30,7 @@ def model(n: int) -> FlatArray:
 
 
 def times(n: int) -> Times:
-    """The times of such a model, as input of the formulas."""
+    """The times of transmitting, reducing and updating the model, as input of the formulas."""
     return Times.of(model(n).nbytes)
 
 

@@ -73,7 +73,7 @@ class RandomProjection(Codec):
         return (max((m.columns for m in LowRank(self.shapes, self.rank).matrices), default=0) + 1) / self.rank
 
     def error_bound(self, array: FlatArray) -> float:
-        """The variance times the squared norm of the array."""
+        """Return the variance times the squared norm of the array."""
         return self.variance(array.size) * float(np.sum(np.square(array.astype(np.float64))))
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:

@@ -91,7 +91,7 @@ class Trace:
 
 
 def trace_of(updates: list[UpdateEvent]) -> Trace:
-    """The trace of a run's update events."""
+    """Return the trace of a run's update events."""
     columns = [(update.seconds, update.source, update.staleness) for update in updates]
     t, rank, staleness = (np.array(column) for column in zip(*columns, strict=True))
     return Trace(t, rank, staleness)

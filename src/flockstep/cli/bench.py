@@ -22,7 +22,7 @@ LEGEND = (
 )
 
 WORDY = ("encode", "quartiles")
-"""Headings of columns that say why something could not be measured."""
+"""Headings of columns that say why a measurement failed."""
 RANKS = {
     "quartiles": 1,
     "processes": 3,
@@ -165,8 +165,9 @@ def prediction(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Compare predicted steps with steps of real processes on shaped links. Needs Linux and root; takes some
-    minutes.
+    """Compare predicted steps with steps of real processes on shaped links.
+
+    The command needs Linux and root, and takes some minutes.
     """
     from flockstep.bench import plots
     from flockstep.bench import prediction as bench

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def compare_all(grid: Grid, out: Path, as_json: bool, gathering: Gathering | None = None) -> int:
     """Carry out a comparison with its progress; return the exit code: 1 if a strategy has no useful run.
 
-    `gathering`: the hosts of each real run; None: all processes are on this machine.
+    `gathering` gives the hosts of each real run; None: all processes are on this machine.
     """
     began, finished, ran = time.monotonic(), 0, 0
 

@@ -33,7 +33,7 @@ def show_layers(
     """Print the layers of `what` with `batch` samples per worker, and draw them in the file `out`.
 
     `what` is a workload's expression, a reference model, or a Python file with `job()` or `model()` and `inputs()`.
-    A long table leaves out layers without parameters, unless `everything` is wanted.
+    A long table leaves out layers without parameters, unless `everything` is set.
 
     Raises:
         ConfigurationError: there is no such model, it cannot be run, or batch or workers are below 1.

@@ -566,9 +566,8 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
 
 
 def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) -> RunConfig:
-    """The configuration of a run over several hosts: the default transport is that between hosts.
-
-    On a host that does not coordinate, this function says which given options have no effect there.
+    """Return the configuration of a run over several hosts, for which the default transport is the transport between
+    hosts. On a host that does not coordinate, this function says which given options have no effect there.
     """
     from flockstep.launchers.wait_monitor import on_stderr
 

@@ -97,7 +97,7 @@ Keep = Annotated[
 FOREMOST, REASONS = 6, 4
 """Number of strategies in the table of a plan, and number of reasons for the advice; --all shows all of them."""
 MATTERS = 5
-"""Largest rank of a column in the table of a plan; --all shows every one."""
+"""Largest rank of a column in the table of a plan; --all shows all columns."""
 BUDGET = 120.0
 """Default budget in real seconds for all trials, if neither --trials nor --budget is given."""
 

@@ -85,7 +85,7 @@ def launch_one(
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:
-    """Print the outcome; return exit code 1 if the run diverged or missed the target given by the user."""
+    """Print the outcome; return the exit code: 1 if the run diverged or missed the target given by the user."""
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:

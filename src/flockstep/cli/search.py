@@ -150,7 +150,7 @@ def _with(one: Found, best: Trial) -> str:
 
 
 def outcome(trial: Trial) -> str:
-    """Text of a trial's outcome: its time to target, 'diverged', or the time that was not enough."""
+    """Text of a trial's outcome: its time to target, 'diverged', or the time in which the target was missed."""
     if trial.seconds_to_target is not None:
         return formatting.seconds(trial.seconds_to_target)
     if trial.end == "diverged":

@@ -1,4 +1,4 @@
-"""`flockstep reproduce --write`: updates the documentation page with the last verdict on every claim."""
+"""`flockstep reproduce --write`: updates the documentation page with the newest verdict on every claim."""
 
 from __future__ import annotations
 

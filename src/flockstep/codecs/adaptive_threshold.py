@@ -42,7 +42,7 @@ class AdaptiveThreshold(Counted):
         check_ratio("adaptive_threshold", self.ratio)
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Choose the elements that reach the threshold, or the largest if none does."""
+        """Choose the elements that reach the threshold, or the largest element if none does."""
         k, size = kernels.of(array), len(array)
         stride = max(1, int(size * self.ratio) // SAMPLES)
         offset = kernels.seed_from(random) % stride

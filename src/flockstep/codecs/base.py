@@ -101,18 +101,18 @@ class Codec(Component):
 
     @abstractmethod
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of E||x - decode(encode(x))||² for this x; for deterministic codecs, of every
-        encoding's error.
+        """Return an upper bound of E||x - decode(encode(x))||² for this x; for a deterministic codec, a bound of the
+        error itself.
         """
 
     def variance(self, size: int) -> float | None:
-        """Return omega with E||x - decode(encode(x))||² ≤ omega ||x||² for all x of that size; None if there is no
+        """Return omega with E||x - decode(encode(x))||² ≤ omega ||x||² for all x of the given size; None if there is no
         bound.
         """
         return None
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out (size,) += scale * decode(data).
+        """Add scale * decode(data) to `out`, of shape (size,).
 
         Raises:
             ProtocolError: `data` cannot be the encoding of len(out) elements.
@@ -122,7 +122,9 @@ class Codec(Component):
         out += decoded if scale == 1 else decoded * factor
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode `error + array`; `error` (size,) becomes what the encoding leaves out, (error + array) - decoded."""
+        """Encode `error + array`; `error` (size,) becomes the part that the encoding leaves out, (error + array) -
+        decoded.
+        """
         error += array.reshape(-1)
         data = self.encode(error, random)
         if self.lossless:

@@ -16,7 +16,7 @@ from flockstep.errors import CompositionError
 
 @dataclass(frozen=True)
 class Damped(Codec):
-    """C(x) / (1 + omega), for an unbiased C with E||C(x) - x||² ≤ omega ||x||².
+    """The array C(x) / (1 + omega), for an unbiased codec C with E||C(x) - x||² ≤ omega ||x||².
 
     E||x - C(x) / (1 + omega)||² ≤ omega / (1 + omega) ||x||² (Richtárik, Sokolov & Fatkhullin 2021, lemma 8): a
     contraction, which error feedback needs. The bytes are those of C; the receiver divides.
@@ -77,7 +77,9 @@ class Damped(Codec):
 
 
 def damped(codec: Codec) -> Codec:
-    """Return `codec` as a contraction; of the members of `Parts`, damp only those that are not contractions."""
+    """Return `codec` as a contraction; of the members of `Parts`, only the members that are not contractions are
+    damped.
+    """
     if isinstance(codec, Parts):
         return replace(codec, codecs=tuple(c if c.contraction or c.lossless else Damped(c) for c in codec.codecs))
     return Damped(codec)

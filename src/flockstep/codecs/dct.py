@@ -41,11 +41,11 @@ class Dct(Codec):
     """True, with delta = k / (elements of a chunk), because the transform preserves norms (Parseval)."""
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
-        """Return the shapes of the tensors in an array of that size."""
+        """Return the shapes of the tensors in an array of the given size."""
         return ((size,),)
 
     def tilings(self, size: int, dtype: str) -> tuple[Tiling, ...]:
-        """Return how each tensor of an array of that size is cut into chunks."""
+        """Return how each tensor of an array of the given size is cut into chunks."""
         return tilings(self.shapes_of(size), self.k, self.chunk, dtype)
 
     def wire_bytes(self, size: int, dtype: str) -> int:

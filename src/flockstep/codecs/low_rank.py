@@ -27,7 +27,7 @@ class TensorMatrix:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The tensors that are factored, as matrix ≈ P (rows, rank) Qᵀ (rank, columns), and those that are dense.
+    """The tensors that are factored, as matrix ≈ P (rows, rank) Qᵀ (rank, columns), and the tensors that are dense.
 
     Tensors of one dimension are dense, and so are matrices that are no larger than their factors.
     """

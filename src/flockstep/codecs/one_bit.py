@@ -18,8 +18,8 @@ from flockstep.codecs.quantizer import Quantizer, computed_in, scale_dtype
 
 @dataclass(frozen=True)
 class OneBit(Quantizer):
-    """1-bit SGD (Seide et al. 2014, section 2.2): x ≥ 0 becomes the mean of all such elements, x < 0 that of the
-    others.
+    """1-bit SGD (Seide et al. 2014, section 2.2): each x ≥ 0 becomes the mean of these elements, each x < 0 the mean of
+    the others.
 
     Each column of a matrix has its own two means; any other tensor, and an array whose tensors are unknown, has two
     means. The sum of either side is preserved. Use residual feedback: without it, what an encoding leaves out is lost.

@@ -19,8 +19,8 @@ from flockstep.expression import searched
 class Qsgd(Levels):
     """QSGD (Alistarh et al. 2017, §3): ||x|| sign(x) ξ / s, ξ being s|x| / ||x|| rounded at random with the mean kept.
 
-    One norm per `bucket` of elements, and the integers -s..s in the fewest whole bits that hold them; s is `levels`.
-    E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
+    The encoding holds one norm per `bucket` of elements, and the integers -s..s in the fewest whole bits that hold
+    them; s is `levels`. E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
     """
 
     levels: int = field(default=4, metadata=searched(1, 64))

@@ -54,7 +54,7 @@ class Quantizer(Codec):
         """Return the array of float32 or float64 that a code of the right length encodes."""
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
-        """out += scale * uncoded, for contiguous float32 and float64."""
+        """Add scale * decoded values to `out`, for contiguous arrays of float32 and float64."""
         decoded: Any = self.uncoded(data, len(out), kernels.name_of(out))
         out += decoded * scale
 
@@ -102,7 +102,7 @@ class Quantizer(Codec):
         return cast(array, dtype, copy=False)
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out += scale * decode(data), directly from the code; refused data may leave `out` partly changed.
+        """Add scale * decode(data) to `out`, directly from the code; refused data may leave `out` partly changed.
 
         Raises:
             ProtocolError: `decode` would refuse `data`.
@@ -115,7 +115,7 @@ class Quantizer(Codec):
         self.add_uncoded(data, out, scale)
 
     def refuse(self, floats: FlatArray, found: bool) -> None:
-        """Raise the error that names the element that is not finite, if `found`.
+        """Raise the error that names the element that is not finite, if `found` is true.
 
         Raises:
             Diverged: `found` is true.

@@ -57,7 +57,7 @@ class RandomK(Sparsifier):
         return self.values.lossless or not self.values.unbiased
 
     def variance(self, size: int) -> float | None:
-        """Return d/k - 1 if `scaled`, more with the variance of the values; None otherwise."""
+        """Return d/k - 1 if `scaled`, increased by the variance of the values; None otherwise."""
         more = self.values.variance(self.count(size)) if not self.values.lossless else 0.0
         return self.factor(size) * (1 + more) - 1 if self.unbiased and more is not None else None
 

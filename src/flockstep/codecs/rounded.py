@@ -47,7 +47,7 @@ class Rounded(Codec):
         return array
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out += scale * decode(data), in one pass.
+        """Add scale * decode(data) to `out`, in one pass.
 
         Raises:
             ProtocolError: `decode` would refuse `data`.

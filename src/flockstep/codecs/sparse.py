@@ -44,7 +44,7 @@ class Sparsifier(Streamed):
 
     @abstractmethod
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Return the head for, and the ascending indices of, the elements of a flat array to send."""
+        """Return the elements of a flat array to send: the head of their encoding, and their ascending indices."""
 
     @abstractmethod
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:

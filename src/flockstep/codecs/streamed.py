@@ -71,7 +71,7 @@ class Streamed(Codec):
         return scattered
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out += scale * decode(data), touching only the elements that were sent."""
+        """Add scale * decode(data) to `out`, touching only the elements that were sent."""
         k, dtype = kernels.of(out), kernels.name_of(out)
         if self.is_plain(data, len(out), dtype):
             super().add_decoded(data, out, scale)

@@ -72,7 +72,7 @@ class Threshold(Counted):
             )
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Choose the elements beyond t, or the largest if there is none."""
+        """Choose the elements with |x| > t, or the largest element if there is none."""
         k = kernels.of(array)
         found, _ = k.above(array, k.just_above(array, self.t), len(array))
         if not len(found) and len(array):
@@ -80,6 +80,6 @@ class Threshold(Counted):
         return self.head_of(array, found), found
 
     def left_out(self, array: FlatArray) -> float:
-        """Return the squared norm of the elements up to t."""
+        """Return the squared norm of the elements with |x| ≤ t."""
         x = np.abs(array.astype(np.float64))
         return float(np.sum(np.square(np.where(x > self.t, 0, x))))

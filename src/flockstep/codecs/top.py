@@ -40,7 +40,7 @@ class Largest(Sparsifier):
         return -(-self.count(size) * self._bits // 8)
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Choose the largest elements, or with a sample nearly the largest."""
+        """Choose the largest elements, or with a sample elements that are nearly the largest."""
         k = kernels.of(array)
         if self.bucket:
             indices = k.largest_of_buckets(array, self.bucket, self._counts(len(array)))

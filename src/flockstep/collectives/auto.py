@@ -27,12 +27,12 @@ CANDIDATES: tuple[Collective, ...] = (
     *map(DoubleTree, (2, 8, 32, 128)),
     *map(Pipelined, (4, 16, 64, 256)),
 )
-"""The collectives that `auto` chooses from; of equal costs, the first wins."""
+"""The collectives that `auto` chooses from; of collectives of equal cost, the first is chosen."""
 
 
 @dataclass(frozen=True)
 class Auto(Collective):
-    """For every array the collective of least cost (selection as in Thakur, Rabenseifner & Gropp 2005).
+    """Chooses for every array the collective of least cost (selection as in Thakur, Rabenseifner & Gropp 2005).
 
     The cost is that of the model in `collectives/costs.py` for `latency` in seconds and `bandwidth` in bytes per
     second. With `table`, a TOML file that every host needs a copy of, the cost is the measurement nearest in size for

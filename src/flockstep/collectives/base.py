@@ -78,8 +78,8 @@ class Collective(Component):
         return slices(size, workers)[rank]
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """Return the arrays of all workers, in order of rank, passed around a ring with n-1 messages each; sizes may
-        differ.
+        """Return the arrays of all workers, in order of rank; each worker sends n-1 messages around a ring, and sizes
+        may differ.
         """
         n, rank = me.workers, me.rank
         gathered = [array] * n
@@ -89,7 +89,7 @@ class Collective(Component):
         return gathered
 
     async def barrier(self, me: Group) -> None:
-        """Return once every worker has called `barrier`: ⌈log2 P⌉ messages each, without an array."""
+        """Return once every worker has called `barrier`; each worker sends ⌈log2 P⌉ messages without an array."""
         await signal_all(me)
 
     async def average(self, me: Group, array: FlatArray) -> None:

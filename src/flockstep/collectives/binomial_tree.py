@@ -15,8 +15,9 @@ from flockstep.collectives.group import Group
 class BinomialTree(Collective):
     """Reduce to rank 0 and broadcast from it, along a binomial tree (Ben-Nun & Hoefler 2019: "Tree").
 
-    2 ⌈log2 n⌉ rounds of whole arrays, 2(n-1)K elements over all workers. Rank r adds to its own array those of the
-    subtrees of r+1, r+2, r+4, … in that order, as far as r is a multiple of twice the distance.
+    The exchange has 2 ⌈log2 n⌉ rounds of whole arrays, and all workers together send 2(n-1)K elements. Rank r adds to
+    its own array the sums of the subtrees of r+1, r+2, r+4, … in that order, as far as r is a multiple of twice the
+    distance.
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:

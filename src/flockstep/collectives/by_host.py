@@ -13,7 +13,8 @@ from flockstep.collectives.ring import Ring
 
 @dataclass(frozen=True)
 class ByHost(Collective):
-    """`flat` where all workers are on one host, or each on a host of its own; otherwise two levels (Jia et al. 2018).
+    """All-reduce by `flat` if all workers are on one host, or each on a host of its own; otherwise in two levels (Jia
+    et al. 2018).
 
     Let h be the number of hosts, and r the smallest number of workers on one of them. The array is cut into r shares.
     On every host, one worker for each share sums it over the workers of the host, beginning with its own; the h workers
@@ -63,7 +64,7 @@ class ByHost(Collective):
                 await here.receive_array("outside", source, array[shares[source]])
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each worker with its share by `flat`, whose shares do not depend on hosts."""
+        """Reduce-scatter by `flat`, whose shares do not depend on hosts."""
         return await self.flat.reduce_scatter(me, array)
 
     def share(self, workers: int, size: int, rank: int) -> slice:

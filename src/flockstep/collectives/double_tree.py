@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class TreeNode:
-    """A rank's neighbors in a tree; None if there is none."""
+    """A rank's parent and children in a tree; None for a neighbor that does not exist."""
 
     parent: int | None
     left: int | None
@@ -40,8 +40,8 @@ class DoubleTree(Collective):
 
     Each half of the array is reduced to the root of its own tree and broadcast from there, in `chunks` pipelined
     chunks. An inner rank of one tree is a leaf of the other, so that no network card carries more than K elements up
-    and K down in total. About 2 log2 n rounds. A parent adds the sum of its left subtree to its own array, then that of
-    the right. (In NCCL's second tree an inner rank of the first is inner again if n is odd.)
+    and K down in total. An all-reduce takes about 2 log2 n rounds. A parent adds the sum of its left subtree to its own
+    array, then that of the right. (In NCCL's second tree an inner rank of the first is inner again if n is odd.)
     """
 
     chunks: int = 8

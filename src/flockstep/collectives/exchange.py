@@ -62,8 +62,8 @@ async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
 
 
 async def signal_all(me: Group) -> None:
-    """Return once every worker has called this (dissemination barrier: Hensgen, Finkel & Manber 1988): ⌈log2
-    n⌉ rounds.
+    """Return once every worker has called this, after ⌈log2 n⌉ rounds (dissemination barrier: Hensgen, Finkel & Manber
+    1988).
     """
     distance = 1
     while distance < me.workers:

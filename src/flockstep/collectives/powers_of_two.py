@@ -1,6 +1,6 @@
 """Folding: how algorithms for 2^k workers serve any number of workers.
 
-The workers beyond 2^k first add their arrays into those of partners, and get the result from them at the end.
+The workers beyond 2^k first add their arrays into the arrays of partners, and get the result from them at the end.
 """
 
 from __future__ import annotations
@@ -43,5 +43,5 @@ def sent_in_folds(workers: int, size: int, rank: int) -> int:
 
 
 def rounds_with_folds(workers: int, phases: int) -> int:
-    """Return the rounds of `phases` phases of ⌊log2 n⌋ rounds each, plus those of folding and unfolding."""
+    """Return the rounds of `phases` phases of ⌊log2 n⌋ rounds each, plus the rounds of folding and unfolding."""
     return phases * doublings(workers) + 2 * (not is_power(workers))

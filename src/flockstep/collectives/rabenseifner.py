@@ -17,9 +17,10 @@ from flockstep.collectives.recursive_doubling import gathered_by_doubling
 class Rabenseifner(Collective):
     """Reduce-scatter by recursive halving, all-gather by recursive doubling (Rabenseifner 2004).
 
-    In each of log2 n rounds, partners, at first adjacent ranks, exchange halves of what they still hold; then the
-    rounds run in reverse. 2(n-1)/n K elements and 2 log2 n messages per worker. The sums equal those of recursive
-    doubling in every bit. If n is not a power of two, workers fold as there (the paper avoids part of that cost).
+    In each of log2 n rounds, partners, at first adjacent ranks, exchange halves of the part that they still hold; then
+    the rounds run in reverse. Each worker sends 2(n-1)/n K elements in 2 log2 n messages. The sums equal those of
+    recursive doubling in every bit. If n is not a power of two, workers fold as there (the paper avoids part of that
+    cost).
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
@@ -30,7 +31,7 @@ class Rabenseifner(Collective):
         await unfold(me, array)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each of 2^k workers with a chunk of the sum; the workers that have folded get none."""
+        """Leave each of 2^k workers with a chunk of the sum; the workers that have folded get no chunk."""
         await fold(me, array)
         for partner, kept, given in _halvings(me.workers, len(array), me.rank):
             me.send(partner, "halve", array[given])

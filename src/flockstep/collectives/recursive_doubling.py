@@ -53,8 +53,9 @@ class RecursiveDoubling(Collective):
 
 
 async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
-    """Return the arrays of all 2^k workers, in order of rank, with k messages each; sizes may differ, the dtype may
-    not.
+    """Return the arrays of all 2^k workers, in order of rank; each worker sends k messages.
+
+    Sizes may differ, the dtype may not.
     """
     held = {me.rank: array}
     distance = 1

@@ -26,7 +26,7 @@ SMALL = 65536
 
 @dataclass(frozen=True)
 class Sparse(Collective):
-    """Sparse all-reduce (SparCML: Renggli et al. 2019), of what sparse codecs encode.
+    """Sparse all-reduce (SparCML: Renggli et al. 2019) of the encodings of sparse codecs.
 
     Streams of (index, value) pairs are added; a stream with more than δ = N s_v / (s_i + s_v) elements becomes a dense
     array, so that no message is larger than the dense array. There are three algorithms:

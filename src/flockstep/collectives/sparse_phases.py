@@ -32,8 +32,9 @@ async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
 
 
 async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
-    """Return the sum of this worker's part of the index range, in order of rank: n-1 messages each, of a part's
-    elements.
+    """Return the sum of this worker's part of the index range, in order of rank.
+
+    Each worker sends n-1 messages of a part's elements.
     """
     n, rank, parts = me.workers, me.rank, slices(size, me.workers)
     values = copied(values)

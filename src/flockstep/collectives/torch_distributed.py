@@ -22,7 +22,8 @@ BACKENDS = ("gloo", "nccl", "mpi")
 
 @dataclass(frozen=True)
 class TorchDistributed(Collective):
-    """Every operation is one of torch.distributed's (Li et al. 2020), on its own sockets and in its own threads.
+    """Every operation is an operation of torch.distributed (Li et al. 2020), on its own sockets and in its own
+    threads.
 
     The workers must be separate processes. All workers get the same bits, but the order of addition is the backend's:
     the result may differ from that of `ring` by rounding. In a background task the operation continues while gradients
@@ -38,7 +39,7 @@ class TorchDistributed(Collective):
             raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; try gloo")
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers: 2(n-1)/n K elements each."""
+        """Replace `array` by the sum over all workers; each worker sends 2(n-1)/n K elements."""
         if me.workers == 1:
             return
         work = self._group(me).sum_up(array)
@@ -46,7 +47,7 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on `root` by the sum: (n-1)/n K elements each on average."""
+        """Replace `array` on `root` by the sum; each worker sends (n-1)/n K elements on average."""
         if me.workers == 1:
             return
         work = self._group(me).reduce(array, root)
@@ -54,7 +55,7 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on every worker by the array of `root`: (n-1)/n K elements each on average."""
+        """Replace `array` on every worker by the array of `root`; each worker sends (n-1)/n K elements on average."""
         if me.workers == 1:
             return
         work = self._group(me).broadcast(array, root)
@@ -62,7 +63,9 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each worker with its share of the sum: (n-1)/n K elements each, with shares padded to one size."""
+        """Leave each worker with its share of the sum; each worker sends (n-1)/n K elements, with shares padded to one
+        size.
+        """
         n, parts = me.workers, slices(len(array), me.workers)
         view = array[parts[me.rank]]
         if n > 1:
@@ -78,7 +81,9 @@ class TorchDistributed(Collective):
         return parts[me.rank], view
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """Return the arrays of all workers, in order of rank: n-1 times the largest array each, after the sizes."""
+        """Return the arrays of all workers, in order of rank; each worker sends n-1 times the largest array, after the
+        sizes.
+        """
         n = me.workers
         if n == 1:
             return [array]

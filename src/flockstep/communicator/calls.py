@@ -66,7 +66,7 @@ class Calls:
     def packet_or_nothing(
         self, array: Any, codec: str | Codec | None, kind: type[E], use: str = ""
     ) -> tuple[Array | None, E]:
-        """Like `packet`, but return the array and a note of the given kind; without an array, None and an empty
+        """Return the array that `packet` makes and its note as the given kind; without an array, None and an empty
         note.
         """
         if array is None:
@@ -75,7 +75,7 @@ class Calls:
         return packet.data, packet.note.within(kind)
 
     def post(self, to: int, tag: str, array: Array, note: Encoded, closing: bool = False) -> None:
-        """Send a message.
+        """Send a message to a rank.
 
         Args:
             to: the receiver's rank.
@@ -110,8 +110,8 @@ class Calls:
         return self._engine.wait(self._engine.start(program), timeout, what)
 
     def run_collective(self, name: str, what: str, program: Callable[[Rank], Awaitable[T]], timeout: float | None) -> T:
-        """Like `run`, for a program in which every rank takes part; calls of the same name are matched by their
-        order.
+        """Run a program in which every rank takes part, on the engine's thread; calls of the same name are matched by
+        their order.
         """
         self.require_open()
         with self._lock:
@@ -179,7 +179,7 @@ class Calls:
 
 
 def named(name: str) -> str:
-    """Return the name.
+    """Return a name after a check of its length.
 
     Raises:
         ConfigurationError: the name is too long.

@@ -46,7 +46,7 @@ class Sockets(Protocol):
         """
 
     def close(self, linger: float) -> None:
-        """Leave; messages sent before are still delivered within `linger` seconds."""
+        """Leave the run; messages sent before are still delivered within `linger` seconds."""
 
 
 class Communicator(Collectives):
@@ -117,7 +117,7 @@ class Communicator(Collectives):
         return self.receive_from(name, source, timeout)[1]
 
     def receive_from(self, name: str, source: int | None = None, timeout: float | None = None) -> tuple[int, Array]:
-        """Like `receive`, but return the sender's rank and the array."""
+        """Return the sender's rank and the next array of the given name, which `receive` returns alone."""
         if source is not None:
             self.check_rank(source)
         message = self.run(lambda me: me.receive(SEND + named(name), source), timeout, repr(name))
@@ -126,7 +126,7 @@ class Communicator(Collectives):
     def request(
         self, to: int, name: str, array: Any = None, codec: str | Codec | None = None, timeout: float | None = None
     ) -> Array | None:
-        """Ask a rank for the answer that goes by a name there, and return the answer.
+        """Send a request of the given name to a rank, and return the answer.
 
         Args:
             to: the rank to ask.

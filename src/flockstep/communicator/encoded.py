@@ -172,7 +172,7 @@ def unpacked(message: Message, most: int) -> Array:
 
 
 def add_unpacked(message: Message, out: FlatArray, scale: float, most: int) -> None:
-    """out (size,) += scale * the array that a message describes.
+    """Add scale * the array that a message describes to `out`, of shape (size,).
 
     Raises:
         ProtocolError: `unpacked` would refuse the message, or the array has another size or dtype than `out`.

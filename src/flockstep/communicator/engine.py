@@ -145,7 +145,7 @@ class ProgressEngine(Messenger):
         return future.result()
 
     async def flush(self) -> None:
-        """Return once no message waits for room; from now on, threads that send are refused."""
+        """Return once no message waits to be sent; from now on, threads that send get an error."""
         self._refuse(closed())
         await completed(_Flushed(self))
 

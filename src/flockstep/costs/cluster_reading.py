@@ -42,7 +42,7 @@ def usual_cluster() -> str:
 
 
 def load_cluster(name: str | pathlib.Path) -> ClusterShape:
-    """Load a built-in cluster, or one described by a TOML file.
+    """Load a built-in cluster, or a cluster described by a TOML file.
 
     Args:
         name: name of a built-in cluster, "here" for this machine's calibration, or path of a TOML file.

@@ -21,7 +21,7 @@ SOFTMAX, SOFTMAX_BACK = 4, 3
 def linear(name: str, c_in: int, c_out: int, rows: Number = 1, bias: bool = True, data: bool = False) -> Layer:
     """Fully connected layer: W = N C_out C_in, D = ⌈log2 C_in⌉ forward.
 
-    `rows` per sample, for example the tokens of a text.
+    `rows` is the number of rows per sample, for example the tokens of a text.
     """
     products = rows * c_in * c_out
     return Layer(

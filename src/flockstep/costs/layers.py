@@ -28,7 +28,7 @@ def log2_ceil(count: Number) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """One computation of a layer: its values, the gradient of its weights, or that of its inputs.
+    """One computation of a layer: its values, the gradient of its weights, or the gradient of its inputs.
 
     `products` are multiply-adds and `other` further operations, both per sample. The chain is `depth` operations, and
     `sums` sums one after the other, each over `summed` numbers of every sample of the batch.
@@ -63,7 +63,7 @@ NOTHING = Pass()
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer by its shape; counts are elements, those of activations per sample.
+    """A layer by its shape; counts are elements, and counts of activations are per sample.
 
     A layer whose weights belong to another layer (`tied`), or that runs again, counts no parameters.
     """

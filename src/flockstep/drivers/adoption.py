@@ -37,7 +37,7 @@ RETRY = 0.02
 LAST = 30.0
 """Seconds the process with local rank 0 waits at its end for the agent, which completes the record."""
 CRASHED, FINISHED = b"1", b"0"
-"""Last byte of a process that ends with an uncaught error, or without one."""
+"""Last byte that a process sends to the agent: the process ended with an uncaught error, or without one."""
 _AGENT = """
 import sys
 sys.path.append(sys.argv.pop(1))

@@ -43,7 +43,7 @@ class BatchedGradients:
         return len(indices)
 
     def restart(self, rank: int, state: dict[int, tuple[SamplerState, int]]) -> None:
-        """Continue drawing that worker's batches at a saved `state`."""
+        """Continue drawing a worker's batches at a saved `state`."""
         self.batches[rank] = Batches(self._plan, rank)
         self.batches[rank].restore(state)
 

@@ -80,7 +80,9 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
 
 
 class Welcome(Note, frozen=True):
-    """The run is about to begin: its nodes, their hosts and buses, and the shared memory if there is any."""
+    """Message that the run is about to begin: its nodes, their hosts and buses, and the shared memory if there is
+    any.
+    """
 
     view: View
     hosts: Hosts
@@ -90,7 +92,7 @@ class Welcome(Note, frozen=True):
 
 
 class NodeLost(Note, frozen=True):
-    """A node is lost, with the reason; `view` lists the remaining nodes."""
+    """Message that a node is lost, with the reason; `view` lists the remaining nodes."""
 
     address: int
     reason: str

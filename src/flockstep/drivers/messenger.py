@@ -19,7 +19,9 @@ from flockstep.transports.bus import LAUNCHER, Bus
 RETRY = 0.005
 """Seconds after which a message that the bus had no room for is tried again."""
 Receive = Callable[..., Message | None]
-"""Function that returns the next message of a peer or the supervisor; None after that many seconds (None: no limit)."""
+"""Function that returns the next message of a peer or the supervisor; None after the given number of seconds (None: no
+limit).
+"""
 
 
 class Messenger(ABC):
@@ -58,7 +60,7 @@ class Messenger(ABC):
             self.retry()
 
     def transmit(self, to: Address, message: Message) -> None:
-        """Send a message to a peer after the queued ones, without waiting; messages to a lost peer are dropped."""
+        """Send a message to a peer after the queued messages, without waiting; messages to a lost peer are dropped."""
         if message.array is not None:
             message.array = to_host(message.array)
         held = self._held.get(to)

@@ -15,7 +15,7 @@ COORDINATOR = "FLOCKSTEP_COORDINATOR"
 """Environment variable with the coordinator's HOST:PORT, for a launcher that names no host or an unsuitable one."""
 PORTS = range(20000, 30000)
 """Ports of coordinators. A run has the port at the position CRC-32(`Place.run`) modulo 10,000: all of its hosts compute
-the same port, below those that systems give to outgoing connections.
+the same port, below the ports that systems give to outgoing connections.
 """
 PROXY = "hydra_pmi_proxy"
 """Name of the process that starts the ranks of a host under MPICH's mpirun."""

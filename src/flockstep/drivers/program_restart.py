@@ -37,7 +37,10 @@ class OptimizerStateHeader(Note, frozen=True):
 
 
 class ProgramStopped(Note, frozen=True):
-    """A program has ended. Rank 0 gives the steps of the run so far, and new state for the servers' optimizers."""
+    """Note that a program has ended.
+
+    Rank 0 gives the steps of the run so far, and new state for the servers' optimizers.
+    """
 
     before: int = 0
     memory: OptimizerStateHeader | None = None
@@ -174,7 +177,7 @@ async def common_steps(me: Worker, steps: float) -> float:
 
 
 async def all_here(me: Worker) -> None:
-    """Wait until every other worker has come here too.
+    """Wait until every other worker has reached this point, too.
 
     Raises:
         PeerLost: one died or left before.

@@ -86,13 +86,13 @@ class Runner:
     """
 
     send_snapshot: Callable[[float], None] | None = None
-    """Sends a snapshot of the node's parameters for a tick of progress."""
+    """Function that sends a snapshot of the node's parameters for a tick of progress."""
     every = 0
-    """Steps of a worker between two ticks; 0 for no ticks."""
+    """Number of steps of a worker between two ticks of progress; 0 for no ticks."""
     progress: Progress | None = None
-    """Computes when a server's ticks are due."""
+    """A server's view of the workers' progress, which tells when the server's ticks are due."""
     source: Callable[[NeedGradient], None] | None = None
-    """Called when the program waits for a gradient, or for a further part of one."""
+    """Function that is called when the program waits for a gradient, or for a further part of one."""
     stepped: Callable[[float | None], None] | None = None
     """Function that is called at every step of a worker, with the step's loss."""
     ended: Callable[[], None] | None = None
@@ -191,7 +191,7 @@ class Runner:
             self._since = self.clock() - spent
 
     def advance(self, gradient: FlatArray | None = None, loss: float | None = None, whole: bool = True) -> bool:
-        """Pass on the awaited gradient, if there is one, and continue.
+        """Pass the awaited gradient, if there is one, to the program, and continue.
 
         Return whether the program waits for another gradient.
 
@@ -291,7 +291,7 @@ class Runner:
         self.resume(found)
 
     def deliver(self, message: Message, sent_at: float | None = None) -> None:
-        """Handle a message that has arrived; `sent_at`: time of sending, if known."""
+        """Handle a message that has arrived; `sent_at` is the time of sending, if known."""
         node = self.node
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("message", message, sent_at))

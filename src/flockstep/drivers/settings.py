@@ -13,13 +13,13 @@ OPTIMIZER = "optimizer"
 
 
 def tell_servers(me: Worker, optimizer: Optimizer) -> None:
-    """From the next step on, use other settings on the servers and for the slices that this worker steps itself."""
+    """Use other settings from the next step on, on the servers and for the slices that this worker steps itself."""
     me.optimizer = optimizer
     me.send_all(map(server, range(me.cluster.servers)), OPTIMIZER, None, {"optimizer": to_text(optimizer)})
 
 
 def taken_over(node: Node, message: Message) -> bool:
-    """Apply new settings if `message` has some; return whether it had.
+    """Apply the new settings that `message` has, if any; return whether there were any.
 
     Raises:
         ConfigurationError: the new settings need another kind of optimizer state.

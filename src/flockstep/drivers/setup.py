@@ -120,7 +120,7 @@ def overridden(job: Job, config: RunConfig) -> Job:
 def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan, RunConfig]:
     """Build the engine and the plan of one process; also return the configuration with all defaults filled in.
 
-    `own`: the samples of this process, in place of the job's.
+    `own`: the samples of this process, in place of the job's samples.
 
     Raises:
         ConfigurationError: the configuration is invalid, or facts of the job differ from the recorded ones.

@@ -102,7 +102,7 @@ class NewestSnapshots:
         self._items: dict[Address, Snapshot] = {}
 
     def take(self, item: Snapshot) -> None:
-        """Store a snapshot that was sent outside of the evaluations, or the final one."""
+        """Store a snapshot that was sent outside of the evaluations, or the final snapshot."""
         self._items[item.address] = item
 
     def buffers(self) -> dict[Address, FlatArray | None]:
@@ -111,7 +111,9 @@ class NewestSnapshots:
         return {item.address: item.read_buffers() if item.buffers else None for item in final}
 
     def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> SnapshotTick:
-        """All newest snapshots as one tick, without the replicas of lost workers if there are others."""
+        """All newest snapshots as one tick, without the replicas of lost workers if there are replicas of other
+        workers.
+        """
         ranks = {address for address in self._items if address >= 0}
         left_out = ranks & set(lost) if ranks - set(lost) else set()
         tick = SnapshotTick(set())

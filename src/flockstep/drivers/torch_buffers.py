@@ -22,8 +22,8 @@ POLICIES: tuple[Policy, ...] = ("mean", "rank0", "local")
 class Buffers:
     """The buffers in a module's `state_dict`, and the policy by which ranks make them equal.
 
-    `mean`: floating-point buffers become the mean over all ranks, in float64; other buffers (counts) those of the
-    lowest rank. `rank0`: all become those of the lowest rank. `local`: each rank keeps its own.
+    `mean`: floating-point buffers become the mean over all ranks, in float64; other buffers (counts) become the buffers
+    of the lowest rank. `rank0`: all buffers become the buffers of the lowest rank. `local`: each rank keeps its own.
     """
 
     def __init__(self, module: torch.nn.Module, policy: Policy = "mean"):

@@ -127,7 +127,7 @@ class Clipping:
         self.live.add(self)
 
     def ask(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
-        """Clip at once if each worker's own gradient counts, otherwise when the gradients have been combined."""
+        """Clip at once if each worker uses its own gradient, otherwise when the gradients have been combined."""
         if self not in self.live:  # the run is over: gradients are not combined
             return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
         traits = self.strategy.traits
@@ -190,7 +190,7 @@ class Clipping:
         return True
 
     def check(self) -> None:
-        """After the strategy's part of a step, raise an error if the step was refused, as on every other worker."""
+        """Raise an error after the strategy's part of a step if the step was refused, as every other worker does."""
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
                 clip.check()
@@ -243,8 +243,8 @@ def _tensors(of: object) -> list[torch.Tensor]:
 
 
 class GradientChangeDetector:
-    """Warns once if a script changes gradients between backward and `step`, although the strategy combines them in
-    `step`.
+    """Warns once if a script changes gradients between backward and `step`, although the strategy combines the
+    gradients in `step`.
     """
 
     def __init__(self, flat: FlatModule, strategy: Strategy):
@@ -258,7 +258,7 @@ class GradientChangeDetector:
             self._hooks.append(hook)
 
     def check(self, allowed: int = 0) -> bool:
-        """At the start of a step, look for changes, and return whether there are any.
+        """Look for changes at the start of a step, and return whether there are any.
 
         Each gradient may have been changed `allowed` times since backward.
         """

@@ -66,7 +66,7 @@ class Guard:
             raise ConfigurationError(_changed(name))
 
     def check_structure(self) -> None:
-        """Compare the set of parameters, which of them are trained, their dtypes, and the optimizer's parameters.
+        """Compare the parameters, the choice of trained parameters, their dtypes, and the optimizer's parameters.
 
         Raises:
             ConfigurationError: something differs from the state at `distribute`.

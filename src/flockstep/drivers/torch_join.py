@@ -51,7 +51,7 @@ class Consent:
         """Factor for the combined gradient on the workers."""
 
     def skips(self, overflow: bool | None) -> bool:
-        """Whether no rank may take this step because a gradient overflowed; `overflow` None: no scaler is used."""
+        """Whether no rank may take this step because a gradient overflowed; `overflow` is None if no scaler is used."""
         if not self._needed or not (self.joining or overflow is not None):
             return bool(overflow)
         lr = self._loop.lr

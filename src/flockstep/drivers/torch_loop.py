@@ -197,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward passes only accumulate gradients, as in DDP.
 
-        The next backward after it sends.
+        The first backward pass after the context sends.
         """
         before, self._backward.paused = self._backward.paused, True
         try:
@@ -208,9 +208,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def join(self, divide_by_initial_world_size: bool = True) -> AbstractContextManager[None]:
         """Context manager for ranks with different numbers of batches, as in DDP.
 
-        A rank that reaches the end of the context adds zero gradients to the steps of the others until all ranks have
-        reached it. The sum is divided by the number of all ranks, or with `divide_by_initial_world_size=False` by the
-        number of ranks that still have batches.
+        A rank that reaches the end of the context adds zero gradients to the steps of the other ranks until all ranks
+        have reached it. The sum is divided by the number of all ranks, or with `divide_by_initial_world_size=False` by
+        the number of ranks that still have batches.
         """
         return self._consent.join(self._advance, self._remember, not divide_by_initial_world_size)
 
@@ -383,7 +383,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the original optimizer; if servers step, with the state of their optimizers.
+        """State of the original optimizer; if servers step, with the state of the servers' optimizers.
 
         One rank may call this alone. If parameters are narrower than the flat array, `master` holds this rank's
         unrounded values of them, by name.

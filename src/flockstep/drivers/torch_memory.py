@@ -33,7 +33,7 @@ class WorkerMemory:
         self._taking = False
 
     def begin(self) -> None:
-        """At `distribute`, continue from the state that was loaded into rank 0's optimizer."""
+        """Continue, at `distribute`, from the state that was loaded into rank 0's optimizer."""
         if self._loop.workers > 1:
             self._loop.exchange("memory", self.agree)
         self._loaded = False
@@ -58,7 +58,7 @@ class WorkerMemory:
         self._loop.finish()
 
     def take_from(self, source: int) -> None:
-        """On every rank, copy the optimizer state of rank `source`."""
+        """Copy the optimizer state of rank `source` to every rank."""
         self._loop.exchange("final", lambda me: self._copied(me, source, set(me.peers)))
 
     async def agree(self, me: Worker) -> None:
@@ -116,7 +116,7 @@ class ServerMemory:
             self._loop.restart(state)
 
     def restart(self) -> None:
-        """Restart; the servers' optimizers keep their state, or take the state that rank 0 has loaded."""
+        """Restart the strategy; the servers' optimizers keep their state, or take the state that rank 0 has loaded."""
         self._loop.restart(self._own() if self._unsent else None)
         self._unsent = False
 

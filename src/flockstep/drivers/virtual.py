@@ -40,12 +40,14 @@ from flockstep.simulation.queue import EventQueue
 from flockstep.workloads.sampler import SamplerState
 
 FORWARD = 1 / 3
-"""Share of a gradient's time before the backward pass begins, which does about twice the work of the forward pass."""
+"""Share of a gradient's time that passes before the backward pass, whose work is about twice the work of the forward
+pass.
+"""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The state of a node that must survive a restart: everything that its program may rely on between two steps."""
+    """The state of a node that must survive a restart: all values that its program may rely on between two steps."""
 
     params: FlatArray
     step: int

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy
 
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
-"""Function that runs a configuration in a folder, with a title; the last argument: replace the run in the folder."""
+"""Function that runs a configuration in a folder, with a title; the last argument says whether to replace the run in
+the folder.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Comparison:
 
     @property
     def summaries(self) -> list[Summary]:
-        """One summary for each strategy, the best first: of its run, or the medians of its runs."""
+        """One summary for each strategy, the best first: the summary of its run, or the medians of its runs."""
         return rank(
             [group.median() for group in self.chosen] if self.repeated else [one.runs[0] for one in self.chosen]
         )
@@ -229,7 +231,7 @@ def compare(
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
-    """The learning rates of a grid; empty without a grid.
+    """The learning rates of a grid; empty if no grid is given.
 
     Raises:
         ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given too.

@@ -34,7 +34,7 @@ class PlanResult:
         return None if self.advice.choice is None else self.advice.choice.name
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain data, for JSON; the strategies by their worth, the best first."""
+        """The plan as plain data, for JSON; strategies are sorted by their worth, the best first."""
         document = self.outlook.document()
         rows = [{**one, "worth": self.advice.worths[one["name"]]} for one in document["strategies"]]
         rows.sort(key=lambda one: -one["worth"])
@@ -105,7 +105,7 @@ def predicted(
     """Predict every strategy, or only `strategies`, for a job on a cluster; `say` receives a line about the current
     task.
 
-    `length`: seconds that the run lasts; None: the job's own length.
+    `length` is the duration of the run in seconds; None: the job's own length.
 
     Raises:
         ConfigurationError: there is no such job, cluster or strategy, or none of `strategies` can run.

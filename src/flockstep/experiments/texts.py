@@ -19,7 +19,7 @@ def ranked_text(summaries: Sequence[Summary], seeds: int = 1) -> str:
 
 
 def printed(*what: object) -> str:
-    """The text that rich prints for `what`, 100 columns wide."""
+    """The text that rich prints for an object, 100 columns wide."""
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None, highlight=False).print(*what, sep="\n")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

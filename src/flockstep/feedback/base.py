@@ -26,7 +26,7 @@ class Feedback(Component):
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """Return the bytes to send for `array` (K,), which does not change, and the new memory.
 
-        The new memory may be the given one, changed in place.
+        The new memory may be the given memory, changed in place.
         """
 
     def bind_workers(self, workers: int) -> Feedback:

@@ -14,7 +14,7 @@ from flockstep.feedback.base import Feedback
 
 @dataclass(frozen=True)
 class NoFeedback(Feedback):
-    """No feedback: the sender keeps nothing, as is right for lossless and unbiased codecs."""
+    """No feedback: the sender keeps nothing, which suits lossless and unbiased codecs."""
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         return codec.encode(array, random), None

@@ -17,7 +17,7 @@ from flockstep.feedback.base import Feedback
 class Residual(Feedback):
     """Error feedback (Seide et al. 2014; Karimireddy et al. 2019): send C(e + x), keep e ← (e + x) - C(e + x).
 
-    The sum of everything sent plus the error kept equals the sum of all arrays given to `encode`.
+    The sum of all arrays sent plus the error kept equals the sum of all arrays given to `encode`.
     """
 
     needs_contraction = True

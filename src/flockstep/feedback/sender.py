@@ -1,4 +1,6 @@
-"""A codec combined with its feedback: what a sender does with each array, and what its receivers must know."""
+"""A codec combined with its feedback: the bytes that a sender makes of each array, and the facts that its receivers
+must know.
+"""
 
 from __future__ import annotations
 

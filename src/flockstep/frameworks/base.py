@@ -46,7 +46,8 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What to train: everything that does not depend on the strategy that coordinates the workers.
+    """A training job: everything about the training that does not depend on the strategy that coordinates the
+    workers.
 
     Args:
         model: function that builds one replica, a `torch.nn.Module`, a `flockstep.jax.JaxModel` or a
@@ -186,7 +187,8 @@ class Engine(ABC):
         replica: int,
         step: int,
     ) -> float:
-        """Like `gradient`, with the gradients of `layers` as factors: `Packing(K, layers)` at the beginning of `out`.
+        """Compute a gradient as `gradient` does, with the gradients of `layers` as factors: `Packing(K, layers)` at the
+        beginning of `out`.
 
         Raises:
             CompositionError: this framework computes no factors.
@@ -207,7 +209,7 @@ class Engine(ABC):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Like `gradient`, of the loss plus the weighted distance to the mean prediction of the teachers.
+        """Compute the gradient of the loss plus the weighted distance to the mean prediction of the teachers.
 
         With classes, the distance is the cross-entropy with the mean of the teachers' probabilities, otherwise the mean
         squared difference of the outputs. Returns the mean loss without the distance.

@@ -69,7 +69,9 @@ class FlatTree:
         return jax.tree.unflatten(self.structure, leaves)
 
     def unflatten(self, flat: jax.Array, narrow: bool = True) -> Tree:
-        """Return the tree of a flat JAX array (K,), traced or not; without `narrow`, all leaves in its dtype."""
+        """Return the tree of a flat JAX array (K,), traced or not; without `narrow`, all leaves have the dtype of the
+        array.
+        """
         dtypes = self._dtypes if narrow else [flat.dtype] * len(self._dtypes)
         parts = zip(self.schema.entries, self.schema.slices, dtypes, strict=True)
         leaves = [flat[part].reshape(entry.shape).astype(dtype) for entry, part, dtype in parts]

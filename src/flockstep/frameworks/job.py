@@ -20,7 +20,8 @@ _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 
 
 def make_engine(job: Job, seed: int) -> Engine:
-    """Return the engine for the kind of model that the job builds; the model is built once more to find out.
+    """Return the engine for the kind of model that the job builds; the function builds the model once to find its
+    kind.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.

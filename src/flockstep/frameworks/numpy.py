@@ -92,7 +92,7 @@ class QuadraticModel(Model):
         return {"w": (len(self.hessian),)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return the start, or a random point."""
+        """Return the given starting point, or a random point."""
         return {"w": random.standard_normal(len(self.hessian)) if self.start is None else self.start}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
@@ -253,7 +253,8 @@ class NumpyEngine(Engine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Like `gradient`, of the loss plus the weighted cross-entropy with the mean probabilities of the teachers.
+        """Compute the gradient of the loss plus the weighted cross-entropy with the mean probabilities of the
+        teachers.
 
         Raises:
             CompositionError: the model has no classes.

@@ -27,11 +27,13 @@ from flockstep.frameworks.torch_optimizers import from_torch
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
 
 LARGEST_CHUNK = 64
-"""Maximum number of replicas in one batched call: more would not be faster, and would need more memory."""
+"""Maximum number of replicas in one batched call: more replicas would not be faster, and would need more memory."""
 CHUNK_BYTES = 128 << 20
 """Approximate limit in bytes of the gradients and saved activations of one batched call."""
 TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
-"""Largest relative distance between a batched gradient and a plain one that is attributed to rounding, by dtype."""
+"""Largest relative distance between a batched gradient and a plain gradient that is attributed to rounding, by
+dtype.
+"""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -101,22 +103,20 @@ class TorchEngine(FactoringEngine):
         return self.flat.params
 
     def initial(self) -> FlatArray:
-        """Return a copy of the parameters that every replica starts from; after a call of `home`, of the
-        module's own.
+        """Return a copy of the parameters that every replica starts from; after a call of `home`, a copy of the
+        module's own parameters.
         """
         return (self.flat.params if self._start is None else self._start).copy()
 
     def home(self) -> FlatArray:
-        """Return the module's own parameters, the initial ones; a process that trains in place keeps no other copy of
-        them.
-        """
+        """Return the module's own, initial parameters; a process that trains in place keeps no other copy of them."""
         self._given_away = True
         return self.flat.params
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss.
 
-        `params` that are not the module's own are copied into the module.
+        Parameters other than the module's own are copied into the module.
         """
         return self.distil(params, indices, out, DistillationTargets(self.flat.params[None, :][:0], 0.0), replica, step)
 

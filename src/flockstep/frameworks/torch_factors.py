@@ -44,7 +44,9 @@ class FactoringEngine(Engine):
         replica: int,
         step: int,
     ) -> float:
-        """Like `gradient`, packed; the layers' matrices are also computed, but not packed."""
+        """Compute a gradient with the layers' matrices as factors, packed; the matrices are also computed, but not
+        packed.
+        """
         dense = np.empty(self.schema.size, out.dtype)
         modules = dict(self._linear())
         with captured([modules[layer.offset] for layer in layers]) as factors:

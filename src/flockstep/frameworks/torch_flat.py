@@ -21,7 +21,7 @@ NamedTensors = dict[str, torch.Tensor]
 
 
 RELEASED = 32 << 20
-"""Bytes of parameters that are moved before the memory they leave is returned to the system."""
+"""Number of bytes of parameters that are moved before the memory that they leave is returned to the system."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class FlatModule:
     def stepping(self) -> Iterator[None]:
         """Apply an optimizer's step on the parameters, taken inside the context, to the flat array.
 
-        The flat array keeps what it holds beyond the narrower parameters' precision, added to their values after the
+        The flat array keeps the remainder beyond the narrower parameters' precision, added to their values after the
         step, unless that is exactly zero, as a hook that prunes leaves it. A hook that sets or clamps parameters to
         other values has them in the flat array up to that remainder, at most half the distance of two neighboring
         values of the dtype at the value before the step.
@@ -143,7 +143,7 @@ class FlatModule:
         return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the flat array to what `master` returned; the module must hold the rounded values already.
+        """Set the flat array to the values that `master` returned; the module must hold the rounded values already.
 
         Raises:
             ConfigurationError: names or shapes differ from those of the narrower parameters, or the values, rounded,
@@ -186,7 +186,7 @@ class FlatModule:
         self._bind()
 
     def move_gradients(self, home: FlatArray) -> None:
-        """Move the gradients to `home` (K,), with their values."""
+        """Move the gradients with their values to the array `home` (K,)."""
         if home is self.grads:
             return
         home[:] = self.grads
@@ -195,7 +195,9 @@ class FlatModule:
         self._bind()
 
     def keep_gradients(self, home: FlatArray) -> None:
-        """Move the gradients of a run that has ended to `home` (K,); a parameter without a gradient gets none."""
+        """Move the gradients of a run that has ended to the array `home` (K,); a parameter without a gradient stays
+        without one.
+        """
         without = [parameter for parameter in self.parameters if parameter.grad is None]
         self.move_gradients(home)
         for parameter in without:
@@ -254,15 +256,15 @@ class FlatModule:
         return dict(self.module.named_buffers())
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' tensors inside a flat tensor (K,), or R replicas' inside a matrix (R, K): (R,
-        *shape).
+        """Return the parameters' tensors inside a flat tensor (K,), or the tensors (R, *shape) of R replicas inside a
+        matrix (R, K).
         """
         lead = flat.shape[:-1]
         return [flat[..., e.offset : e.offset + e.size].view(*lead, *e.shape) for e in self.schema.entries]
 
     def values(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Like `views`, with copies in the parameters' own dtypes for narrower parameters, as the module computes with
-        them.
+        """Return the tensors of `views`, but narrower parameters as copies in their own dtypes, as the module computes
+        with them.
         """
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]
 
@@ -398,7 +400,7 @@ def _take(of: weakref.ref[FlatBackward], index: int, parameter: torch.Tensor) ->
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor's values, also those of a sparse tensor."""
+    """Copy a tensor's values; the tensor may be sparse."""
     source = source.detach()
     target.copy_(source.to_dense() if source.layout != torch.strided else source)
 

@@ -48,7 +48,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set the state of `optimizer` to that in `state`, as views of its slots, in the flat array's dtype."""
+    """Set the state of `optimizer` to the given `state`, as views of its slots, in the flat array's dtype."""
     if not (state.steps and state.slots):
         return
     groups = _groups(optimizer)

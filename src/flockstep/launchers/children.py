@@ -28,7 +28,7 @@ KERNELS = "flockstep.launchers.preload"
 DRAIN = 1.0
 """Seconds the supervisor waits for the last output of ended processes; their own children may keep the pipes open."""
 LONGEST_LINE = 1 << 20
-"""Length in bytes from which an unfinished line of output is passed on."""
+"""Length in bytes at which an unfinished line of output is passed on."""
 HOST_LOST = 1 << 16
 """Exit code that stands for a process whose host was lost; no process ends with this code."""
 ENDED = HOST_LOST + 1
@@ -143,8 +143,8 @@ def relay(source: IO[bytes], stream: int, sink: Sink) -> None:
 def forkserver(kernels: bool = False) -> ForkServerContext:
     """The context of the fork server, which imports the heavy modules once.
 
-    PyTorch is among them only if this process has imported it, and compiled sums only if the first process that is
-    forked asks for `kernels`.
+    The fork server imports PyTorch only if this process has imported PyTorch, and compiled sums only if the first
+    process that is forked asks for `kernels`.
     """
     house_fork_server()
     context = multiprocessing.get_context("forkserver")
@@ -156,7 +156,7 @@ def forkserver(kernels: bool = False) -> ForkServerContext:
 def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool = False) -> Forked:
     """Start `target(*arguments)` in a forked process that ignores Ctrl-C; the arguments are plain values.
 
-    `kernels`: the process may compute sums in shared memory, see `forkserver`.
+    `kernels` says whether the process may compute sums in shared memory, see `forkserver`.
     """
     process = forkserver(kernels).Process(target=target, args=tuple(arguments), name=NODE)
     resource_tracker.ensure_running()  # before SIGINT is blocked, since starting the tracker unblocks it
@@ -223,7 +223,7 @@ def how_it_ended(code: int) -> str:
 
 
 def reap(children: Sequence[Child], seconds: float | None) -> None:
-    """Wait for the children to exit, and kill those that run longer than `seconds`; None waits without limit."""
+    """Wait for the children to exit, and kill the children that run longer than `seconds`; None waits without limit."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while any(child.exit_code() is None for child in children):
         if deadline is not None and time.monotonic() > deadline:

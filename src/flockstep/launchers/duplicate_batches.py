@@ -26,7 +26,7 @@ class GradientFingerprints:
     def hear(self, address: Address, note: Fields) -> None:
         """Store a worker's gradient fingerprint of a step.
 
-        When all workers have sent one, warn on standard error about equal ones.
+        When all workers have sent a fingerprint, warn on standard error about equal fingerprints.
         """
         step = int(note["step"])
         gradients = self.shown.setdefault(step, {})
@@ -64,7 +64,10 @@ class DataDigests:
     shown: dict[Address, str] = field(default_factory=dict)
 
     def hear(self, address: Address, note: Fields) -> None:
-        """Store a worker's digest; when all workers have sent one, warn on standard error if they differ."""
+        """Store a worker's digest.
+
+        When all workers have sent a digest, warn on standard error if the digests differ.
+        """
         self.shown[address] = str(note["digest"])
         other = next((rank for rank, digest in sorted(self.shown.items()) if digest != self.shown.get(0)), None)
         if len(self.shown) == self.workers and other is not None:
@@ -77,7 +80,7 @@ class DataDigests:
 
 
 def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
-    """The groups of workers with equal gradients; an empty fingerprint ("") equals no other."""
+    """The groups of workers with equal gradients; an empty fingerprint ("") equals no other fingerprint."""
     groups: dict[str, list[Address]] = {}
     for address, gradient in sorted(gradients.items()):
         groups.setdefault(gradient, []).append(address)
@@ -85,7 +88,7 @@ def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
 
 
 def warning(ranks: list[Address], step: int) -> str:
-    """The warning for workers with equal gradients: what is wrong, and the way out."""
+    """The warning for workers with equal gradients, with the way out."""
     named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     return (
         f"workers {named} computed the same gradient at step {step}, so they draw the same batches; seed the drawing "

@@ -38,9 +38,9 @@ from flockstep.records.snapshots import LAST, SNAPSHOTS, Snapshot
 from flockstep.workloads.own_data import OwnData
 
 BACKLOG = 1 << 30
-"""Bytes of snapshots that may wait for their evaluation."""
+"""Largest number of bytes of snapshots that wait for their evaluation."""
 YIELD = 10
-"""Niceness of evaluations while workers train (on Linux): a worker gets nine tenths of a core that both want."""
+"""Niceness of evaluations while workers train (on Linux): if both want a core, the worker gets nine tenths of it."""
 
 
 class SnapshotHandler:

@@ -1,4 +1,6 @@
-"""A run over several hosts that a user starts by hand, the same command on each: one coordinates, the others join."""
+"""A run over several hosts that a user starts by hand, with the same command on each host: one host coordinates, the
+others join.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,7 @@ class Coordinating(Gathering):
         return range(0)
 
     def over(self, config: RunConfig) -> RunConfig:
-        """The configuration with a transport between hosts, into which each agent puts its own address.
+        """The configuration with a transport between hosts, into which each agent puts its own host's address.
 
         Raises:
             ConfigurationError: the configuration names a transport that reaches no other host.

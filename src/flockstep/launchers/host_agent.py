@@ -302,7 +302,8 @@ class HostAgent:
 
 
 def on_host(transport: Transport, host: str) -> Transport:
-    """The transport of a node on the host with that address; with an interface, each host takes that one's address.
+    """The transport of a node on the host with the given address; with an interface, each host uses the address of its
+    own interface.
 
     Raises:
         ConfigurationError: the transport does not reach other hosts.

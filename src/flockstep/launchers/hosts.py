@@ -46,7 +46,7 @@ from flockstep.transports.links import Buffer, Frames
 from flockstep.transports.wire import PROTOCOL
 
 PROVING = 10.0
-"""Seconds within which a new connection must prove that it knows the secret, and say which host it is."""
+"""Seconds within which a new connection must prove that it knows the secret, and name its host."""
 STRANGERS = 32
 """Largest number of connections that have not proved that they know the secret; one more connection closes the
 oldest.
@@ -174,7 +174,8 @@ class OtherHosts:
         """
 
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
-        """Choose the host of a server: that of a worker (see `Strategy.beside`), or the hosts with workers in turn.
+        """Choose the host of a server: the host of a worker (see `Strategy.beside`), or the hosts with workers in
+        turn.
 
         Return whether the chosen host is another host than this one.
         """

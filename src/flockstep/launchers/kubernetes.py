@@ -23,7 +23,7 @@ LONGEST_NAME = 63
 INDEX = "JOB_COMPLETION_INDEX"
 """Environment variable that the Job controller sets to the index of the pod."""
 KEY = "secret"
-"""Key of the secret in its Secret."""
+"""Key under which the secret of a run is stored in its Secret."""
 RUNS = "/runs"
 """Folder in the pods where the volume of the records is mounted."""
 RESOLVE = """import socket, sys, time
@@ -35,7 +35,7 @@ while True:
         if time.monotonic() > end:
             sys.exit(f"{sys.argv[1]} does not resolve: {error}; does pod 0 run, and the DNS of the cluster?")
     time.sleep(0.5)"""
-"""Program that waits until a name resolves: the name of a pod takes seconds to become known."""
+"""Program that waits until a name resolves; a cluster needs seconds to publish the name of a pod."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([numkMGTPE]|[KMGTPE]i)?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

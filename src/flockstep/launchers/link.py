@@ -29,7 +29,9 @@ class ProcessLink:
         self._link = SupervisorLink(self.frames, hello.address, me)
 
     def tell(self, tag: str, note: AnyNote | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message for the node without waiting; messages that concern all also go to its communicator.
+        """Queue a message for the node without waiting.
+
+        Messages that concern all processes also go to the node's communicator.
 
         The array must not change afterwards, because all links send it without a copy.
         """

@@ -1,4 +1,4 @@
-"""Where the hosts of a run meet: the coordinator's address, and the secret that lets a host in."""
+"""The place where the hosts of a run meet: the coordinator's address, and the secret that admits a host."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _NEW_NETWORK = 0x40000000
 _CARD = re.compile(r"^[0-9]+: (fs([0-9]+)(?:[hc][0-9]+)?)[:@](?:.*\balias ([0-9]+))?", re.MULTILINE)
 _NETWORK = re.compile(r"(?<![0-9.])[0-9]+(?:\.[0-9]+){3}(?:/[0-9]+)?")
 NARROW = 4
-"""Shortest prefix, in bits, of a route that occupies its addresses; a default route, or the two halves of one, does
+"""Shortest prefix, in bits, of a route that counts as using its addresses; a default route, or a half of one, does
 not.
 """
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
@@ -33,12 +33,14 @@ Without a fixed address the bridge takes the address of a card, which changes wi
 get lost for a while.
 """
 BUFFER = "5s"
-"""Longest time a packet may wait in a link's queue before it is dropped; so long that no link loses packets."""
+"""Longest time in seconds that a packet may wait in a link's queue before it is dropped, long enough that no link loses
+packets.
+"""
 PACKETS = 3200
-"""Smallest burst of a link in bytes: two packets."""
+"""Smallest burst of a link in bytes, which is the size of two packets."""
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_limit_output_bytes": "65536"}
-"""TCP settings of every host, whatever this machine has: windows grow until a link is full and are kept between steps;
-connections share a card in turns.
+"""TCP settings of every host, whatever the settings of this machine: windows grow until a link is full and are kept
+between steps; connections share a card in turns.
 """
 
 
@@ -60,7 +62,7 @@ class Namespaces(Transport):
         _make_bridge(directory / "bridge")
 
     def listen(self, directory: Path, name: str) -> str:
-        """Address of any free port of this process's host, which the first call creates."""
+        """Return the address of any free port of this process's host; the first call creates the host."""
         if (here := _address_here()) is not None:  # sockets of a communicator, in addition to the node's
             return f"tcp://{here}:*"
         label, subnet, supervisor = (directory / "bridge").read_text().split()
@@ -180,7 +182,7 @@ def free_of(said: str, candidates: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Card:
-    """A network link of this namespace that a run created."""
+    """A network link of this namespace that was created by a run."""
 
     name: str
     supervisor: int

@@ -11,8 +11,9 @@ FILES_OF_SUPERVISOR = 20
 record.
 """
 FILES_PER_PROCESS = 8
-"""Descriptors of a supervisor for each process of its run: sockets, monitors, pipes, an events file. The processes
-themselves need fewer in total.
+"""Number of descriptors of a supervisor for each process of its run: sockets, monitors, pipes and an events file.
+
+The processes themselves need fewer in total.
 """
 
 

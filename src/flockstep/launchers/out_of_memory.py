@@ -38,8 +38,8 @@ class OutOfMemoryDetector:
         self._before = count()
 
     def explain(self, code: int) -> str:
-        """Addition to the message about an exit code: empty unless SIGKILL ended the process and the kernel has
-        killed processes for lack of memory.
+        """Addition to the message about an exit code; empty unless SIGKILL ended the process and the kernel has killed
+        processes for lack of memory.
         """
         if code != -signal.SIGKILL or self._count() <= self._before:
             return ""

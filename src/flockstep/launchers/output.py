@@ -1,4 +1,4 @@
-"""Where the output of a run's scripts goes: to the terminal, to files, or to both."""
+"""The output of a run's scripts, which goes to the terminal, to files, or to both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ONE_AT_A_TIME = threading.Lock()
 def to_terminal(stream: int, data: bytes) -> None:
     """Write to this process's own standard output or error, without mixing lines of several scripts.
 
-    What the reader no longer accepts is dropped, because a script must not wait for its reader forever.
+    Output that the reader no longer accepts is dropped, because a script must not wait for its reader forever.
     """
     out = (sys.stdout if stream == OUT else sys.stderr).fileno()
     rest = memoryview(data)
@@ -81,7 +81,8 @@ class Output(OutputOptions):
             )
 
     def sinks(self, ranks: range, workers: int) -> dict[int, RankOutput]:
-        """A sink for each of `ranks`; with a folder, the files of an earlier run are removed and new ones are created.
+        """Return a sink for each of `ranks`; with a folder, the files of an earlier run are removed and new files are
+        created.
 
         Raises:
             ConfigurationError: a file cannot be created.
@@ -144,7 +145,9 @@ class RankOutput:
             say_full(Path(file.name), error, "output is missing from it from now on")
 
     def close(self, failed: bool) -> None:
-        """End the output of a script; if the script has `failed` and its output is hidden, show the end of it."""
+        """End the output of a script; if the script has `failed` and its output is hidden, show the end of its
+        output.
+        """
         if failed and self._unsaid:
             self._show(ERR, marked(bytes(self._unsaid), self._prefix, b"\n"))
         while self._files:

@@ -97,7 +97,9 @@ def end_fork_server() -> None:
 
 
 def fork_servers_folder() -> list[str]:
-    """The folder of the fork server that forked this process; an empty list if multiprocessing chose its own folder."""
+    """The folder of the fork server that forked this process, as a list; empty if multiprocessing chose its own
+    folder.
+    """
     if multiprocessing.parent_process() is None:
         return []
     folder = Path(util.get_temp_dir()).parent

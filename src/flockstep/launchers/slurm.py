@@ -33,7 +33,7 @@ from flockstep.launchers.train import undisturbed
 from flockstep.launchers.wait_monitor import on_stderr
 
 JOB, HOSTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
-"""Environment variables of an allocation: its number, and its hosts."""
+"""Names of the environment variables of an allocation: JOB has the number of its job, HOSTS the list of its hosts."""
 SEPARATE = 120
 """Exit code of a job that does not find the folder of its output."""
 SCRIPT = """#!/bin/sh

@@ -19,7 +19,10 @@ REFUSED = {
     "test-only": "such a job is never started; leave it out",
     "clusters": "flockstep asks the Slurm of this host about the job; submit from a host of the other cluster",
 }
-"""Long option → why a run cannot have it. `sbatch` accepts every prefix that no other option has."""
+"""Long option of sbatch → reason why a run cannot have the option.
+
+`sbatch` accepts every prefix that no other option has.
+"""
 SHORT = {"a": "array", "W": "wait", "M": "clusters"}
 """Short option → the long one."""
 FLAGS = "HkOQsvhV"
@@ -51,7 +54,7 @@ VARIABLES = {
     "SBATCH_CLUSTERS": "clusters",
     "SLURM_CLUSTERS": "clusters",
 }
-"""Environment variables that sbatch reads like options."""
+"""Environment variables that sbatch reads as options."""
 
 
 def options_of_job(options: str, environment: Mapping[str, str]) -> list[str]:

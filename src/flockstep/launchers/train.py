@@ -181,7 +181,7 @@ def newest_model(tick: SnapshotTick, policy: ResultPolicy, outcome: Outcome) -> 
 
 
 class TargetReached(Exception):
-    """Raised when an evaluation reaches the target of a run that ends at its target."""
+    """Raised after the evaluation that reaches the target of a run that ends at its target."""
 
 
 def until_target(config: RunConfig, emit: Emit) -> Emit:
@@ -199,9 +199,7 @@ def until_target(config: RunConfig, emit: Emit) -> Emit:
 
 @contextlib.contextmanager
 def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
-    """Context manager around a run: however the run ends, its record gets a summary with that status and the run's
-    notes.
-    """
+    """Context manager around a run: however the run ends, its record gets a summary with the run's status and notes."""
     status: Status = "failed"
     text, notes = None, list[str]()
     try:

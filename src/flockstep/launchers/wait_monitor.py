@@ -13,7 +13,9 @@ from flockstep.messages import Fields, node_name
 PERIOD = 10.0
 """Seconds of waiting after which a run reports the workers that it waits for, and between two reports."""
 STARTING = 6
-"""Periods after which a run reports workers that have not joined; scripts that take long to import are not a fault."""
+"""Number of periods after which a run reports workers that have not joined; a script that takes long to import is not a
+fault.
+"""
 FRESH = 5.0
 """Seconds for which a worker's report that it waits is valid; the worker repeats it every second."""
 

@@ -61,7 +61,7 @@ class Optimizer(Component):
         return state
 
     def remembered(self, state: OptimizerState) -> OptimizerState:
-        """Return the part of `state` that a checkpoint holds: steps, slots and numbers."""
+        """Return the part of `state` that a checkpoint holds: the number of steps, the slots and the scalar state."""
         return state
 
     def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:

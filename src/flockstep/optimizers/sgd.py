@@ -56,7 +56,9 @@ class SGD(Optimizer):
         lr: float,
         share: float = 1.0,
     ) -> None:
-        """Take a step with another momentum, of any sign; 0 keeps a velocity, None does not."""
+        """Take a step with another momentum, of any sign; with a momentum of 0 the velocity is kept, with None there is
+        no velocity.
+        """
         rate, share = float(lr * share if momentum is None else lr), float(share)
         first_step, state.steps = state.steps == 0, state.steps + share
         if len(params) <= BLOCK and not self.weight_decay and momentum is None:

@@ -28,7 +28,7 @@ REQUIREMENTS = {
     "private": "data may not leave the machines that hold them",
     "slow-links": "links are sometimes slower than the cluster's description says",
 }
-"""Need that a user can name → its meaning."""
+"""Requirement that a user can name → meaning of the requirement."""
 DROPS = "drops part of each gradient without error feedback, which costs accuracy (feedback=residual avoids that)"
 """Reason for which a strategy is not advised, whatever the requirements."""
 UNCOUNTED = "records no updates, so the worth of its samples is not known"
@@ -85,8 +85,8 @@ class Advice:
 def advise(
     outlook: Outlook, requirements: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
 ) -> Advice:
-    """Recommend the strategy with the highest worth among those that meet the requirements; trials in `found` take
-    precedence.
+    """Recommend the strategy with the highest worth among the strategies that meet the requirements; trials in `found`
+    take precedence.
 
     `candidates` were to be tried: if some were not, the advice says that it is partial.
 
@@ -210,7 +210,7 @@ def _tried(choice: StepPrediction, second: StepPrediction | None, tried: dict[st
 def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> float:
     """Number of samples per second that plain training would need for the same progress.
 
-    With requirements that say so, waiting counts as if the links were slower.
+    Under the requirement slow-links, waiting counts as if the links were slower.
     """
     rate = found.samples_per_second
     if found.strategy is not None:
@@ -228,7 +228,9 @@ def counted(found: StepPrediction) -> bool:
 
 
 def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
-    """Reason why a strategy does not meet the requirements or cannot run; None if it can."""
+    """Reason why a strategy does not meet the requirements or cannot run; None if the strategy meets them and can
+    run.
+    """
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
         return f"needs more memory than the {formatting.size(memory)} of a worker"

@@ -1,4 +1,6 @@
-"""Sentences of advice: the recommended strategy, the reasons, and what would change the choice."""
+"""Sentences of advice: the recommended strategy, the reasons, and the conditions under which the choice would
+change.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ class Case:
     worths: Mapping[str, float]
     """Name of a strategy → its predicted speed relative to one worker, under the requirements."""
     meanings: Sequence[str]
-    """Meanings of the user's requirements, one phrase each."""
+    """Meanings of the user's requirements, as one phrase for each."""
     alone: str | None = None
-    """Reason why one worker does not meet the requirements; None if it does."""
+    """Reason why one worker does not meet the requirements; None if one worker meets them."""
     tried: bool = False
     """Whether the best remaining strategy was chosen by trials."""
 
@@ -200,7 +202,9 @@ _RATES = {"higher": "may grow with the workers", "likely": f"is {RATES['likely']
 
 
 def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
-    """Sentences on where another strategy becomes better, how far the runner-up is behind, and how to find out."""
+    """Sentences on the conditions under which another strategy becomes better, the distance of the runner-up, and ways
+    to find out.
+    """
     said = []
     for one in crossovers:
         other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")

@@ -35,7 +35,7 @@ NEAR = 0.15
 is added.
 """
 UNEQUAL = 2.0
-"""Ratio of the links of two pairs from which on a note says that the pairs differ."""
+"""Ratio of the links of two pairs of workers at which a note says that the pairs differ."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ class Check:
 
     @property
     def rate_error(self) -> float | None:
-        """Relative error of the predicted samples per second; None if one of the two is unknown."""
+        """Relative error of the predicted samples per second; None if the predicted or the measured value is
+        unknown.
+        """
         return self.predicted.rate / self.measured.rate - 1 if self.predicted.rate and self.measured.rate else None
 
     def document(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def _elsewhere(hosts: Hosts, cluster: ClusterShape) -> tuple[str, ...]:
 def for_report(
     folders: Sequence[Path], cluster: ClusterShape | None = None, imports: Sequence[str] = ()
 ) -> list[Prediction | None]:
-    """Prediction for each run, for a report: for `cluster` if given, otherwise a rehearsal of a simulated run.
+    """Predictions of runs for a report: for `cluster` if given, otherwise by a rehearsal of a simulated run.
 
     None for a run without a prediction, or without measurements to compare. Without a cluster only the record is read.
 
@@ -286,7 +288,7 @@ CHECK_RANKS = (0, 3, 0, 0, 0, 1, 1, 1, 2, 2, 2, 4)
 
 
 def check_cells(one: Check) -> tuple[str, ...]:
-    """A table row with prediction and measurement."""
+    """Return a table row with prediction and measurement."""
     return (
         short(one.strategy),
         str(one.workers),

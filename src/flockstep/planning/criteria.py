@@ -69,7 +69,7 @@ class Criteria:
     survives: int
     """RSOI: number of worker deaths after which the other workers continue."""
     reproducible: Literal["easy", "medium", "hard"]
-    """ERB: how hard it is to reproduce a result."""
+    """ERB: how hard a result is to reproduce."""
 
     def document(self) -> dict[str, Any]:
         """The criteria as plain data, for JSON."""
@@ -77,7 +77,7 @@ class Criteria:
 
 
 def criteria(found: StepPrediction, pace: Pace | None) -> Criteria:
-    """The row of a predicted strategy; a trivial row for one worker."""
+    """Return the row of Table 2 for a predicted strategy; a trivial row for one worker."""
     if found.strategy is None:
         return Criteria("one worker", False, "likely", 0.0, 0, 1.0, 0, "easy")
     cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
@@ -120,7 +120,10 @@ def is_synchronous(cell: TaxonomyEntry | None, traits: Traits) -> bool:
 
 
 def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
-    """Whether a run can be repeated; if servers drop gradients, the order of arrival decides which ones."""
+    """Whether a run can be repeated.
+
+    If servers drop gradients, the order of arrival decides which gradients are dropped.
+    """
     return is_synchronous(cell, traits) and not (is_central(cell) and traits.delivery == "partial")
 
 
@@ -194,14 +197,17 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
 
 
 def lateness(found: StepPrediction, site: Site) -> float:
-    """Staleness of a strategy's updates; without versions, the number of other workers' updates meanwhile."""
+    """Staleness of a strategy's updates; without versions, the number of other workers' updates during a step and a
+    model's transit.
+    """
     if found.staleness is not None:
         return found.staleness
     return (found.workers - 1) * (1 + delay(found, site))
 
 
 def delay(found: StepPrediction, site: Site) -> float:
-    """Steps that a model is in transit if no worker waits for it; grows with the load of the links, without limit.
+    """Number of steps for which a model is in transit if no worker waits for it; grows with the load of the links,
+    without limit.
 
     The transit time over 1 - ρ, where ρ is the share of time in which a worker's card sends: the time in a queue whose
     jobs vary in size and arrival.
@@ -216,7 +222,9 @@ def momentum(site: Site) -> float:
 
 
 def horizon(found: StepPrediction, site: Site) -> float:
-    """Steps until all workers have received a worker's step; pairwise averaging needs more than full averages."""
+    """Number of steps until all workers have received a worker's step; pairwise averaging needs more steps than full
+    averages.
+    """
     assert found.strategy is not None
     n, sent = found.workers, max(found.sent_bytes / site.task.nbytes, 1e-9)
     if n == 1:
@@ -250,7 +258,8 @@ def drops(found: StepPrediction) -> bool:
 
 
 def compression(found: StepPrediction, site: Site) -> tuple[float, float]:
-    """Relative variance ω that unbiased codecs add, and the steps by which other codecs delay what they omit.
+    """Relative variance ω that unbiased codecs add, and number of steps by which other codecs delay the values that
+    they omit.
 
     Both are measured on an array of Laplacian random numbers, whose tails are heavier than those of a normal
     distribution, as those of gradients are (Aji & Heafield 2017 find most gradients near zero). A strategy that
@@ -272,7 +281,9 @@ def compression(found: StepPrediction, site: Site) -> tuple[float, float]:
 
 @lru_cache(maxsize=256)
 def lost(codec: Codec) -> float:
-    """Share of the energy of a Laplacian random array that its encoding omits; 1 if the codec cannot be tried."""
+    """Share of the energy of a Laplacian random array that the array's encoding omits; 1 if the codec cannot be
+    tried.
+    """
     array = np.random.default_rng(0).laplace(size=TRIED).astype(np.float32)
     try:
         fit = codec.bind_shapes(((TRIED,),)).bind_step(0)

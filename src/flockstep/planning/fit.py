@@ -49,7 +49,7 @@ LONGEST = 400
 SPANS = 5
 """Number of spans into which steps are divided."""
 POOR = 0.2
-"""Relative error of a step's time from which on a fit is called poor."""
+"""Relative error of a step's time above which a fit is called poor."""
 SHORT, LONG = 1e-7, 1e2
 """Bounds within which a fit searches the latency, in seconds."""
 SLOW, FAST = 1e2, 1e12
@@ -61,7 +61,7 @@ ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
 SEARCH = 40
 """Largest number of iterations of the search for one unknown."""
 MOST = 1e12
-"""Seconds, or bytes, of a step above which a record is invalid."""
+"""Number of seconds, or of bytes, of a step above which a record is invalid."""
 NOTHING = 0.01
 """Share of a step's time below which the network is ignored."""
 
@@ -305,7 +305,7 @@ def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int) -> float:
 
 
 def first_counted(steps: int) -> int:
-    """Number of ignored steps at the beginning, as in a rehearsal."""
+    """Number of steps at the beginning of a run that are ignored, as in a rehearsal."""
     return max(1, int(LEFT_OUT * steps))
 
 

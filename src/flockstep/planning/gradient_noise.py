@@ -8,7 +8,7 @@ from flockstep.drivers.plan import LocalOptimizer
 from flockstep.frameworks.base import Engine
 
 STEPS = 64
-"""Number of steps of each part of a measurement: at the start, training, and measuring while training."""
+"""Number of steps of each part of a measurement: at the start, while training, and while measuring during training."""
 GRADIENTS = 6 * STEPS
 """Number of gradients that a measurement takes."""
 

@@ -38,11 +38,13 @@ from flockstep.workloads.sampler import steps_for
 BATCH = 32
 """Batch size of a model without a job."""
 OPERATIONS = 1e10
-"""Floating-point operations per second of a worker of which nothing is known."""
+"""Assumed floating-point operations per second of a worker whose speed is unknown."""
 NOISE = 3.0
-"""Noise scale in batches that is assumed where measuring it is not possible or takes too long."""
+"""Noise scale in batches that is assumed if the noise scale cannot be measured, or if measuring takes too long."""
 DENSE = 6.0
-"""Operations per parameter and sample of a gradient if the work of a model is not known, as of dense layers."""
+"""Operations per parameter and sample of a gradient that are assumed if the work of a model is not known, as for dense
+layers.
+"""
 AFFORDED = 1e10
 """Largest number of floating-point operations for measuring the noise scale."""
 WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
@@ -60,7 +62,7 @@ class JobProfile:
     dtype: str = "float32"
     batch: int = BATCH
     usual: bool = True
-    """Whether the batch is the job's own, or the job has none."""
+    """Whether the batch is the job's own batch, or the job has no batch of its own."""
     slots: int = 0
     """Number of arrays of the model's size that the optimizer keeps."""
     work: float | None = None
@@ -69,11 +71,13 @@ class JobProfile:
     job: Callable[[int], Job] | None = field(default=None, compare=False, repr=False)
     """Function from a seed to the job of a run; None if only sizes are known, so that nothing can be trained."""
     file: Path | None = field(default=None, compare=False)
-    """The Python file of the job; None for a built-in job, or one given as an object."""
+    """The Python file of the job; None for a built-in job, or for a job given as an object."""
     known_noise: float | None = None
-    """The noise scale, if this profile is a scaled one; None if the noise scale is to be measured."""
+    """The noise scale of a profile that was scaled from another profile; None if the noise scale is to be measured."""
     identity: str | None = None
-    """The job's entry in a cluster file, see `identity`; None if the job has no name by which it could be loaded."""
+    """The job's entry in a cluster file, as the function `identity` returns it; None if the job has no name by which it
+    could be loaded.
+    """
 
     @cached_property
     def surrogate_batches(self) -> SurrogateBatches:
@@ -119,7 +123,7 @@ class JobProfile:
         return max(job.least_steps, steps_for(job.epochs, len(job.data().train_x), workers, self.batch))
 
     def scaled(self, factor: float) -> JobProfile:
-        """The task with `factor` times the parameters, in one tensor, and the same work."""
+        """The profile of a job with `factor` times the parameters, in one tensor, and the same work."""
         elements = max(1, round(self.elements * factor))
         return replace(self, elements=elements, tensors=(), job=None, known_noise=self.noise)
 
@@ -206,7 +210,7 @@ class Site:
         return Overheads(self.cluster.message, receive, serve, step)
 
     def assumptions(self) -> list[str]:
-        """Sentences about assumptions, where neither job nor cluster has the information."""
+        """Sentences about the assumptions that replace information missing from job and cluster."""
         said = ["memory does not include activations, which flockstep layers shows"]
         if len({group.speed for group in self.cluster.groups}) > 1:
             said.append("one worker has the fastest machine to itself; the first of several may have a slower one")

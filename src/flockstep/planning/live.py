@@ -16,7 +16,8 @@ NOW = ("server", "mean", "rank0")
 
 
 class LiveSimulation(Simulation):
-    """A run whose snapshots show the model at their own time, one for every gradient of each worker on average.
+    """A run whose snapshots show the model at their own time, one snapshot for every gradient of each worker on
+    average.
 
     A record's snapshots show equal progress of all nodes, and are as late as the slowest node. If workers differ in
     speed and do not wait for each other, the current model is far ahead by then, and determines the time to target.

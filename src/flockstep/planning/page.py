@@ -38,7 +38,8 @@ RANGE = 100.0
 
 
 def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequence[Listing] = ()) -> Path:
-    """Write the page to `path`, create its folder if it is missing, and return the path.
+    """Write the page to `path`, create its folder if it is missing, and return the path; `further` holds tables that
+    come first.
 
     `further`: tables that come first.
     """

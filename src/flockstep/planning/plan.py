@@ -59,9 +59,9 @@ class Outlook:
     further: bool = False
     """Whether the plan also predicts scaling and crossovers."""
     length: float | None = None
-    """Duration of the run in seconds, as given by the user; None if not given."""
+    """Duration of the run in seconds, as given by the user; None if the user gave no duration."""
     steps: int | None = None
-    """Steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
+    """Number of steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
 
     @cached_property
     def curves(self) -> tuple[Curve, ...]:

@@ -55,7 +55,7 @@ def _brief(text: str) -> str:
 
 
 def many(count: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun: "1 worker", "1,024 workers"; `plural` for nouns whose plural has no s."""
+    """A count with its noun: "1 worker", "1,024 workers"; `plural` gives the plural of nouns that do not take an s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
@@ -71,7 +71,7 @@ def as_much(ratio: float, what: str = "many") -> str:
 def late(outlook: Outlook, found: StepPrediction) -> float | None:
     """Mean staleness of a strategy's updates in versions.
 
-    None if it has no versions, or all workers wait for each other.
+    None if the strategy has no versions, or all workers wait for each other.
     """
     if found.staleness is not None or found.strategy is None or not combines(found):
         return found.staleness
@@ -101,7 +101,7 @@ def worth_of(worth: float | None) -> str:
 
 
 def cells(outlook: Outlook, found: StepPrediction, worth: float) -> tuple[str, ...]:
-    """A table row; `worth`: the strategy's predicted speed relative to one worker."""
+    """Return a table row; `worth` is the strategy's predicted speed relative to one worker."""
     most = found.staleness_most
     return (
         short(found.name),

@@ -32,7 +32,7 @@ def measure_rates(
 ) -> Rates:
     """Measure medians over rounds on float32 arrays, after a warm-up that includes compilation.
 
-    `shapes`: shapes of a model's tensors, in place of one matrix of `elements` elements.
+    `shapes` gives the shapes of a model's tensors, in place of one matrix of `elements` elements.
 
     Raises:
         ConfigurationError: a codec or optimizer does not exist.

@@ -41,7 +41,9 @@ from flockstep.strategies.base import Strategy, choose_result
 ELEMENTS = 4096
 """Number of parameters of the surrogate for a large model."""
 SMALL = 60_000
-"""Largest product of parameters and workers at which a model is always rehearsed itself, not a smaller surrogate."""
+"""Largest product of parameters and workers at which a rehearsal always uses the model itself, not a smaller
+surrogate.
+"""
 LARGE = 5e7
 """Largest product of the parameters of a worker, the steps and the pairs of workers, at which the model itself may be
 rehearsed.
@@ -57,8 +59,8 @@ STEPS = 40
 LEFT_OUT = 0.25
 """Share of the steps at the beginning that is ignored, because a pipeline has to fill."""
 FEWEST, EVERYONES = 16, 48
-"""Smallest number of counted steps of a rehearsal: of each worker, or of all workers together, whichever is reached
-first.
+"""Smallest number of counted steps of a rehearsal: FEWEST of each worker, or EVERYONES of all workers together,
+whichever is reached first.
 """
 LITTLE, MOST_RANDOM = 0.25, 3.0
 """LITTLE: largest delay of the slowest worker, as a share of a step, for which `FEWEST` counted steps suffice.
@@ -66,8 +68,8 @@ LITTLE, MOST_RANDOM = 0.25, 3.0
 MOST_RANDOM: largest factor on the number of counted steps.
 """
 MOST, ALL, PATIENCE = 640, 20480, 1024
-"""Largest number of steps of a rehearsal: of each worker, of all workers together, and of all workers together while
-the two halves of the rehearsal still differ.
+"""Largest number of steps of a rehearsal: MOST of each worker, ALL of all workers together, and PATIENCE of all workers
+together while the two halves of the rehearsal still differ.
 """
 FEW = 4
 """Smallest number of steps of the slowest worker while all workers train."""
@@ -99,7 +101,7 @@ class Rehearsal:
     """Payload bytes that the busiest server sends for each step of a worker; 0 without servers."""
     messages_per_step: float
     staleness: float | None
-    """Mean staleness of updates in versions; None if nothing counts versions."""
+    """Mean staleness of updates in versions; None if the strategy counts no versions."""
     staleness_max: int | None
     steps: int = STEPS
     """Number of steps of every worker."""

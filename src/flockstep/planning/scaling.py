@@ -1,4 +1,4 @@
-"""How strategies scale with workers, and where bandwidth, model size or stragglers change the best one."""
+"""How strategies scale with workers, and where bandwidth, model size or stragglers change which strategy is best."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ GRAPH = 1024
 PAYS = 1.1
 """Smallest factor on the worth by which twice the workers pay off."""
 SCAN = 6
-"""Number of points on either side of the present value at which a change of the best is searched."""
+"""Number of points on either side of the present value at which a change of the best strategy is searched."""
 HALVINGS = 6
-"""Number of bisections of the interval with the change."""
+"""Number of bisections of the interval in which the best strategy changes."""
 REACH = 1000.0
 """Factor by which bandwidth and model size are varied, up and down."""
 FACTOR, LENGTH = 5.0, 10
-"""Slowdown and number of steps of the slow spells that are varied."""
+"""FACTOR: slowdown of the slow spells that are varied. LENGTH: their number of steps."""
 RARE, USUAL = 1e-4, 0.3
-"""Probabilities of slow spells between which stragglers are varied."""
+"""Smallest (RARE) and largest (USUAL) probability of slow spells between which stragglers are varied."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class ScalablePrediction:
             return None
 
     def worth(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
-        """Samples per second, in samples of plain training, if everything but computing takes `slower`
-        times as long.
+        """Samples per second, in samples of plain training, if all parts of a step but computing take `slower` times as
+        long.
         """
         if self.pace is None:
             return worth(self.found.samples_per_second, self.relative_samples)
@@ -98,7 +98,7 @@ class ScalablePrediction:
 
 
 def waiting(share: float, slower: float) -> float:
-    """Factor on a step's time, `share` of which is computing, if the rest takes `slower` times as long."""
+    """Factor on a step's time if all parts but computing, which is `share` of the step, take `slower` times as long."""
     return share + slower * (1 - share)
 
 
@@ -162,8 +162,8 @@ def crossovers(
 ) -> tuple[Crossover, ...]:
     """The nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
 
-    One quantity is varied at a time, up and down from its present value; `slower` as in `ScalablePrediction.worth`.
-    The result is empty if the choice is not among the predictions.
+    One quantity is varied at a time, up and down from its present value; `slower` has the meaning it has in
+    `ScalablePrediction.worth`. The result is empty if the choice is not among the predictions.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
     chosen = next((one for one in predictions if one.name == choice), None)

@@ -37,7 +37,7 @@ that Table 2 suggests.
 TRIES = 4
 """Number of draws of hyper-parameters for one trial, because some combinations are not allowed."""
 FAR = 1e9
-"""Added to the objective if the target was missed, so that such trials rank last."""
+"""Value added to the objective if the target was missed, so that such trials rank last."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Found:
     strategy: str
     """Name of the strategy in the plan."""
     trials: tuple[Trial, ...]
-    """Trials in order; the first one has the strategy as written and the job's own learning rate."""
+    """Trials in order; the first trial has the strategy as written and the job's own learning rate."""
     refused: str | None = None
-    """Reason why there are no trials, or no further ones."""
+    """Reason why there are no trials, or no further trials."""
 
     @property
     def best(self) -> Trial | None:
-        """The first trial to reach the target; if none did, the trial that came nearest."""
+        """The first trial to reach the target; if no trial did, the trial that came nearest."""
         return min(self.trials, key=_cost, default=None)
 
     @property
@@ -96,7 +96,7 @@ class SearchProgress:
 
 
 def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
-    """One worker, and the strategies with the highest worth in the plan, except those in `leave`.
+    """One worker, and the strategies with the highest worth in the plan, except the strategies in `leave`.
 
     Raises:
         ConfigurationError: `top` is below 1.

@@ -41,7 +41,7 @@ FACTOR, EVERY = 5.0, 4
 cluster without any.
 """
 LEAST = 1e-12
-"""Seconds assumed for a step that computes and sends nothing."""
+"""Seconds assumed for a step in which a worker computes and sends nothing."""
 DECADE = 10.0
 """Base of the rehearsed ratios of size and bandwidth: 1/10, 1 and 10, and beyond them every second power of ten."""
 
@@ -111,7 +111,8 @@ class Unpredictable(ConfigurationError):
 def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> StepPrediction:
     """Predict a strategy; a rehearsal has `steps` steps (None: as many as needed).
 
-    More than 16 workers are extrapolated from rehearsals with fewer, with every link as slow as the slowest.
+    Steps of more than 16 workers are extrapolated from rehearsals with fewer workers, with every link as slow as the
+    slowest.
 
     Raises:
         ConfigurationError: the strategy cannot run on so many workers, or nothing determines the cost.
@@ -166,7 +167,7 @@ def rehearsed(
 ) -> Rehearsal:
     """Rehearse a strategy in virtual time on the site's machines and links, with the costs of messages and steps.
 
-    `law`: another compute model; `quick`: use a small surrogate for the model; `even`: make every link as slow as the
+    `law` is another compute model; `quick`: use a small surrogate for the model; `even`: make every link as slow as the
     slowest; `ratio`: factor on the time that the model takes over links.
     """
     task, coding = site.task, 1.0
@@ -322,7 +323,7 @@ class Pace:
     site: Site
     """The site of the plan."""
     found: StepPrediction | None = None
-    """The prediction for the site of the plan; None if it was not rehearsed."""
+    """The prediction for the site of the plan; None if the site was not rehearsed."""
 
     @cached_property
     def exposure(self) -> float:

@@ -45,7 +45,7 @@ class SurrogateBatches:
 
 
 class SurrogateEngine(NumpyEngine):
-    """The engine of a rehearsal. `factor`: bytes of the model for each byte of the surrogate."""
+    """The engine of a rehearsal; `factor` is the number of bytes of the model for each byte of the surrogate."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ def _job(samples: int, batch: int, optimizer: Optimizer | None) -> Job:
 
 
 def shrunk(shapes: Sequence[Shape], elements: int) -> tuple[Shape, ...]:
-    """Shapes of equal numbers of axes and similar proportions, with about `elements` elements in total."""
+    """Return shapes of equal numbers of axes and similar proportions, with about `elements` elements in total."""
     share = min(1.0, elements / max(1, sum(map(math.prod, shapes))))
     return tuple(_smaller(shape, share) for shape in shapes) if share < 1 else tuple(shapes)
 

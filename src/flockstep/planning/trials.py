@@ -1,4 +1,6 @@
-"""Trials: runs in virtual time with real gradients that end at the target, for what a plan cannot know without them."""
+"""Trials: runs in virtual time with real gradients that end at the target, for questions that a plan cannot answer
+without them.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ class TrialContext:
         return self._jobs[seed]
 
     def engine(self, job: Job, seed: int) -> Engine:
-        """The engine for gradients; a new one if replicas have buffers, which an earlier trial has changed."""
+        """The engine for gradients; a new engine if replicas have buffers, which an earlier trial has changed."""
         if seed not in self._engines:
             limit_threads(1)
             engine = make_engine(job, seed)
@@ -181,7 +183,7 @@ def trial(
 
 
 def goal_of(job: Job, target: float | None) -> float:
-    """The metric to reach.
+    """The value of the metric that a trial has to reach.
 
     Raises:
         ConfigurationError: neither the job nor the caller has a target, or the target is not a valid accuracy.
@@ -206,7 +208,7 @@ def law_of(site: Site, strategy: Strategy | None, workers: int) -> ComputeModel:
 
 
 def averaging(site: Site, workers: int) -> tuple[float, float]:
-    """Seconds and bytes per worker of averaging the replicas once, over the slowest link."""
+    """Seconds and bytes per worker that one averaging of the replicas takes over the slowest link."""
     latency, bandwidth = site.link
     if workers == 1 or bandwidth == math.inf:
         return 0.0, 0.0

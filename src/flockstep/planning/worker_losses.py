@@ -1,4 +1,4 @@
-"""Predicts how many workers are lost during a run, and the probability that a strategy does not survive that."""
+"""Predicts the number of workers lost during a run, and the probability that a strategy does not survive the losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOUR, DAY = 3600.0, 86400.0
 length.
 """
 SELDOM, NEVER = 0.01, 1e-9
-"""Probabilities below which a risk is given as one run in so many, and as none."""
+"""Probabilities below which a risk is given as one run in a large number of runs (SELDOM), and as none (NEVER)."""
 RISK = 0.05
 """Largest accepted probability that a run ends early, on clusters whose workers come and go."""
 

@@ -45,12 +45,12 @@ LONGEST_HEARTBEAT = 3600
 class RunConfig:
     """The configuration of one run. Components are stored as text (`ps(consistency=ssp(3))`).
 
-    None means the job's own value.
+    None stands for the job's own value.
     """
 
     kind: Kind
-    """Kind of the run: `train` has real processes and real seconds, `launch` has them for a user's script, `simulate`
-    has virtual seconds.
+    """Kind of the run: `train` for real processes and real seconds, `launch` for a user's script on real processes,
+    `simulate` for virtual seconds.
     """
     job: str
     """A workload's expression, or the path of a Python file with a `job()` function."""
@@ -68,7 +68,7 @@ class RunConfig:
     batch: int | None = None
     """Samples per worker and step."""
     lr: float | None = None
-    """Learning rate that replaces the one of the job's optimizer."""
+    """Learning rate that replaces the learning rate of the job's optimizer."""
     schedule: str | None = None
     """Schedule of learning rate and batch size over the steps, as factors on `lr` and `batch`."""
     split: str = "iid"
@@ -99,7 +99,7 @@ class RunConfig:
     versions: dict[str, str] = field(default_factory=dict)
     """Package → version in use during the run; `same_run` does not compare versions."""
     facts: dict[str, str] = field(default_factory=dict)
-    """Values that must be equal when the run is repeated, for example a hash of the data."""
+    """Values that must be equal if the run is repeated, for example a hash of the data."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

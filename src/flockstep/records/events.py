@@ -54,7 +54,8 @@ class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=T
 
 
 class ClockEvent(msgspec.Struct, tag="clock", frozen=True, forbid_unknown_fields=True):
-    """A node has compared its host's clock with the supervisor's, on which all times of a real run are recorded.
+    """A node has compared its host's clock with the supervisor's clock, on which all times of a real run are
+    recorded.
 
     `offset_seconds`: seconds added to the node's clock; `uncertainty_seconds`: largest error of that offset.
     """
@@ -66,7 +67,10 @@ class ClockEvent(msgspec.Struct, tag="clock", frozen=True, forbid_unknown_fields
 
 
 class HostsEvent(msgspec.Struct, tag="hosts", frozen=True, forbid_unknown_fields=True):
-    """The run is on several hosts. `hosts`: the ranks of each host's workers, hosts in the order of their lowest."""
+    """The run is on several hosts.
+
+    `hosts` holds the ranks of each host's workers, with hosts in the order of their lowest rank.
+    """
 
     seconds: float
     hosts: tuple[tuple[int, ...], ...]
@@ -165,4 +169,4 @@ Event = (
     | ResultEvent
 )
 HELD_BACK = (StepEvent, UpdateEvent, SpanEvent)
-"""Frequent events: a writer may buffer these before writing them."""
+"""Types of frequent events, which a writer may buffer before writing them."""

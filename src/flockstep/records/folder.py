@@ -53,8 +53,9 @@ class Record:
 class EventWriter:
     """Append events to a file, one JSON document per line.
 
-    Up to `flush_every` - 1 steps, updates and spans are buffered; every other event is written at once, with what is
-    buffered. Written events survive the death of the process. An incomplete last line of an earlier writer is removed.
+    Up to `flush_every` - 1 steps, updates and spans are buffered; every other event is written at once, together with
+    the buffered events. Written events survive the death of the process. An incomplete last line of an earlier writer
+    is removed.
     """
 
     def __init__(self, path: Path | str, flush_every: int = 8):
@@ -80,8 +81,8 @@ class EventWriter:
     def flush(self) -> None:
         """Write the buffered events to the file; if the disk is full, drop them with a warning.
 
-        If part of a line was written, the rest of that line is kept and tried again first: otherwise no later event
-        could be read.
+        If part of a line was written, the rest of that line is kept and tried again first: otherwise the later events
+        could not be read.
         """
         try:
             while self._buffer:

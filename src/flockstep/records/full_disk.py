@@ -19,7 +19,7 @@ _kept: dict[tuple[Path, Path], Path] = {}
 
 
 def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a whole file, or leave the old file in place: a reader never sees a partial file."""
+    """Write a whole file, or leave the old file in place, so that a reader never sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + HALF)
     try:

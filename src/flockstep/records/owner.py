@@ -50,7 +50,9 @@ def check(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is in place; false only if this process owned the folder and it was removed or replaced."""
+    """Whether a folder is in place; False only if this process owned the folder and the folder was removed or
+    replaced.
+    """
     file = _held.get(Path(os.path.abspath(folder)))  # noqa: PTH100
     return file is None or _is_at(folder, file)
 

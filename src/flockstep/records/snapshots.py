@@ -22,8 +22,8 @@ from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
 
 LAST = -1.0
-"""Tick of a node's most recent parameters, sent from time to time and when a run fails; each replaces the previous
-ones.
+"""Tick of a node's most recent parameters, sent from time to time and when a run fails; each snapshot replaces the
+previous one.
 """
 SNAPSHOTS = "snapshots"
 _HALF = ".half"
@@ -136,7 +136,7 @@ class SnapshotWriter:
         return self._whole() if not self._missing else None
 
     def drop(self) -> None:
-        """Remove the incomplete file; its other parts will not arrive."""
+        """Remove the incomplete file, because its other parts will not arrive."""
         if self._file is not None:
             self._file.close()
             Path(self._file.name).unlink(missing_ok=True)

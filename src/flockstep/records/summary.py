@@ -48,7 +48,9 @@ class GradientWeight(msgspec.Struct, frozen=True):
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Totals of one worker: its node event, or the sum of its step events if the worker died before it wrote one."""
+    """Totals of one worker: its node event, or the sum of its step events if the worker died before it wrote a node
+    event.
+    """
 
     rank: int
     steps: int
@@ -88,7 +90,7 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run in figures. Seconds are those of `clock`; bytes are payload bytes.
+    """One run in figures. Seconds are seconds of `clock`; bytes are payload bytes.
 
     "per worker" is the mean over all workers.
     """
@@ -186,7 +188,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Sentences about the missing parts of the record, with the reasons."""
     scalars: dict[str, float] = {}
     """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
-    `rejected_connections`, if any were: connections of strangers that the nodes refused.
+    `rejected_connections`, if there are any, counts the connections that the nodes refused.
     """
 
     @property
@@ -196,7 +198,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def bytes_per_worker(self) -> float:
-        """Payload bytes sent and received per worker."""
+        """Payload bytes sent plus payload bytes received, mean over the workers."""
         return self.sent_bytes_per_worker + self.received_bytes_per_worker
 
     @property
@@ -312,7 +314,7 @@ def _quality(config: RunConfig, snapshots: Sequence[EvaluationEvent]) -> _Qualit
 
 
 def reaches(config: RunConfig, metric: float) -> bool:
-    """Whether a metric reaches the target of the run; false if the run has no target."""
+    """Whether a metric reaches the target of the run; False if the run has no target."""
     if config.target is None:
         return False
     return metric >= config.target if config.higher_is_better else metric <= config.target

@@ -1,4 +1,4 @@
-"""Figures of where the time went: per step, per worker, and on a timeline of the first steps."""
+"""Figures of the use of time: per step, per worker, and on a timeline of the first steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TITLE_PX = 34
 
 
 def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """One bar per run: mean milliseconds per local step that a worker computed, communicated and waited.
+    """Figure with one bar per run: mean milliseconds per local step that a worker computed, communicated and waited.
 
     Names stand beside the bars, or above them if `narrow`.
     """
@@ -103,7 +103,9 @@ def _total(one: Series, name: str) -> dict[str, Any]:
 
 
 def per_worker(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """One panel per run with one stacked bar per worker: the shares of computing, communicating and waiting."""
+    """Figure with one panel per run and one stacked bar per worker: the shares of computing, communicating and
+    waiting.
+    """
     titles = [one.title(NARROW if narrow else 32) for one in series]
     columns = min(2 if narrow else 4, len(series))
     panels = Panels(len(series), columns, title_px=title_px(titles), panel_px=110, bottom_px=56)

@@ -20,7 +20,8 @@ _MOST_BARS = 40
 
 
 def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """Six plots: metric and loss (rows) against seconds, bytes and samples (columns); below each other if `narrow`.
+    """Figure of six plots: metric and loss (rows) against seconds, bytes and samples (columns); below each other if
+    `narrow`.
 
     The vertical axes begin where the curves differ. A ring marks where a run reached the target. A trace's legendgroup
     is its run's place, for the page's own legend.
@@ -147,7 +148,7 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Ranges of an axis; of a logarithmic one as powers of ten."""
+    """The ranges of an axis; the ranges of a logarithmic axis are powers of ten."""
 
     whole: list[float]
     """The range of an axis that shows all values."""

@@ -1,4 +1,6 @@
-"""The findings of a comparison as sentences: the fastest run, the reasons, and what the record leaves open."""
+"""The findings of a comparison as sentences: the fastest run, the reasons, and the questions that the record leaves
+open.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class _Hit:
 def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
     """Findings as plain unescaped sentences, the most important first.
 
-    `series` in order of rank, each the median of `seeds` runs.
+    `series` is in order of rank; each series is the median of `seeds` runs.
     """
     usable = [one for one in series if one.record.summary.useful]
     if not usable:

@@ -76,7 +76,9 @@ def staleness(summary: Summary) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of `text` that stay whole when it is broken into lines: words end behind spaces, "(", "," and "="."""
+    """The parts of `text` that stay whole if the text is broken into lines; a part ends behind a space, "(", "," or
+    "=".
+    """
     return re.findall(r"[^\s(,=]*[(,=]+\s*|[^\s(,=]+\s*|\s+", text)
 
 

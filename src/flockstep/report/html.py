@@ -71,7 +71,7 @@ def render(
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[RepeatedRuns], Sequence[RepeatedRuns]] | None = None,
 ) -> str:
-    """The page that compares runs, as text.
+    """Return the page that compares runs, as text.
 
     Args:
         records: the runs, in any order.

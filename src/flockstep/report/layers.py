@@ -197,7 +197,9 @@ def cells(row: LayerRow) -> tuple[str, ...]:
 
 
 def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
-    """The texts of the total row; the last one is the bytes sent if each layer uses the cheaper of the two ways."""
+    """The texts of the total row; the last text is the number of bytes sent if each layer uses the cheaper of the two
+    ways.
+    """
     return (
         "total",
         "",
@@ -215,8 +217,8 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
 
 
 def picture(model: ModelShape, batch: int, workers: int) -> Figure:
-    """Three plots, one above the other, with one column per layer: parameters, work divided by depth
-    (W/D), and bytes sent per worker in both ways.
+    """Figure of three plots, one above the other, with one column per layer: parameters, work divided by depth (W/D),
+    and bytes sent per worker in both ways.
     """
     shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
     if len(shown) > MANY:
@@ -287,7 +289,7 @@ def _points(name: str, layers: Sequence[str], values: Sequence[Any], color: str,
 
 
 def layers_page(model: ModelShape, batch: int, workers: int) -> Page:
-    """The HTML page: sentences, figure and table, for `batch` samples per worker.
+    """Return the HTML page with sentences, figure and table, for `batch` samples per worker.
 
     Raises:
         ConfigurationError: batch or workers are below 1.

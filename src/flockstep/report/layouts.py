@@ -98,7 +98,7 @@ def speed(bandwidth: float) -> str:
 
 
 def layouts_page(delays: Delays) -> Page:
-    """The HTML page: the figure, and its values as tables."""
+    """Return the HTML page with the figure, and its values as tables."""
     headings = ("layout", *(f"{model.name} ({formatting.size(model.nbytes)})" for model in delays.models))
     note = f"Seconds a step, {delays.workers} workers, {delays.link} each."
     return Page(
@@ -122,7 +122,7 @@ def _over_workers(delays: Delays, model: ModelSize) -> Listing:
 
 
 def picture(delays: Delays) -> Figure:
-    """The figure: two rows of panels, one column per model, one line per layout."""
+    """Return the figure: two rows of panels, one column per model, one line per layout."""
     count = len(delays.models)
     width = (1 - 0.06 * (count - 1)) / count
     height = 2 * PANEL_PX + GAP_PX

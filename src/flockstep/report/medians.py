@@ -42,7 +42,9 @@ class RepeatedRuns:
         return (min(found), statistics.median(found), max(found)) if found else None
 
     def nearest(self) -> Summary:
-        """The run nearest to the medians, by time to target, then final metric; a useful run if most are useful."""
+        """The run nearest to the medians, by time to target, then final metric; a useful run if most runs are
+        useful.
+        """
         time, metric = self._medians()
         useful = 2 * len(self.useful) > len(self.runs)
 
@@ -84,7 +86,7 @@ class RepeatedRuns:
         return found if math.isfinite(found) else None
 
     def document(self, chosen: bool) -> dict[str, Any]:
-        """The group as plain data, for JSON; `chosen`: whether the strategy is ranked by this learning rate."""
+        """The group as plain data, for JSON; `chosen` says whether the strategy is ranked by this learning rate."""
         keys = ("least", "median", "largest")
         spreads = {name: self.spread(name) for name in ("seconds_to_target", "final_metric", "seconds")}
         return {

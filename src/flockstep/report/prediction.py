@@ -11,7 +11,7 @@ HEADINGS = ("strategy", "predicted s a step", "in the run", "error", "predicted 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Mean step of a worker, predicted and measured: seconds, and bytes sent."""
+    """Mean step of a worker, predicted and measured, in seconds and in bytes sent."""
 
     seconds: float
     measured: float

@@ -13,4 +13,4 @@ class ProgressCallback(Protocol):
 
 
 def silent(what: str, done: float = 0, total: float = 0) -> None:
-    """Ignore the progress, for callers that show none."""
+    """Ignore the progress, for callers that show no progress."""

@@ -16,7 +16,7 @@ def rank(summaries: Sequence[Summary]) -> list[Summary]:
     """Sort runs, the best first: by time to target (runs that reach the target first), then final metric, then bytes
     per worker.
 
-    Runs that failed or diverged come last, whatever they reached: their final model must not be relied on.
+    Runs that failed or diverged come last, because their final model must not be relied on.
 
     Raises:
         ConfigurationError: the runs cannot be compared: their clocks, jobs, metrics or targets differ.

@@ -126,7 +126,9 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def decades(values: Sequence[float], said: Callable[[float], str], unit: float = 1.0) -> dict[str, Any]:
-    """Keys of `axis`: ticks at powers of ten of `unit` in the range of `values`; in a narrow range also at 2 and 5."""
+    """Keys of `axis` for ticks at powers of ten of `unit` in the range of `values`; in a narrow range also at 2 and
+    5.
+    """
     low, high = (math.log10(end / unit) for end in (min(values), max(values)))
     steps = (1.0,) if 10**high > WIDE * 10**low else (1.0, 2.0, 5.0)
     every = [unit * step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]

@@ -67,7 +67,7 @@ def _time(summary: Summary) -> str:
 
 
 def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Sentences on how certain the order of ranked runs is; `seeds`: runs of each strategy."""
+    """Sentences on how certain the order of ranked runs is; `seeds` is the number of runs of each strategy."""
     said = []
     if any("=" in place for place in places(ranked)):
         why = (
@@ -126,7 +126,7 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
 
 
 def heading(summaries: Sequence[Summary]) -> str:
-    """Title of the table: job, workers, and the clock that the seconds are of."""
+    """Title of the table: job, workers, and the clock by which the seconds are measured."""
     first = summaries[0]
     clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {modeled(summaries)}"
     counts = " and ".join(str(n) for n in sorted({summary.workers for summary in summaries}))

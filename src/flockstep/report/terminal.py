@@ -14,8 +14,8 @@ from rich.text import Text
 from flockstep.report.formatting import lines, pieces
 
 ROOMY, NARROW = 24, 14
-"""Characters of a column of text of rank 0, and of other ranks, below which columns are left out before text is broken
-into shorter lines.
+"""Widths in characters below which columns are left out before text is broken into shorter lines: of a text column of
+rank 0 (ROOMY), and of other text columns (NARROW).
 """
 GAP = 2
 """Number of blank characters between two columns of a table."""
@@ -27,7 +27,9 @@ class TableColumn:
 
     heading: str
     text: bool = False
-    """Whether the column holds text, which is aligned left and may be broken between words; otherwise figures."""
+    """Whether the column holds text, which is aligned left and may be broken between words; other columns hold
+    figures.
+    """
     rank: int = 0
     """Columns of the highest rank are left out first where the terminal is narrow; columns of rank 0 always stay."""
     note: str = ""
@@ -38,8 +40,8 @@ class TableColumn:
 class TextTable:
     """A table that fits the width of the console that prints it.
 
-    Words and figures are never broken. Where the columns do not fit, those of the highest rank are left out, and a line
-    below the table names them.
+    Words and figures are never broken. If the columns do not fit, the columns of the highest rank are left out, and a
+    line below the table names them.
     """
 
     columns: Sequence[TableColumn]
@@ -55,7 +57,7 @@ class TextTable:
     """Sentences that are printed below the table."""
 
     def shown(self, width: int) -> list[int]:
-        """Numbers of the columns that fit in `width` characters."""
+        """Numbers of the columns that fit into `width` characters."""
         kept = list(range(len(self.columns)))
         while self._needs(kept, roomy=True) > width:
             last = max(reversed(kept), key=lambda place: self.columns[place].rank)
@@ -65,7 +67,7 @@ class TextTable:
         return kept
 
     def left_out(self, width: int) -> str | None:
-        """Sentence that names the columns that do not fit in `width` characters; None if all of them do."""
+        """Sentence that names the columns that do not fit into `width` characters; None if all columns fit."""
         kept = self.shown(width)
         names = [one.heading for place, one in enumerate(self.columns) if place not in kept]
         return f"Left out to fit {width} columns: {', '.join(names)}." if names else None

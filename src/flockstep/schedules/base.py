@@ -9,7 +9,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 
 ROUNDING = 1e-9
-"""Relative tolerance: a product such as 0.6 × 300 that misses an integer by rounding alone must not cost a step."""
+"""Relative tolerance, with which a product such as 0.6 × 300 that misses an integer by rounding alone does not cost a
+step.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Schedule(Component):
 
     @property
     def stages(self) -> tuple[tuple[float, float], ...]:
-        """Pairs (fraction of the run's samples, factor of the job's batch size from there on); the first
+        """Return pairs (fraction of the run's samples, factor of the job's batch size from there on); the first
         fraction is 0.
         """
         return ((0.0, 1.0),)

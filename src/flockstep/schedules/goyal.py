@@ -39,7 +39,7 @@ class Goyal(Schedule):
         check_shares(self.at, "goyal")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return the warm-up's factor times the decays."""
+        """Return the factor of the warm-up times the factors of the decays."""
         k = run.workers if self.workers is None else self.workers
         scale = float(k)
         if epoch < self.warmup:

@@ -9,7 +9,9 @@ from flockstep.schedules.base import Extent, Schedule, check_positive, check_sha
 
 @dataclass(frozen=True)
 class StepDecay(Schedule):
-    """Step decay (He et al. 2016): `scale` at first, `decay` times as much after each fraction `at` of the run."""
+    """Step decay (He et al. 2016): `scale` times the job's rate, multiplied by `decay` after each fraction `at` of the
+    run.
+    """
 
     decay: float = 0.1
     at: tuple[float, ...] = (0.5, 0.75)

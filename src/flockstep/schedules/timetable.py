@@ -12,8 +12,8 @@ from flockstep.schedules.base import ROUNDING, Extent, Schedule
 
 @dataclass(frozen=True)
 class Timetable:
-    """Learning rate and batch size of every step of a worker: a function of the step alone, so that a restart needs no
-    state.
+    """Learning rate and batch size of every step of a worker, as functions of the step alone, so that a restart needs
+    no state.
 
     `lr` and `batch` are the job's own, `batch` per worker; `epochs` are the passes of all workers together over
     `train_size` samples that the schedule lasts.
@@ -38,7 +38,7 @@ class Timetable:
 
     @property
     def steps(self) -> int:
-        """Number of steps of each worker until the schedule ends: fewer if batches grow."""
+        """Number of steps of each worker until the schedule ends, which is smaller if batches grow."""
         return self._starts[-1]
 
     @property
@@ -62,7 +62,7 @@ class Timetable:
         return sum((end - start) * batch for start, end, (_, batch) in pieces)
 
     def epoch_at(self, step: int) -> float:
-        """Return the passes of all workers together in their first `step` steps."""
+        """Return the number of passes of all workers together in their first `step` steps."""
         return self.samples_at(step) * self.workers / self.train_size
 
     @cached_property

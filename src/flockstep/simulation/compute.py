@@ -122,7 +122,7 @@ def _above(value: float, least: float, what: str, way_out: str) -> None:
 
 @dataclass(frozen=True)
 class ConstantTime(ComputeModel):
-    """Every gradient takes `mean` seconds; 0 makes computing free."""
+    """Every gradient takes `mean` seconds; with 0, computing takes no time."""
 
     mean: float
 
@@ -157,7 +157,7 @@ class _Random(ComputeModel):
 
 @dataclass(frozen=True)
 class Normal(_Random):
-    """Normal durations with a standard deviation of `std` seconds, or of `cv` times the mean.
+    """Normally distributed durations with a standard deviation of `std` seconds, or of `cv` times the mean.
 
     A draw that is not positive is repeated (truncation from below). This raises the true mean above `mean`: by less
     than 0.1 % for cv <= 0.3, by 29 % for cv = 1.
@@ -189,7 +189,7 @@ class Normal(_Random):
 
 @dataclass(frozen=True)
 class Exponential(_Random):
-    """Exponential durations: memoryless, standard deviation equal to the mean."""
+    """Exponentially distributed durations: memoryless, with a standard deviation equal to the mean."""
 
     def _draw(self, random: np.random.Generator) -> Draws:
         return random.exponential(self.mean, _BLOCK)
@@ -232,7 +232,7 @@ class Pareto(_Random):
 class Empirical(ComputeModel):
     """Measured durations: `quantiles` from the smallest to the largest, each interval with equal probability.
 
-    Between two quantiles the durations are uniformly distributed, so the mean is that of the intervals' midpoints.
+    Between two quantiles the durations are uniformly distributed, so the mean is the mean of the intervals' midpoints.
     """
 
     quantiles: tuple[float, ...]
@@ -293,13 +293,13 @@ class Speeds(_Wrapper):
             _above(factor, 0, "a speed's factor", "2 means twice as slow")
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of `base`, times the factor of this rank."""
+        """The durations of `base`, times the factor of the worker's rank."""
         return map(float(self.factors[rank % len(self.factors)]).__mul__, self.base.stream(seed, rank))
 
 
 @dataclass(frozen=True)
 class SlowSpells(_Wrapper):
-    """From time to time a worker is slow for several steps.
+    """A worker is slow for several steps from time to time.
 
     Outside a slow spell each step begins one with `probability`; the `length` steps of a spell take `factor` times as
     long. The share of slow steps is p L / (p L + 1 - p).

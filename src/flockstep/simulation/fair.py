@@ -19,17 +19,17 @@ from flockstep.simulation import units
 from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, Routing, Transit, cards
 
 CLOSE = 1e-3
-"""Tolerance of the end of a message, as a share of the message's bytes."""
+"""Tolerance with which a message counts as ended, as a share of the message's bytes."""
 _TAG = int.from_bytes(b"fair", "big")
 
 
 @dataclass(frozen=True)
 class FairLink(Network):
-    """Like `Link`, but messages that leave a node at the same time share its card instead of waiting for each other.
+    """As `Link`, but messages that leave a node at the same time share its card instead of waiting for each other.
 
-    Shares are those of a host whose connections take turns packet by packet. They are uneven by a factor drawn for each
-    message: lognormal with sigma `spread`; 0 gives equal shares. Arriving bytes queue in their order of arrival, mixed
-    from several senders. Between two nodes messages keep their order. Durations are exact to one thousandth.
+    The shares are as on a host whose connections take turns packet by packet. They are uneven by a factor drawn for
+    each message: lognormal with sigma `spread`; 0 gives equal shares. Arriving bytes queue in their order of arrival,
+    mixed from several senders. Between two nodes messages keep their order. Durations are exact to one thousandth.
     """
 
     bandwidth: str | float

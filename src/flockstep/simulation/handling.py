@@ -76,7 +76,7 @@ class Handled(Network):
             raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor:g}; leave it out for 1")
 
     def start(self, cluster: Cluster) -> Fabric:
-        """The network's own hops, between the processors of two nodes."""
+        """Return the network's own hops, between the processors of two nodes."""
         return _Handled(self.network.start(cluster), self)
 
     def hosts(self, workers: int) -> Hosts:

@@ -25,7 +25,7 @@ from flockstep.simulation.compute import (
 DRAWS = 4096
 """Number of draws for a model without a closed form, in total over all workers."""
 ROUNDS = 100
-"""Smallest number of draws of each worker."""
+"""Smallest number of draws for each worker."""
 
 
 def mean_of(law: ComputeModel) -> float:

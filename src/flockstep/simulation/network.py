@@ -83,7 +83,7 @@ class Transit(msgspec.Struct, eq=False, gc=False):
     to: Address
     nbytes: int
     head: float
-    """Time to reserve the next hop, while not `done`."""
+    """Time to reserve the next hop, valid while not `done`."""
     tail: float
     """Time of delivery in seconds; valid once `done`."""
     hops: tuple[Hop, ...]
@@ -153,7 +153,7 @@ class Network(Component):
         """Create the network of a run, with all hops free."""
 
     def hosts(self, workers: int) -> Hosts:
-        """The workers of each host; all are on one unless the network describes machines."""
+        """The workers of each host; all workers are on one host unless the network describes machines."""
         return one_host(workers)
 
 

@@ -114,7 +114,7 @@ def widened(x: FlatArray, dtype: str) -> FlatArray:
 
 
 def add_widened(x: FlatArray, out: FlatArray, scale: float = 1.0) -> None:
-    """out += scale * x, for x in float16 or bfloat16 and a flat contiguous `out` in float32 or float64."""
+    """Add scale * x to `out`, for x in float16 or bfloat16 and a flat contiguous `out` in float32 or float64."""
     add = _add_half if x.dtype == np.float16 else _add_bfloat16
     add(_aligned(x).view(np.uint16), out.dtype.type(scale), out)
 

@@ -65,7 +65,7 @@ def norm(array: FlatArray) -> float:
 
 
 def add_product(left: FlatArray, right: FlatArray, out: FlatArray, scale: float = 1.0) -> None:
-    """out (n·m,) += scale left (n, r) rightᵀ (r, m), with every element of the product summed in the order of the
+    """Add scale · left (n, r) rightᵀ (r, m) to `out` (n·m,), every element of the product summed in the order of the
     columns.
 
     Values beyond the range of the dtype of `out` become infinite.

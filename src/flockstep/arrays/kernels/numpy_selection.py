@@ -128,7 +128,7 @@ def put(array: FlatArray, indices: Indices, values: FlatArray | None) -> None:
 
 
 def scatter_add(out: FlatArray, indices: Indices, values: FlatArray, scale: float) -> None:
-    """out[indices] += scale * values; no index occurs twice."""
+    """Add scale * values to out[indices]; no index occurs twice."""
     if scale != 1:
         values = (values * values.dtype.type(scale)).astype(values.dtype, copy=False)
     if out.dtype in (np.float32, np.float64) and values.dtype == out.dtype:
