@@ -166,7 +166,7 @@ class Ideal(Network):
 
 
 def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[Address, Hop]]:
-    """Egress and ingress hops of every node, by address."""
+    """Return the egress and ingress hops of every node, by address."""
     return (
         {address: Hop(f"egress of {node_name(address)}", bandwidth) for address in cluster.addresses},
         {address: Hop(f"ingress of {node_name(address)}", bandwidth) for address in cluster.addresses},
@@ -188,7 +188,7 @@ class Link(Network):
         units.duration(self.latency, "latency")
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Two hops between any two nodes: the sender's egress and the receiver's ingress."""
+        """Return the two hops between any two nodes: the sender's egress and the receiver's ingress."""
         bandwidth = units.bandwidth(self.bandwidth)
         egress, ingress = cards(cluster, bandwidth)
         between = gaps([bandwidth] * 2, [units.duration(self.latency)])
@@ -201,7 +201,7 @@ class Link(Network):
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """Like `Link`, but all messages share one backbone in the middle; `latency` is that of the whole path."""
+    """As `Link`, but all messages share one backbone in the middle; `latency` is the latency of the whole path."""
 
     bandwidth: str | float
     latency: str | float
@@ -213,7 +213,7 @@ class Switch(Network):
         units.bandwidth(self.backbone, "backbone")
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Three hops between any two nodes: egress, backbone, ingress."""
+        """Return the three hops between any two nodes: egress, backbone, ingress."""
         bandwidth = units.bandwidth(self.bandwidth)
         egress, ingress = cards(cluster, bandwidth)
         backbone = Hop("backbone", units.bandwidth(self.backbone))
@@ -257,7 +257,7 @@ class TwoTier(Network):
         return members | {server(index): index % number for index in range(cluster.servers)}
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Two hops inside a group, four between groups: egress, uplink, downlink, ingress."""
+        """Return the hops: two inside a group, and four between groups (egress, uplink, downlink, ingress)."""
         group = self.groups(cluster)
         inner, outer = units.bandwidth(self.inner_bandwidth), units.bandwidth(self.outer_bandwidth)
         egress, ingress = cards(cluster, inner)

@@ -72,7 +72,8 @@ class Tiers(Network):
         return max(self.tiers, default=0) + 1
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Cards of the workers on machines with several, cards of machines, and both ends of the links between tiers.
+        """Return the cards of workers on machines with several workers, the cards of machines, and both ends of the
+        links between tiers.
 
         Raises:
             ConfigurationError: there are more workers than the machines hold.
@@ -94,7 +95,7 @@ class Tiers(Network):
         return Shared(route, first.spread) if isinstance(first, FairLink) else Fabric(route)
 
     def hosts(self, workers: int) -> Hosts:
-        """The workers of each machine, the last of which may have fewer than they hold, or none."""
+        """The workers of each machine; the last machines may have fewer workers than they hold, or none."""
         ends = [min(end, workers) for end in accumulate(self.machines, initial=0)]
         return tuple(tuple(range(*pair)) for pair in pairwise(ends) if pair[0] < pair[1])
 

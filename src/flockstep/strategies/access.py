@@ -33,8 +33,8 @@ class ParameterVersion(Note, frozen=True):
 class Fresh(Note, frozen=True):
     """Note sent with parameters for a worker's copy.
 
-    The parameters are those of `version` and include every gradient whose timestamp is below `clock`, and the first
-    `held` gradients of the receiving worker.
+    The parameters are the parameters of `version` and include every gradient whose timestamp is below `clock`, and the
+    first `held` gradients of the receiving worker.
     """
 
     version: int
@@ -258,7 +258,7 @@ class EagerCopies(CachedCopies):
         await self._request_old(me, state, me.step)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """When the slowest clock has moved, send the parameters to every live worker."""
+        """Send the parameters to every live worker when the slowest clock has moved."""
         params = me.freeze(me.params) if moved else me.params
         for rank in state.clocks if moved else ():
             me.send(rank, FRESH, params, self._contents(me, state, rank))

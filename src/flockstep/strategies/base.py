@@ -79,7 +79,9 @@ class Strategy(Component):
         return self.servers
 
     def beside(self, workers: int) -> tuple[int, ...]:
-        """For each server, the rank of a worker on whose host it runs; empty: servers run on the hosts in turn."""
+        """For each server, the rank of a worker on whose host the server runs; empty: servers run on the hosts in
+        turn.
+        """
         return ()
 
     def cluster(self, workers: int) -> Cluster:

@@ -13,8 +13,8 @@ from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_sta
 
 @dataclass
 class DeepSparkState:
-    """A worker's progress: alpha, sum and number of the losses since the last exchange, and the mean loss
-    before that.
+    """A worker's progress: alpha, the sum and number of the losses since the last exchange, and the mean loss of the
+    window before.
     """
 
     alpha: float

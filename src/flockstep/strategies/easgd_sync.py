@@ -67,7 +67,9 @@ class SynchronousElasticAveraging(Strategy):
         return Gathered()
 
     async def worker(self, me: Worker) -> None:
-        """Step; every `period` steps, also apply the elastic move computed from the parameters before the step."""
+        """Take steps; after every `period` steps, also apply the elastic move computed from the parameters before the
+        step.
+        """
         while me.training:
             if me.step % self.period:
                 me.optimizer_step(await me.gradient())

@@ -74,7 +74,7 @@ class RootState:
 
 
 async def serve_leaf(me: Server, workers: slice, sync: bool) -> None:
-    """Run a leaf until all workers of its group have left; its final parameters are the root's.
+    """Run a leaf until all workers of its group have left; the leaf's final parameters are the root's parameters.
 
     Args:
         workers: the ranks of the group.

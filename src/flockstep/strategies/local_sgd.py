@@ -97,7 +97,7 @@ class LocalSGD(Strategy):
             await self.after_step(me, me.state)
 
     async def after_step(self, me: Worker, state: LocalSgdState) -> None:
-        """If an average is due, average the replicas and let the outer optimizer step."""
+        """Average the replicas if an average is due, and let the outer optimizer step."""
         since = me.step - state.met
         if not self.schedule.due(me, state.period, since):
             return

@@ -127,7 +127,7 @@ class PenalizedAveraging(Strategy):
         return mean
 
     def take_in(self, state: MpcaState, mean: FlatArray) -> None:
-        """Store a new average and its change per step; its snapshots are those of step `state.begun`."""
+        """Store a new average and its change per step; the average's snapshots were taken at step `state.begun`."""
         if state.mean is not None and state.begun > state.at:
             state.slope = (mean - state.mean) / (state.begun - state.at)
         state.mean, state.at = mean, state.begun

@@ -23,7 +23,8 @@ from flockstep.topologies.ring import RingGraph
 
 @dataclass(frozen=True)
 class NeighborAveraging(Strategy):
-    """D-PSGD (Lian et al. 2017, algorithm 1): every worker averages its model with its neighbors' on a graph.
+    """D-PSGD (Lian et al. 2017, algorithm 1): every worker averages its model with the models of its neighbors on a
+    graph.
 
     w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is symmetric and doubly stochastic. A worker first sends its model,
     computes the gradient while the model travels, and waits for the neighbors' models last: an iteration takes the

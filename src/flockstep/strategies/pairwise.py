@@ -71,7 +71,7 @@ class PairwiseAveraging(Strategy):
 
 
 async def average(me: Worker, other: int) -> None:
-    """On the active side: send the model and replace it by the average; the model does not change in between."""
+    """Send the model from the active side, and replace it by the average; the model does not change in between."""
     try:
         reply = await me.ask(other, "model", me.params)
     except PeerLost:
@@ -81,7 +81,7 @@ async def average(me: Worker, other: int) -> None:
 
 
 async def answer(me: Worker) -> None:
-    """On the passive side: average with each worker that asks, atomically, until this worker stops the task."""
+    """Average, on the passive side, with each worker that asks, atomically, until this worker stops the task."""
     while (message := await me.receive("model")).source != me.rank:
         me.params += message.payload
         me.params *= 0.5
@@ -90,7 +90,7 @@ async def answer(me: Worker) -> None:
 
 
 async def serve_out(me: Worker, neighbors: list[int]) -> None:
-    """On the passive side: wait until all neighbors on the active side have left."""
+    """Wait, on the passive side, until all neighbors on the active side have left."""
     for j in neighbors:
         await me.receive(LEAVE, j)
 

@@ -130,8 +130,8 @@ class ParameterServer(Strategy):
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
-        """The cell by the rule's class; a rule that drops late gradients is synchronous, because all workers use one
-        version.
+        """The strategy's taxonomy entry by the class of the rule; a rule that drops late gradients is synchronous,
+        because all workers use one version.
         """
         scheduling: dict[Delivery, Scheduling] = {
             "synchronous": "sync",

@@ -44,8 +44,8 @@ def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
 
 @lru_cache(maxsize=8)
 def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each worker the workers that may come to wait for it: those within four edges, which new edges never
-    exceed.
+    """Return for each worker the workers that may come to wait for it: the workers within four edges, which new edges
+    never exceed.
 
     A worker that leaves notifies only these; to notify all would take n² messages.
     """
@@ -71,9 +71,9 @@ class Bridges:
     """
 
     sent: dict[Address, tuple[FlatArray, float]] = field(default_factory=dict)
-    """By receiver, the model that waits for the other end's model, and the weight offered with it."""
+    """Receiver → the model that waits for the other end's model, and the weight offered with it."""
     heard: dict[Address, list[Message]] = field(default_factory=dict)
-    """By sender, the models that arrived before this worker sent its own."""
+    """Sender → the models that arrived before this worker sent its own model."""
 
     def offer(self, me: Worker, weights: Matrix) -> None:
         """Send the model over every new edge whose last exchange is complete."""

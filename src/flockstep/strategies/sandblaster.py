@@ -20,7 +20,8 @@ from flockstep.strategies.vector_shards import ASK, VectorReply, VectorRequest, 
 class ShardState:
     """A server's state: its slices, and its part of the current evaluation.
 
-    Portions are added in order of their number, whatever the order of arrival; those that arrive early wait in `early`.
+    Portions are added in order of their number, whatever the order of arrival; portions that arrive early wait in
+    `early`.
     """
 
     shard: VectorShard

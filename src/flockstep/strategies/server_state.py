@@ -38,7 +38,9 @@ class Read(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass
 class PushState:
-    """A worker's state, per shard: the version it has read, the feedback's memory, and with copies their clocks."""
+    """A worker's state, per shard: the version it has read, the feedback's memory, and, if the worker keeps copies,
+    their clocks.
+    """
 
     versions: list[int]
     errors: list[FlatArray | None]
@@ -78,7 +80,7 @@ class ServerState:
     newest_sent: dict[int, int] = field(default_factory=dict)
     """Rank → the newest version sent to the worker, if servers send new versions to late workers."""
     combined: FlatArray | None = None
-    """The previous result (K,) of the aggregation, if the next one depends on it."""
+    """The previous result (K,) of the aggregation, if the next result depends on it."""
 
     def advance(self, rank: int, clock: int | None) -> bool:
         """Set a worker's clock, or remove the clock if `clock` is None; return whether the slowest clock has moved."""
@@ -97,8 +99,8 @@ class ServerState:
     def depart(self, rank: int, lost: bool) -> bool:
         """Note that a worker has left; return whether the slowest clock has moved.
 
-        The clock of a worker that died no longer counts; neither does that of a worker that had left before and is lost
-        now.
+        The clock of a worker that died no longer counts; neither does the clock of a worker that had left before and is
+        lost now.
         """
         self.reads = [read for read in self.reads if read.rank != rank]
         if lost:
@@ -109,7 +111,7 @@ class ServerState:
         return False
 
     def reopen(self, version: int, departed: Collection[int]) -> None:
-        """When a run continues, let the workers that had left and are back compute on the parameters of `version`."""
+        """Let the workers that had left and are back compute on the parameters of `version`, when a run continues."""
         back = self.done - set(departed)
         self.reading.update(dict.fromkeys(back, version))
         self.done -= back

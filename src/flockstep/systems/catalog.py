@@ -62,7 +62,7 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parallelism(self) -> str:
-        """The kinds of parallelism of the system, with a note for those that flockstep cannot run yet."""
+        """The kinds of parallelism of the system, with a note for the kinds that flockstep cannot run yet."""
         here = ["DP"] if self.modes else []
         return ", ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
 
@@ -72,7 +72,8 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [cell for cell in found if cell is not None]
 
     def row(self) -> dict[str, str]:
-        """Return the system's row of the table: what its modes share once, what differs side by side.
+        """Return the system's row of the table: properties that its modes share once, differing properties side by
+        side.
 
         A system that runs both synchronously and asynchronously counts as bounded asynchronous, which covers both
         (Langer et al. 2020, section 4.2).

@@ -1,7 +1,7 @@
 """Checks that a codec's errors are as declared: bounds, means, sums and contraction.
 
-Means over random encodings must agree within four standard errors. A mean that does not is computed again over four
-times as many draws, so that chance alone fails a correct codec about once in a billion means.
+Means over random encodings must agree within four standard errors. A mean that does not agree is computed again over
+four times as many draws, so that chance alone fails a correct codec about once in a billion means.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that a codec treats torch tensors as it treats numpy arrays. Requires torch."""
+"""Checks that a codec treats torch tensors as it treats numpy arrays. The checks require torch."""
 
 from __future__ import annotations
 

@@ -76,6 +76,6 @@ def check_toml(component: Component) -> None:
 
 
 def base_of(component: Component) -> type[Component]:
-    """The base class of the component's noun: the outermost class that declares `noun`."""
+    """Return the base class of the component's noun: the outermost class that declares `noun`."""
     declare = [kind for kind in type(component).__mro__ if issubclass(kind, Component) and "noun" in vars(kind)]
     return declare[-1]

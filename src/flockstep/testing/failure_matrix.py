@@ -69,7 +69,7 @@ WORDS = {
     failures.GROUP: "Some workers slow down to the slow worker's pace, the others keep their own.",
     failures.PARTLY: "The other workers slow down, but are faster than the slow one.",
 }
-"""Word of the matrix → observation that it stands for. "…, up to b of n" is added if b workers may die, but
+"""Word of the matrix → observation that the word stands for. "…, up to b of n" is added if b workers may die, but
 not b + 1.
 """
 

@@ -84,7 +84,7 @@ class Faulted(Watched):
             self.read[event.rank].append(self.runners[event.rank].node.params.tobytes())
 
     def run(self) -> None:
-        """Run to the end or to the first error, which is stored."""
+        """Run the simulation to its end or to the first error, which is stored."""
         try:
             super().run()
         except RunError as error:
@@ -103,7 +103,7 @@ class Observed(SimulatedRun):
         return self.simulation.failure
 
     def ends(self, rank: int) -> list[float]:
-        """End of each step of that worker, in virtual seconds."""
+        """End of each step of the given worker, in virtual seconds."""
         return [event.seconds for event in self.of(StepEvent) if event.rank == rank]
 
     def same_as(self, other: Observed, exact: bool, without: Sequence[int] = ()) -> bool:

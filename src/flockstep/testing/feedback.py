@@ -21,7 +21,8 @@ WORKERS = 3
 def check_encode_residual(codec: Codec, arrays: Iterable[FlatArray]) -> None:
     """Check that the decoded array and the kept error add up to error + array, up to the last place of the operands.
 
-    Bit for bit: where the decoded value is exact, no error is kept; where nothing was sent, everything is kept.
+    Two cases hold bit for bit: no error is kept for an exactly decoded value, and a value that was not sent is kept
+    whole.
     """
     for array in arrays:
         dtype, what = array.dtype.name, f"{codec} on {array.size} {array.dtype.name}"
@@ -103,7 +104,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> None:
-    """Check for error feedback that everything sent plus the final error equals the sum of the arrays."""
+    """Check for error feedback that all decoded arrays plus the final error equal the sum of the input arrays."""
     random = np.random.default_rng(3)
     memory: Any = None
     sent, wanted = np.zeros(256), np.zeros(256)

@@ -79,7 +79,7 @@ def accepts(strategy: Strategy, workers: int) -> bool:
 
 
 def check_traits(strategy: Strategy) -> None:
-    """Check that the traits are consistent: results that some node holds."""
+    """Check that the traits are consistent: some node must hold each result that the traits offer."""
     traits = strategy.traits
     assert traits.results, f"{strategy} names no policy for its result"
     held = strategy.servers_for(2) > 0
@@ -139,7 +139,8 @@ def check_deliveries(run: SimulatedRun) -> None:
 
 
 def check_restart(whole: SimulatedRun) -> None:
-    """Check that a run stopped midway, with messages in transit, and restarted from bytes ends as if never stopped.
+    """Check that a run stopped midway, with messages in transit, and restarted from bytes ends like a run that was
+    never stopped.
 
     Parameters, events and times must be equal bit for bit. All nodes are stopped at once, also in the middle of a step:
     a node restarts at its program's last restart point and receives the messages since then again. A strategy whose
@@ -160,7 +161,7 @@ def check_restart(whole: SimulatedRun) -> None:
 
 
 def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
-    """Check that with one worker the result equals that of the optimizer without any strategy, bit for bit."""
+    """Check that with one worker the result equals the result of the optimizer without any strategy, bit for bit."""
     source = GradientSource(job=small_job(OPTIMIZER))
     params = source.start()
     stepper = source.stepper(params)
@@ -296,7 +297,7 @@ class SimulatedRun:
         return evaluation
 
     def seconds_to(self, target: float) -> float:
-        """Virtual seconds until the metric of an evaluation reached `target` from below; infinite if none did."""
+        """Virtual seconds until the metric of an evaluation reached `target` from below; infinite if no metric did."""
         return next((event.seconds for event in self.of(EvaluationEvent) if event.metric >= target), math.inf)
 
     @property
@@ -340,7 +341,9 @@ class SimulatedRun:
         return [s for s in sent if s.message.tag == tag and source in (None, s.message.source)]
 
     def deliveries(self) -> Counter[tuple[Address, int]]:
-        """(node, rank) → number of updates of worker `rank` that took effect on the node; empty if none is recorded."""
+        """(node, rank) → number of updates of worker `rank` that took effect on the node; empty if no update is
+        recorded.
+        """
         updates, workers = self.of(UpdateEvent), range(self.simulation.plan.cluster.workers)
         at_servers = any(update.node < 0 for update in updates)
         nodes = [node for node in self.nodes if (node < 0) == at_servers]

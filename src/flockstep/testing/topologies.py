@@ -75,7 +75,7 @@ def check_graph(topology: Topology, n: int) -> None:
 
 
 def check_neighbors(topology: Topology, n: int) -> None:
-    """Check that neighbors are those of the graph in either direction, ascending, and that exchange is mutual."""
+    """Check that neighbors are the graph's neighbors in either direction, ascending, and that exchange is mutual."""
     graph = topology.graph(n)
     heard = [topology.neighbors(n, rank) for rank in range(n)]
     for rank, others in enumerate(heard):

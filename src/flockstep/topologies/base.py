@@ -14,7 +14,7 @@ from flockstep.expression import Component
 
 
 class Topology(Component):
-    """Which workers exchange with each other: a graph on n workers and the mixing matrix W on it.
+    """The workers that exchange with each other: a graph on n workers and the mixing matrix W on it.
 
     `W[i, j]` is the weight that worker i gives to what it receives from worker j. W is zero off the graph's edges; in a
     directed graph, an edge i → j means that i sends to j. By default the graph is undirected and W has

@@ -1,4 +1,4 @@
-"""Complete graph: every worker exchanges with every other."""
+"""Complete graph: every worker exchanges with every other worker."""
 
 from __future__ import annotations
 

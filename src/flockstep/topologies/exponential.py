@@ -13,7 +13,7 @@ from flockstep.topologies.base import Topology, require_workers
 class ExponentialGraph(Topology):
     """Worker i exchanges with i ± 2ᵏ mod n for every 2ᵏ < n: static, undirected (after Ying et al. 2021).
 
-    Every worker has about 2 log₂ n neighbors. The spectral gap falls with log n, that of a ring with n².
+    Every worker has about 2 log₂ n neighbors. The spectral gap falls with log n, the spectral gap of a ring with n².
     """
 
     def graph(self, n: int) -> nx.Graph:

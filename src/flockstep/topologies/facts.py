@@ -23,7 +23,7 @@ class Facts:
     """
 
     symmetric: bool
-    """Whether W = Wᵀ: the weight that i gives to j's model equals the weight that j gives to i's."""
+    """Whether W = Wᵀ: the weight that i gives to j's model equals the weight that j gives to i's model."""
     row_stochastic: bool
     """Whether rows sum to one and no weight is negative: mixing leaves equal replicas equal."""
     column_stochastic: bool
@@ -31,7 +31,7 @@ class Facts:
     directed: bool
     """Whether at some step an edge is one-way."""
     connected: bool
-    """Whether over a period every worker reaches every other along the directed edges."""
+    """Whether over a period every worker reaches every other worker along the directed edges."""
     bipartite: bool
     """Whether the graph is bipartite: its workers can be divided into two sets so that every edge joins the two sets.
     """
@@ -84,7 +84,7 @@ def facts(topology: Topology, n: int) -> Facts:
 
 def hearing(weights: Matrix, rank: int) -> list[int]:
     """Return the workers that `rank` sends to, from the next rank on, so that on a ring no two workers send to the same
-    one.
+    worker.
     """
     n = len(weights)
     return sorted((int(j) for j in np.flatnonzero(weights[:, rank]) if j != rank), key=lambda j: (j - rank) % n)

@@ -16,7 +16,7 @@ from flockstep.topologies.base import Topology, require_workers
 class HierarchicalGraph(Topology):
     """`groups` runs of consecutive workers, as equal as n allows: all pairs in a group, and all pairs of first members.
 
-    Fits machines with several devices each: only the first worker of a group exchanges with other groups.
+    The graph fits machines with several devices each: only the first worker of a group exchanges with other groups.
     """
 
     groups: int = 2

@@ -1,4 +1,4 @@
-"""One-peer exponential graph: every worker sends to one other, twice as far away from step to step."""
+"""One-peer exponential graph: every worker sends to one other worker, which is twice as far away from step to step."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class RandomRegularGraph(Topology):
-    """Every worker has d neighbors, drawn with `seed` (Steger & Wormald 1999); the same for every run of that seed.
+    """Every worker has d neighbors, drawn with `seed` (Steger & Wormald 1999); runs of equal seed have equal graphs.
 
     For d >= 3 the spectral gap hardly falls with n: it is among the largest possible with d neighbors.
     """

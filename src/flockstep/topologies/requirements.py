@@ -52,7 +52,8 @@ def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
 
 
 def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
-    """Return the two sides of a bipartite topology, the larger side first; of equal sides, that of worker 0.
+    """Return the two sides of a bipartite topology, the larger side first; of equal sides, the side of worker 0 is
+    first.
 
     Raises:
         ConfigurationError: an edge is one-way, the edges change over time, or two sides do not suffice.

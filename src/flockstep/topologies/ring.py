@@ -1,4 +1,4 @@
-"""Ring: every worker exchanges with the one before it and the one after it."""
+"""Ring: every worker exchanges with the worker before it and the worker after it."""
 
 from __future__ import annotations
 

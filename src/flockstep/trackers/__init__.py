@@ -1,1 +1,1 @@
-"""Experiment trackers that show the curves of a run."""
+"""Experiment trackers, which show the curves of a run."""

@@ -22,7 +22,7 @@ class MLflow(ExperimentTracker):
     experiment: str = "flockstep"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run whose parameters are the settings.
+        """Create a run whose parameters are the settings in MLflow.
 
         Raises:
             MissingDependency: MLflow is not installed; the smaller package mlflow-skinny serves too.

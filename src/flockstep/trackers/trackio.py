@@ -11,12 +11,12 @@ from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun, packag
 
 @dataclass(frozen=True)
 class Trackio(ExperimentTracker):
-    """Trackio: a run of a `project`, in Trackio's own folder."""
+    """Trackio: a run of a `project`, stored in Trackio's own folder."""
 
     project: str = "flockstep"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run whose configuration are the settings.
+        """Create a run with the settings as its configuration.
 
         Raises:
             MissingDependency: trackio is not installed.

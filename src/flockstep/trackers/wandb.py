@@ -19,7 +19,7 @@ class WeightsAndBiases(ExperimentTracker):
     folder: str = "wandb"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create a run whose configuration are the settings.
+        """Create a run with the settings as its configuration.
 
         Raises:
             MissingDependency: wandb is not installed.

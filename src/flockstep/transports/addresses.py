@@ -1,4 +1,4 @@
-"""Addresses of a bus, ipc://PATH and tcp://HOST:PORT: names and interfaces, sockets that listen, and that connect."""
+"""Addresses of a bus, ipc://PATH and tcp://HOST:PORT: names, interfaces, listening sockets and connecting sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flockstep.transports.shared_heap import NODES
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
 ANY_PORT = "*"
-"""Ports of a node for which the system chooses any free port."""
+"""Text for the ports of a node that lets the system choose any free port."""
 
 
 def tcp_address(host: str, port: str | int) -> str:
@@ -65,7 +65,7 @@ def ports_of(text: str) -> range:
 
 
 def resolved(host: str) -> str:
-    """The numeric address of a host: an IPv4 or IPv6 address as it is, a name by the system's resolver.
+    """Return the numeric address of a host: an IPv4 or IPv6 address unchanged, a name by the system's resolver.
 
     Raises:
         ConfigurationError: the name does not resolve, or the address is not one that peers can connect to.

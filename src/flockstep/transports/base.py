@@ -24,7 +24,7 @@ class Transport(Component):
 
     @property
     def encrypts(self) -> bool:
-        """Whether connections between nodes are encrypted."""
+        """Whether connections between nodes are encrypted by the transport."""
         return False
 
     def share(self, workers: int, model_bytes: int) -> SharedMemory | None:

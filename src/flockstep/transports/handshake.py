@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PLAIN, ENCRYPTED = b"flockstep1p", b"flockstep1e"
 """The first bytes of a hello: the version of the handshake, and whether the link is to be encrypted."""
 SHARE = 32
-"""Random bytes of a hello, or the length of its public key."""
+"""Number of random bytes of a hello, or length of the hello's public key."""
 PROOF = 32
 """Length of a handshake's proof in bytes."""
 HELLO = len(PLAIN) + SHARE
@@ -59,10 +59,10 @@ class Handshake:
         """Number of bytes of the other end that `feed` expects next; 0 once both ends are proved."""
 
     def require_protocol(self, arrived: bytes) -> None:
-        """Check the first bytes of the other end, as many as have arrived.
+        """Check the bytes of the other end that have arrived against the beginning of a hello.
 
         Raises:
-            ProtocolError: they do not begin a hello of this protocol.
+            ProtocolError: the bytes do not begin a hello of this protocol.
         """
         began = arrived[: len(self._name)]
         if not self._key and not self._name.startswith(began):

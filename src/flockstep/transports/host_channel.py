@@ -23,7 +23,9 @@ MAX_HEADER = 1 << 20
 MAX_PAYLOAD = 1 << 36
 """Largest payload in bytes from an authenticated end; an end that is not authenticated may send none."""
 READ = 1 << 22
-"""Bytes after which `receive` returns even if more have arrived, so that one host cannot monopolize the coordinator."""
+"""Number of bytes after which `receive` returns even if more bytes have arrived, so that one host cannot monopolize the
+coordinator.
+"""
 _PREFIX = struct.Struct("<IQQ")
 _ABSENT = (1 << 64) - 1
 
@@ -106,8 +108,8 @@ class HostChannel:
             self._sent = self._now()
 
     def keep_alive(self) -> None:
-        """From now on the other end is trusted: accept its payloads, and send a beat whenever nothing was sent for a
-        quarter of the heartbeat.
+        """Trust the other end from now on: accept its payloads, and send a beat whenever nothing was sent for a quarter
+        of the heartbeat.
         """
         self._most = MAX_PAYLOAD
         threading.Thread(target=self._beat, name="flockstep-beats", daemon=True).start()

@@ -33,7 +33,10 @@ class Ipc(Transport):
 
 @dataclass(frozen=True)
 class InSharedMemory(Ipc):
-    """Unix sockets for messages; large payloads and sums in shared memory. Requires Linux on x86-64 or AArch64."""
+    """Unix sockets for messages; large payloads and sums in shared memory.
+
+    The transport requires Linux on x86-64 or AArch64.
+    """
 
     def __post_init__(self) -> None:
         _require_memory("--transport ipc")

@@ -91,7 +91,7 @@ class Control:
     ) -> bool:
         """Wait up to `seconds` for a message on the control socket or on a connection; return whether one has arrived.
 
-        `also`: file descriptors to wait for too, each with whether it has to accept output.
+        `also` has further file descriptors to wait for, each with whether it has to accept output.
         """
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)

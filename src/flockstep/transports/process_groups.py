@@ -163,7 +163,7 @@ class ProcessGroup:
     def reduce(self, array: Any, root: int) -> GroupOperation:
         """Start replacing `array` on worker `root` by the sum over all workers.
 
-        On the others `array` becomes undefined.
+        On the other workers `array` becomes undefined.
         """
         options = dist.ReduceOptions()
         options.rootRank = root

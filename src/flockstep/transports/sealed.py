@@ -23,7 +23,7 @@ _NONCE = 12
 
 
 class LinkForged(OSError):
-    """The other end does not know the run's secret, or bytes were changed on their way."""
+    """The other end does not know the run's secret, or bytes were changed in transit."""
 
 
 class SealedSocket:
@@ -81,7 +81,9 @@ class SealedSocket:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Accept bytes from the beginning of `parts`; return their number. `blocked` says whether some still wait.
+        """Accept bytes from the beginning of `parts`; return the number of bytes.
+
+        `blocked` says whether accepted bytes still wait to be sent.
 
         Raises:
             BlockingIOError: nothing is accepted at the moment.

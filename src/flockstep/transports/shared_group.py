@@ -68,7 +68,7 @@ class SharedGroup:
         return self._memory.array(dtype, size, start)
 
     def at(self, rank: int, array: FlatArray) -> FlatArray:
-        """The array of process `rank` at the same offset as `array`, which this process allocated."""
+        """Return the array of process `rank` at the same offset as `array`, which this process allocated."""
         offset = self._offset(array)
         assert offset is not None, "an array from elsewhere"
         return self._memory.array(array.dtype, array.size, self._control + rank * self._stride + offset)
@@ -129,7 +129,9 @@ class SharedGroup:
         self.waited = int(self._how[4]) * 1e-9
 
     def moved(self, array: FlatArray) -> tuple[int, int, int]:
-        """Bytes sent, bytes received, and messages each way of the equivalent ring all-reduce."""
+        """Bytes sent, bytes received, and number of messages each way that the equivalent ring all-reduce would
+        have.
+        """
         n, rank, size = self.workers, self.rank, len(array)
         sizes = [part.stop - part.start for part in slices(size, n)]
         sent = 2 * size - sizes[(rank + 1) % n] - sizes[(rank + 2) % n]
@@ -200,7 +202,7 @@ class SharedGroup:
 def ring_pieces(chunk: int) -> int:
     """Number of messages in which a chunk of `chunk` bytes travels around a ring.
 
-    Several messages fit into the processor's caches, on the way from one worker's sum to the next one's.
+    Several messages fit into the processor's caches, on the way from one worker's sum to the next worker's sum.
     """
     return max(1, -(-chunk // PIECE))
 

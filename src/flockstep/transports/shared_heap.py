@@ -26,7 +26,7 @@ SLOTS = 64
 NODES = 1024
 """Largest number of nodes of a run that can share memory."""
 SMALLEST = 1 << 16
-"""Smallest payload in bytes that goes through shared memory; copying a smaller one to the socket costs less than
+"""Smallest payload in bytes that goes through shared memory; copying a smaller payload to the socket costs less than
 managing a slot.
 """
 PAGE = 4096
@@ -93,9 +93,8 @@ class SharedHeap:
         return slot.number
 
     def sent(self, place: int, to: Address, count: int = 1) -> int:
-        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all).
-
-        Return the array's offset.
+        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all), and return the
+        array's offset.
         """
         slot = self._numbered[place]
         slot.sent[to % NODES] += count

@@ -20,11 +20,11 @@ from numba.extending import intrinsic
 from flockstep.arrays.kernels.jit import jit
 
 LINE = 32
-"""Elements (int32) between two processes' counters: two cache lines."""
+"""Number of int32 elements between two processes' counters, which is two cache lines."""
 SLEEPERS = 1
 """Offset from a counter to the number of processes that sleep until the counter is raised."""
 SAID = 2
-"""Offset from a counter to the numbers of `say`: three for even turns, then three for odd turns."""
+"""Offset from a counter to the numbers that `say` stores: three for even turns, then three for odd turns."""
 SLICE = 0.02
 """Longest sleep in seconds; a process that waits longer returns to its caller in between."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
@@ -52,7 +52,8 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
 
 @_built_in
 def load(_context: Any, array: Any, index: Any) -> Any:
-    """The element of an int32 array that another process stored last; no later access is moved before this one.
+    """Return the element of an int32 array that another process stored last; no later access is moved before this
+    access.
 
     Nor is the load moved before earlier stores and additions of this process, so a process that goes to sleep and the
     one that has to wake it cannot miss each other.

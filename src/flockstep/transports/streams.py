@@ -62,8 +62,8 @@ STAGING = 1 << 17
 USUAL_HEADER = 256
 """Bytes of the first read if a large payload is expected."""
 STRANGERS = 128
-"""Largest number of connections whose other end has not proved yet that it belongs to this run; one more closes one of
-them.
+"""Largest number of connections whose other end has not proved yet that it belongs to this run; a further connection
+closes one of them.
 """
 PATIENCE = 20.0
 """Seconds within which both ends of a connection must prove that they belong to this run; the first packets over a new
@@ -74,20 +74,22 @@ REDIALS = 6
 crowd the peer.
 """
 FIRST_WAIT = 0.05
-"""Seconds before the first further attempt; each wait is twice the previous one."""
+"""Seconds before the first further attempt to connect; each wait is twice the previous wait."""
 JOINED = 1 << 13
-"""Payloads below this number of bytes are copied behind their header, which costs less than tracking two parts."""
+"""Size in bytes below which payloads are copied behind their header, which costs less than tracking two parts."""
 BRIEF = 0.001
 """Seconds without progress after which the rest of a message is copied and queued."""
 FAST = 1e9
-"""Bytes per second below which a sender does not wait for a connection."""
+"""Throughput in bytes per second below which a sender does not wait for a connection."""
 GREETING_BYTES = 1 << 10
 """Largest header on a connection without a greeting, in bytes."""
 TICK = 0.01
 """Seconds between two polls of the sockets while the program computes."""
 SILENT = 0.75
-"""Heartbeats for which a peer's host may leave packets unacknowledged. Keepalive sends no probes then, and
-TCP_USER_TIMEOUT would also end a connection to a peer that is slow to read.
+"""Number of heartbeats for which a peer's host may leave packets unacknowledged.
+
+While packets are unacknowledged, keepalive sends no probes, and TCP_USER_TIMEOUT would also end a connection to a peer
+that is slow to read.
 """
 CHECKS = 10
 """Number of checks per heartbeat for connections on which packets stay unacknowledged."""

@@ -25,13 +25,15 @@ GREETING = "flockstep.hello"
 HANDED_ON = "flockstep.handed-on"
 """Tag of the model that nodes pass on to one another before a run begins; such a message has no sequence number."""
 HOST_MEMORY = "flockstep.host-memory"
-"""Tag of the address of a host's shared memory, which one worker tells the others before a run begins; such a message
-has no sequence number.
+"""Tag of the address of a host's shared memory, which one worker sends to the other workers before a run begins; such a
+message has no sequence number.
 """
 MAX_HEADER = 1 << 16
-"""Largest header in bytes. Headers are far smaller, whatever the strategy puts into its note."""
+"""Largest size of a header in bytes. Headers are far smaller, whatever note the strategy adds."""
 MAX_CODING = 1 << 16
-"""Bytes by which an encoded array may exceed the array; a longer encoding is not used, and the array is sent as it is.
+"""Number of bytes by which an encoded array may exceed the array.
+
+A longer encoding is not used, and the array is sent unencoded.
 """
 DTYPES = {
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),

@@ -56,7 +56,7 @@ def require_at_least(least: float, /, **values: float) -> None:
 
 
 def generator(purpose: str, seed: int) -> np.random.Generator:
-    """Return a generator of random numbers for one purpose, independent of those for other purposes with the
+    """Return a generator of random numbers for one purpose, independent of the generators for other purposes with the
     same seed.
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()),)))

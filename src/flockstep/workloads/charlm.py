@@ -20,7 +20,10 @@ SYMBOLS = 96
 """Number of symbols: printable ASCII and the line feed; other characters are left out of the text."""
 
 HELD_OUT, RUN = 16, 16
-"""The test set: number of runs, evenly spaced over the text, and number of consecutive windows in each run."""
+"""HELD_OUT: number of runs of the test set, evenly spaced over the text.
+
+RUN: number of consecutive windows in each run.
+"""
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require, require_at_least
 
 TRAIN = 1437
-"""Number of training samples, of 1797 samples; the rest is the test set."""
+"""Number of training samples, out of 1797 samples; the other samples are the test set."""
 
 
 @dataclass(frozen=True)
 class Digits(Workload):
-    """Classify 8 × 8 handwritten digits (Alpaydin & Kaynak 1998) with a small CNN: 1,437 to train, 360 to test.
+    """Classify 8 × 8 handwritten digits (Alpaydin & Kaynak 1998) with a small CNN: 1,437 for training, 360 for testing.
 
     With 240 hidden units the network has 38,170 parameters.
     """

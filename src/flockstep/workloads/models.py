@@ -39,7 +39,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def relative_squared_error(outputs: Tensor, targets: Tensor) -> float:
-    """Return the mean squared error as a number; for targets of variance 1 it is relative to their variance."""
+    """Return the mean squared error as a number; for targets of variance 1 the error is relative to their variance."""
     return float(squared_error(outputs, targets))
 
 
@@ -121,7 +121,7 @@ class Shift(nn.Module):
         self.amount = amount
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` plus the constant, in the shape of `x`."""
+        """Return `x` plus the layer's constant, in the shape of `x`."""
         return x + self.amount
 
 

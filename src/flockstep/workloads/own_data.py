@@ -1,4 +1,4 @@
-"""Samples that one process of a run has in files, in place of the job's own."""
+"""Samples that one process of a run has in files, in place of the job's samples."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class OwnData:
 
     @property
     def parts(self) -> list[Indices]:
-        """Every worker's indices into its own samples."""
+        """Indices of every worker into its own samples."""
         return [np.arange(size) for size in self.sizes]
 
     def job(self, job: Job) -> Job:
-        """The job on these samples. They are training and test set: a process uses one of the two."""
+        """The job on these samples. The samples are training set and test set, of which a process uses one."""
         return dataclasses.replace(job, data=self._data, facts=self.facts)
 
     def _data(self) -> Data:

@@ -15,7 +15,7 @@ _STREAM = 0x5A3B
 
 
 BLOCK = 1024
-"""Number of samples permuted at once: several permutations of a small shard, to create fewer generators."""
+"""Number of samples permuted at once: several permutations of a small shard, so that fewer generators are created."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sampler:
         return SamplerState(self._block, self._position)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from `state` exactly as the sampler that it was taken from.
+        """Continue from `state` exactly as the sampler from which the state was taken.
 
         Raises:
             ConfigurationError: `state` belongs to a larger shard.
@@ -102,7 +102,8 @@ class Sampler:
 
 
 def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
-    """Return the steps of each worker until all workers together have seen the training set `epochs` times; at least 1.
+    """Return the number of steps of each worker until all workers together have seen the training set `epochs` times;
+    at least 1.
 
     Raises:
         ConfigurationError: epochs that are not positive, or train_size, workers or batch below 1.

@@ -25,7 +25,7 @@ class Split(Component):
 
     @abstractmethod
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Return each worker's sample indices, out of range(size); the same for the same arguments.
+        """Return each worker's sample indices, out of range(size); equal arguments give equal indices.
 
         Args:
             labels: the class of every sample, of shape (size,), or None if there are no classes.

@@ -41,7 +41,7 @@ class CenteredClipping(Combination):
         return super().combine(vectors, center)
 
     def coefficients(self, gram: Gram) -> Weights:
-        """Return the coefficients of the vectors, and last that of the center."""
+        """Return the coefficients of the vectors, and as the last element the coefficient of the center."""
         n = len(gram) - 1
         weights = np.append(np.zeros(n), 1.0)
         for _ in range(self.iterations):

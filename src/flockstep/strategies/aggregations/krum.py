@@ -43,7 +43,7 @@ class Krum(Combination):
 
 
 def chosen(gram: Gram, f: int, m: int) -> Weights:
-    """Return 1/m for the m vectors with the smallest scores, and 0 for the others."""
+    """Return 1/m for the m vectors with the smallest scores, and 0 for the other vectors."""
     n = len(gram)
     distances = squared_distances(gram)
     np.fill_diagonal(distances, np.inf)

@@ -1,4 +1,4 @@
-"""Rules that step on the first gradients of a version and cancel the rest."""
+"""Rules that step on the first gradients of a version and cancel the other gradients."""
 
 from __future__ import annotations
 

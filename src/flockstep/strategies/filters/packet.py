@@ -75,7 +75,7 @@ def pack(
     random: np.random.Generator,
     flush: bool = False,
 ) -> Bytes:
-    """Encode `update` (K,) plus the pending entries; store in `outbox` what the filters withhold.
+    """Encode `update` (K,) plus the pending entries; store in `outbox` the entries that the filters withhold.
 
     `flush` sends every entry. The codec's error in the values is not kept. Without filters, the result is the encoded
     update alone.

@@ -34,6 +34,6 @@ class Selector(Component):
 
 def parts_for(size: int, share: float) -> int:
     """Return ceil(1/share): the number of parts of `size` elements, each holding at most about a fraction `share` of
-    them.
+    the elements.
     """
     return max(1, min(size, math.ceil(1 / share)))

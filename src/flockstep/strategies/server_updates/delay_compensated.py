@@ -84,7 +84,7 @@ class DelayCompensated(ServerUpdate):
         share: float = 1.0,
         combine: Combine = mean_of,
     ) -> list[float]:
-        """Compensate each gradient, and step along what `combine` makes of them."""
+        """Compensate each gradient, and step along the combination that `combine` makes of the gradients."""
         compensated = []
         for push in group:
             rate = self._lambda(state, push.gradient)

@@ -17,7 +17,8 @@ from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 class HeavyBall(ServerUpdate):
-    """v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must train with sgd.
+    """The update v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must train
+    with sgd.
 
     The job's own momentum is not applied; its weight decay is: g' = share (g + weight_decay w).
     """

@@ -18,11 +18,12 @@ from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 @dataclass(frozen=True)
 class WithOptimizer(ServerUpdate):
-    """One step of `optimizer` along the mean, in place of the job's (Dean et al. 2012: Downpour with Adagrad).
+    """One step of `optimizer` along the mean, in place of the job's optimizer (Dean et al. 2012: Downpour with
+    Adagrad).
 
-    The learning rate is the optimizer's own, not that of the workers, also in the recorded weights. If a strategy lets
-    workers step locally, they do so with the job's optimizer. The optimizer must be elementwise, so that each shard
-    keeps the state of its own slice.
+    The learning rate is the optimizer's own, not the workers' learning rate, also in the recorded weights. If a
+    strategy lets workers step locally, they do so with the job's optimizer. The optimizer must be elementwise, so that
+    each shard keeps the state of its own slice.
     """
 
     optimizer: Optimizer = field(default_factory=Adagrad, metadata=SHOWN)

@@ -15,7 +15,7 @@ class Scheduled(SynchronizationSchedule):
     """A table of periods: H = periods[i] from step starts[i] on.
 
     Growing periods suit a falling learning rate (Haddadpour et al. 2019), shrinking periods a falling loss (Wang &
-    Joshi 2019). H is that of the last step taken.
+    Joshi 2019). H is the period at the last step taken.
     """
 
     periods: tuple[int, ...] = (1, 4, 16)
