@@ -299,7 +299,7 @@ class Speeds(_Wrapper):
 
 @dataclass(frozen=True)
 class SlowSpells(_Wrapper):
-    """A worker is slow for several steps from time to time.
+    """A worker is occasionally slow for several steps at a time.
 
     Outside a slow spell each step begins one with `probability`; the `length` steps of a spell take `factor` times as
     long. The share of slow steps is p L / (p L + 1 - p).
