@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import settings
 
+import support.children.sitecustomize  # noqa: F401 - what other processes do first, these do
 from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
 from support.processes import RealRun, search_path

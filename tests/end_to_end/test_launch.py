@@ -110,6 +110,7 @@ def failed(ended: Ended, pattern: str, code: int = 1) -> None:
     assert f"flockstep: {ended.summary['error']}\n" == ended.err
 
 
+@pytest.mark.full
 def test_all_models_are_equal_after_the_end(tmp_path: Path) -> None:
     body = """
 torch.manual_seed(rank)

@@ -19,10 +19,7 @@ SUPPORT = Path(__file__).parents[1]
 STEPS, PERIOD, LR = 7, 3, 0.1
 Tensors = list[torch.Tensor]
 SCRIPT = """
-import sys, types, torch
-sys.modules["torch._dynamo"] = torch._dynamo = types.ModuleType("torch._dynamo")  # seconds of imports for nothing
-torch._dynamo.disable = lambda function, *_, **__: function
-torch._dynamo.graph_break = lambda: None
+import sys, torch
 sys.path.insert(0, {support!r})
 from support.mixed import Mixed, backward
 from support.torch_loops import start, values

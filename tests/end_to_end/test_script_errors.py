@@ -18,10 +18,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 
 
-def run(tmp_path: Path, body: str):
+def run(tmp_path: Path, body: str, workers: int = 2):
     script = tmp_path / "script.py"
     script.write_text(body)
-    started = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run", torch="torch" in body)
+    started = RealRun(["launch", "-n", str(workers), str(script)], tmp_path / "run", torch="torch" in body)
     try:
         return started.end()
     finally:
@@ -29,7 +29,7 @@ def run(tmp_path: Path, body: str):
 
 
 def test_a_wrong_strategy_is_one_sentence(tmp_path):
-    done = run(tmp_path, MODEL + "flockstep.distribute(model, optimizer, 'bucketedd')")
+    done = run(tmp_path, MODEL + "flockstep.distribute(model, optimizer, 'bucketedd')", workers=1)
     assert done.code == 2, done.err
     assert "no strategy is called 'bucketedd'; did you mean 'bucketed'?" in done.err
     assert "Traceback" not in done.err
