@@ -212,12 +212,43 @@ def test_a_comparison_keeps_what_worked_when_one_fails(capsys: pytest.CaptureFix
     assert "finished" in out
 
 
-def test_a_launch_that_fails_names_its_record(capfd: pytest.CaptureFixture[str]) -> None:
+FAILS_EARLY = (
+    JOB_FILE
+    + """
+class Failing(SoftmaxRegression):
+    def gradients(self, *arguments):
+        raise LookupError("no data")
+
+def job():
+    return Job(lambda: Failing(3, 3), data, "sgd(lr=0.3)", name="mine")
+"""
+)
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("early.py").write_text(FAILS_EARLY)
     Path("fails.py").write_text("import flockstep\nassert flockstep.workers() == 2\nraise LookupError('no data')\n")
-    assert run(["launch", "-n", "2", "--transport", "ipc", "--out", "failed", "fails.py"]) == 1
+    for words in (
+        ["train", "early.py", "-s", "gossip", "-n", "2", "--transport", "ipc"],
+        ["launch", "-n", "2", "--transport", "ipc", "fails.py"],
+    ):
+        assert run(words) == 1
+        err = capfd.readouterr().err
+        assert "record: none was kept, because the run ended before its first step\nflockstep: " in err
+        assert list(Path("runs").iterdir()) == []
+    with pytest.raises(LookupError):
+        run(["simulate", "early.py", "-s", "gossip", "-n", "2"])
+    assert list(Path("runs").iterdir()) == []
+
+
+def test_a_launch_that_fails_keeps_what_its_folder_holds_and_names_it(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("fails.py").write_text("import flockstep\nassert flockstep.workers() == 2\nraise LookupError('no data')\n")
+    words = ["launch", "-n", "2", "--transport", "ipc", "--out", "failed", "--rank-output", "failed/ranks", "fails.py"]
+    assert run(words) == 1
     err = capfd.readouterr().err
     assert "record: failed\nflockstep: " in err
     assert RunFolder(Path("failed")).read_summary().status == "failed"
+    assert b"no data" in Path("failed/ranks/rank-0.err").read_bytes()
     assert run(["launch", "--out", "none", "nowhere.py"]) == 2
     assert "record:" not in capfd.readouterr().err
 

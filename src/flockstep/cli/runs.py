@@ -13,7 +13,7 @@ import typer
 
 from flockstep.cli import show
 from flockstep.drivers.node_metrics import fingerprint
-from flockstep.errors import FlockstepError
+from flockstep.errors import Interrupted
 from flockstep.experiments.single import carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -51,13 +51,21 @@ def run_one(
 
 @contextlib.contextmanager
 def _names_record(folder: Path) -> Iterator[None]:
-    """Name the folder of the record on standard error if the run fails, or is interrupted, after it has begun."""
+    """If the run fails, or is interrupted, after it has begun, name the folder of the record on standard error.
+
+    The record of a run that failed before its first step holds nothing, and is removed.
+    """
     before = RunFolder(folder).begun
     try:
         yield
-    except (FlockstepError, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if RunFolder(folder).begun not in (None, before):
-            show.console.print(f"record: {folder}", markup=False, highlight=False, soft_wrap=True)
+            failed = not isinstance(error, (Interrupted, KeyboardInterrupt))
+            empty = failed and RunFolder(folder).discard_unstepped()
+            said = (
+                "record: none was kept, because the run ended before its first step" if empty else f"record: {folder}"
+            )
+            show.console.print(said, markup=False, highlight=False, soft_wrap=True)
         raise
 
 

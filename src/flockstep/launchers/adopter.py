@@ -155,8 +155,13 @@ class Adopter:
     def _coordinate(self, processes: Mapping[int, Adopted], config: RunConfig, hosts: OtherHosts) -> None:
         place = self.folder(None, f"launch-{Path(self.script).stem}")
         record = RunFolder(place)
-        with record.created(config, False):
-            supervise(lambda node_spec: processes[node_spec.address].begin(node_spec), config, record, hosts)
+        try:
+            with record.created(config, False):
+                supervise(lambda node_spec: processes[node_spec.address].begin(node_spec), config, record, hosts)
+        except FlockstepError:
+            if record.begun is not None and not record.discard_unstepped():
+                on_stderr(f"the record is in {place}")
+            raise
         on_stderr(f"the record is in {place}")
 
     def _join(self, processes: Mapping[int, Adopted], meeting: Meeting, node: int, nodes: int) -> None:

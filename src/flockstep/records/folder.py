@@ -24,7 +24,16 @@ from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismat
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.config import RunConfig, same_run
-from flockstep.records.events import HELD_BACK, EvaluationEvent, Event, ReplicaEvent, ScalarEvent
+from flockstep.records.events import (
+    HELD_BACK,
+    ClockEvent,
+    EvaluationEvent,
+    Event,
+    HostsEvent,
+    LostEvent,
+    ReplicaEvent,
+    ScalarEvent,
+)
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.owner import OWNER, owned
 from flockstep.records.snapshots import SNAPSHOTS
@@ -173,6 +182,22 @@ class RunFolder:
             self._clear()
             self.write_config(config)
             yield
+
+    def discard_unstepped(self) -> bool:
+        """Remove the record of a run that ended before its first step; return whether there is none now.
+
+        The folder is kept if its events tell more than the start and the loss of nodes and the evaluation of the first
+        model, as those of communicators do, or if it holds other files, such as the output of scripts.
+        """
+        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, OWNER}
+        if not self.config_file.exists():
+            return True
+        if self._computed() is not None or any(file.name not in own for file in self.path.iterdir()):
+            return False
+        if not all(map(_before_training, self.read_events())):
+            return False
+        shutil.rmtree(self.path)
+        return True
 
     @property
     def unfinished(self) -> bool:
@@ -348,6 +373,12 @@ def _gone(file: Path) -> bool:
     exists.
     """
     return file.is_symlink() and not file.is_file()
+
+
+def _before_training(event: Event) -> bool:
+    """Whether a run that fails before its first step may have written this event."""
+    first = isinstance(event, EvaluationEvent) and event.step == 0
+    return first or isinstance(event, (ClockEvent, HostsEvent, LostEvent))
 
 
 def _may_go(file: Path) -> bool:
