@@ -397,9 +397,7 @@ def layers(
     out: Annotated[Path | None, typer.Option(help="Also draw a picture, as one HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Show a model's layers: parameters, work, depth, and the bytes sent if the data, or the layer itself, are
-    divided.
-    """
+    """Show a model's layers: parameters, work, depth, and the bytes sent if the data or the layer is divided."""
     from flockstep.cli.layers import show_layers
 
     show_layers(what, batch, workers, as_json, out, everything)
@@ -491,9 +489,7 @@ app.add_typer(bench.app, name="bench", rich_help_panel=HERE)
 
 @app.command(rich_help_panel=HERE)
 def doctor(as_json: o.Json = False) -> None:
-    """Test the installation: try every transport, launcher and extra, and say what to install; for users and bug
-    reports.
-    """
+    """Test the installation: try every transport, launcher and extra, and say what to install."""
     from flockstep.cli import show
     from flockstep.doctor import examine
 

@@ -165,10 +165,7 @@ def prediction(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Compare predicted steps with steps of real processes on shaped links.
-
-    The command needs Linux and root, and takes some minutes.
-    """
+    """Compare predicted steps with steps of real processes on shaped links; needs Linux and root, takes minutes."""
     from flockstep.bench import plots
     from flockstep.bench import prediction as bench
 
