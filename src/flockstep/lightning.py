@@ -49,7 +49,7 @@ class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[mi
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: `flockstep launch`, torchrun, mpirun or srun has started the processes."""
+        """True, because `flockstep launch`, torchrun, mpirun or srun has started the processes."""
         return True
 
     @property
@@ -64,29 +64,29 @@ class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[mi
 
     @staticmethod
     def detect() -> bool:
-        """Whether Lightning should use this environment unasked: no, the strategies name it."""
+        """Return False, because Lightning should use this environment only if a strategy names it."""
         return False
 
     def world_size(self) -> int:
-        """Number of workers."""
+        """Number of workers in the run."""
         return place_of_script()[1]
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher decides."""
+        """Do nothing, because the launcher decides the number of workers."""
 
     def global_rank(self) -> int:
-        """Rank of this worker."""
+        """Rank of this worker, from 0."""
         return place_of_script()[0]
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher decides."""
+        """Do nothing, because the launcher decides the ranks."""
 
     def local_rank(self) -> int:
-        """Number of this worker among those of its host."""
+        """Number of this worker among the workers of its host, from 0."""
         return place_on_host()[0]
 
     def node_rank(self) -> int:
-        """Number of this host, if all hosts have equally many workers."""
+        """Number of this host, from 0, if all hosts have equally many workers."""
         return place_of_script()[0] // place_on_host()[1]
 
 
@@ -268,7 +268,9 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self.optimizers = [self._distribute([self.lightning_module], each) for each in self.optimizers]
 
     def setup_precision_plugin(self) -> None:
-        """Clip what the optimizer uses, where a precision plugin would clip what backward left."""
+        """Clip the gradients that the optimizer uses, where a precision plugin would clip the gradients left by the
+        backward pass.
+        """
         super().setup_precision_plugin()
         self.precision_plugin.clip_gradients = self._clip_gradients
 
@@ -292,24 +294,24 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         return self._common_state(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State of an optimizer, to save it; that of servers only on rank 0."""
+        """State of an optimizer, to save it; the state of the servers' optimizers is on rank 0 only."""
         return self._state_of(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the states of a checkpoint, and continue from rank 0's."""
+        """Load the optimizer states of a checkpoint, and continue from the states of rank 0."""
         super().load_optimizer_state_dict(checkpoint)
         self._send_loaded()
 
     def on_validation_start(self) -> None:
-        """Show the common model to the validation, and to checkpoints at its end."""
+        """Put the common model into the module for the validation, and for checkpoints at its end."""
         self._validating.enter_context(self._consensus())
 
     def on_validation_end(self) -> None:
-        """Go on with this rank's replica."""
+        """Put this rank's replica back into the module."""
         self._validating.close()
 
     def on_train_end(self) -> None:
-        """End the run."""
+        """End the run of this fit."""
         for each in self._live():
             if place_of_script()[0] == 0:
                 each.state_dict()  # of servers, for a checkpoint after the fit
@@ -351,12 +353,14 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Keep the module for its optimizers."""
+        """Store the module for its optimizers, which are set up later."""
         self._modules.append(module)
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the strategy coordinate the optimizer of a module, or of several, that `setup_module` has seen."""
+        """Let the strategy coordinate the optimizer of a module, or of several modules, that `setup_module` has
+        seen.
+        """
         return self._distribute(self._modules, optimizer)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -376,7 +380,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         return clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite, None)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Limit each element of gradients that are not combined."""
+        """Limit each element of the gradients, for strategies that do not combine gradients."""
         self._clip_values(self.precision.main_params(optimizer), clip_val)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -384,11 +388,11 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         return self._common_state(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State of an optimizer, to save it; that of servers only on rank 0."""
+        """State of an optimizer, to save it; the state of the servers' optimizers is on rank 0 only."""
         return self._state_of(optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint into modules and optimizers on every rank, and continue from rank 0's."""
+        """Load a checkpoint into modules and optimizers on every rank, and continue from the state of rank 0."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, **options)
         self._send_loaded()
         return remainder

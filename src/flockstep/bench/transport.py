@@ -1,4 +1,6 @@
-"""Push of an array to another process of this host, which adds it: transports, raw sockets, and a memory copy."""
+"""Benchmark of a push of an array to another process of this host, which adds the array: by transports, raw sockets,
+and a memory copy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bfloat16: every element as a float with 8 bits of exponent and 7 of fraction."""
+"""bfloat16: sends every element as a float with 8 bits of exponent and 7 of fraction."""
 
 from __future__ import annotations
 

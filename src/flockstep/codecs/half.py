@@ -1,4 +1,4 @@
-"""Half: every element as a 16-bit float."""
+"""Half: sends every element as a 16-bit float."""
 
 from __future__ import annotations
 

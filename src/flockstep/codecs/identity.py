@@ -1,4 +1,4 @@
-"""Identity: the array's own bytes, without compression."""
+"""Identity: sends the array's own bytes, without compression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit blocks: every element as a signed byte times its block's scale."""
+"""8-bit blocks: sends every element as a signed byte, to be multiplied by its block's scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1-bit SGD: a sign for every element, and the means of the two sides."""
+"""1-bit SGD: sends a sign for every element, and the means of the two sides."""
 
 from __future__ import annotations
 

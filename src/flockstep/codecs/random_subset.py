@@ -1,4 +1,4 @@
-"""Random-k: elements chosen by a shared seed, so that no indices are sent."""
+"""Random-k: sends elements chosen by a shared seed, without their indices."""
 
 from __future__ import annotations
 

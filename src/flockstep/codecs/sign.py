@@ -1,4 +1,4 @@
-"""signSGD: a sign for every element, and one scale."""
+"""signSGD: sends a sign for every element, and one scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TernGrad: -1, 0 or 1 times the tensor's scale, chosen at random."""
+"""TernGrad: sends -1, 0 or 1 times the tensor's scale, chosen at random, for every element."""
 
 from __future__ import annotations
 

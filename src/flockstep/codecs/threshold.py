@@ -1,4 +1,4 @@
-"""Threshold: every element beyond a bound."""
+"""Threshold: sends every element beyond a bound."""
 
 from __future__ import annotations
 

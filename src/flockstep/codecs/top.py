@@ -1,4 +1,4 @@
-"""Top-k: the elements of the largest magnitude."""
+"""Top-k: sends the elements of the largest magnitude."""
 
 from __future__ import annotations
 

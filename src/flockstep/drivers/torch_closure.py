@@ -19,7 +19,9 @@ from flockstep.strategies.encoding import codecs_of
 
 
 def evaluates_closures(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step(closure)` may evaluate the closure several times: it cannot step without one."""
+    """Whether `optimizer.step(closure)` may evaluate the closure several times; such an optimizer cannot step without a
+    closure.
+    """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -27,7 +29,7 @@ def evaluates_closures(optimizer: torch.optim.Optimizer) -> bool:
 def require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, narrow: bool) -> None:
     """Raise an error unless every evaluation of a closure can give all ranks the mean of their losses and gradients.
 
-    `narrow`: some parameters are narrower than the flat array.
+    `narrow` says whether some parameters are narrower than the flat array.
 
     Raises:
         CompositionError: under the strategy, ranks do not step along the mean of all gradients, or do not receive the
@@ -62,7 +64,8 @@ class ClosureSteps:
         self._exchange = exchange
 
     def mean(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate `closure`; return the mean of all ranks' losses, and leave the mean of their gradients.
+        """Evaluate `closure`; return the mean of all ranks' losses, and leave the mean of all ranks' gradients in the
+        parameters.
 
         Raises:
             ConfigurationError: the closure does not return a loss.

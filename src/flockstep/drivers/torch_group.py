@@ -69,7 +69,7 @@ def _open(framework: str, rank: int, workers: int) -> None:
 
 
 def place_on_host() -> tuple[int, int]:
-    """Number of this process among the workers of its host, from 0, and the number of these workers."""
+    """Return the number of this process among the workers of its host, from 0, and the number of these workers."""
     if "LOCAL_WORLD_SIZE" in os.environ:  # as flockstep launch and torchrun say it
         return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ["LOCAL_WORLD_SIZE"])
     place = place_from(os.environ)
@@ -93,7 +93,7 @@ def meet(framework: str) -> None:
 
 
 def broadcast_value(value: T, source: int, framework: str) -> T:
-    """The value of rank `source`: text, numbers, None, or lists and dicts of these. All ranks call this.
+    """Return the value of rank `source`: text, numbers, None, or lists and dicts of them. All ranks call this.
 
     Raises:
         ConfigurationError: the value is of another kind.

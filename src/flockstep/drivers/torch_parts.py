@@ -21,7 +21,7 @@ def distribute_part(
     buffers: Policy = "mean",
     timeout: float = 600.0,
 ) -> DistributedOptimizer:
-    """`flockstep.distribute` of the part of `modules` that `optimizer` trains.
+    """Call `flockstep.distribute` for the part of `modules` that `optimizer` trains.
 
     Raises:
         ConfigurationError: the optimizer holds parameters of none of the modules, or of half a layer, or what
@@ -40,7 +40,7 @@ def distribute_part(
 
 
 def part_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The part of `module` whose trainable parameters are those of `optimizer`.
+    """Return the part of `module` whose trainable parameters are the parameters of `optimizer`.
 
     It is the module itself, one of its submodules, or a `ModuleList` of several submodules.
 

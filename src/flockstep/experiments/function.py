@@ -25,10 +25,10 @@ from flockstep.records.folder import FUNCTION, RunFolder
 
 @dataclass(frozen=True)
 class LaunchResult(RunResult):
-    """A run of a function that has ended, the folder of its record, and what the function returned."""
+    """A run of a function that has ended, the folder of its record, and the values that the function returned."""
 
     returned: dict[int, Any] = field(default_factory=dict)
-    """Rank → what the function returned there; a worker that died has no entry."""
+    """Rank → value that the function returned on this rank; a worker that died has no entry."""
 
 
 def launch(

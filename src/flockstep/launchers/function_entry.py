@@ -22,12 +22,12 @@ _FOLDER = Path(sys.argv[0]).resolve().parent
 
 
 def value(name: str) -> Any:
-    """The value that `name` has in the program that launched this one."""
+    """Return the value that `name` has in the program that launched this program."""
     return from_bytes(_values()["names"][name])
 
 
 def call(function: Callable[..., Any]) -> None:
-    """Call the function with the arguments that were given to `flockstep.launch`, and keep what it returns.
+    """Call the function with the arguments that were given to `flockstep.launch`, and store its result.
 
     A result that cannot travel to the process that launched this one does not end the run, but is told there.
     """
@@ -44,12 +44,12 @@ def call(function: Callable[..., Any]) -> None:
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Path of the file that holds what the function returned on a rank."""
+    """Path of the file that holds the value that the function returned on a rank."""
     return folder / f"returned-{rank}.bin"
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """Path of the file that holds why there is no result of a rank: the traceback of an error, or a sentence."""
+    """Path of the file that holds the reason why a rank has no result: the traceback of an error, or a sentence."""
     return folder / f"error-{rank}.txt"
 
 

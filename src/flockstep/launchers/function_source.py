@@ -1,4 +1,4 @@
-"""The Python program that runs a function of a notebook, or of a script, in processes of their own.
+"""The Python program that runs a function of a notebook, or of a script, in separate processes.
 
 A notebook's functions are in `__main__`, which no other process can import. The program therefore holds their source,
 as far as the function uses it, and imports what modules define. Values travel as data, see `flockstep.drivers.state`.
@@ -35,13 +35,13 @@ class FunctionProgram:
     """A program that calls a function."""
 
     text: str
-    """Source of the program, which takes the values from the folder that it lies in."""
+    """Source of the program, which takes the values from the folder in which the program lies."""
     values: bytes
     """The values that the function uses, and its arguments, as `flockstep.drivers.state` encodes them."""
 
 
 def program_of(function: Callable[..., Any], args: tuple[object, ...]) -> FunctionProgram:
-    """The program that calls `function(*args)`.
+    """Return the program that calls `function(*args)`.
 
     Raises:
         ConfigurationError: the function, an argument, or something that the function uses cannot travel to another

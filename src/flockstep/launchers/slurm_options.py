@@ -1,4 +1,6 @@
-"""Options of sbatch that a user may add to a submitted job: all but those with which the run could not be followed."""
+"""Options of sbatch that a user may add to a submitted job: all options except those with which a run could not be
+followed.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ REFUSED = {
 `sbatch` accepts every prefix that no other option has.
 """
 SHORT = {"a": "array", "W": "wait", "M": "clusters"}
-"""Short option → the long one."""
+"""Short option of sbatch → the equivalent long option."""
 FLAGS = "HkOQsvhV"
-"""Short options without a value, besides those that are refused; several may share a word."""
+"""Short options without a value, besides the refused options; several may share a word."""
 LONG_FLAGS = [
     "contiguous",
     "exclusive",
@@ -54,14 +56,14 @@ VARIABLES = {
     "SBATCH_CLUSTERS": "clusters",
     "SLURM_CLUSTERS": "clusters",
 }
-"""Environment variables that sbatch reads as options."""
+"""Environment variable that sbatch reads as an option → name of the option."""
 
 
 def options_of_job(options: str, environment: Mapping[str, str]) -> list[str]:
-    """The words of `--slurm-options`, which sbatch gets in this environment.
+    """Return the words of `--slurm-options`, checked together with the environment that sbatch reads.
 
     Raises:
-        ConfigurationError: they are no words of a shell, or a run cannot have one of them.
+        ConfigurationError: the text cannot be split into words as in a shell, or a run cannot have one of the options.
     """
     try:
         words = shlex.split(options)

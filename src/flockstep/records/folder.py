@@ -223,7 +223,7 @@ class RunFolder:
 
     @property
     def begun(self) -> int | None:
-        """When the run in the folder was begun, in nanoseconds; None without a run."""
+        """Time at which the run in the folder was begun, in nanoseconds; None without a run."""
         return self.config_file.stat().st_mtime_ns if self.config_file.exists() else None
 
     def write_config(self, config: RunConfig) -> None:

@@ -75,7 +75,9 @@ class GradientPush(Strategy):
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
-        """Each worker pushes to its out-neighbors and waits for its in-neighbors, with tau > 0 tau steps later."""
+        """The taxonomy entry of workers that push to their out-neighbors and wait for their in-neighbors, with tau > 0
+        tau steps later.
+        """
         return TaxonomyEntry("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
 
     def check(self, workers: int) -> None:

@@ -42,7 +42,9 @@ class NeighborAveraging(Strategy):
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
-        """Each replica averages with its neighbors; the taxonomy has a separate entry for the ring."""
+        """The taxonomy entry of replicas that average with their neighbors; the taxonomy has a separate entry for the
+        ring.
+        """
         ring = isinstance(self.topology, RingGraph)
         return TaxonomyEntry(
             "decentral", "sync", "2:1 reduce" if ring else "reduce", "closed ring" if ring else "graph"

@@ -85,7 +85,9 @@ class StreamingDiloco(Strategy):
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
-        """Replicas are averaged; workers wait for a mean only if it takes longer than the overlap."""
+        """The taxonomy entry of replicas that are averaged; workers wait for a mean only if the mean takes longer than
+        the overlap.
+        """
         return TaxonomyEntry("decentral", "bounded async" if self.overlap else "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> list[Fragment]:

@@ -96,7 +96,7 @@ class SenderIdentity:
     incarnation: int = 0
     epoch: int = 0
     peer_memory: dict[Address, PeerMemory] = field(default_factory=dict)
-    """Node → its memory, as far as this node can read it."""
+    """Node → memory of this node, as far as the sender can read it."""
     heard: dict[Address, int] = field(default_factory=dict)
     notes: Notes = field(default_factory=dict)
     """Tag → kind of note, as the strategy declares."""

@@ -22,19 +22,23 @@ class Combined(NamedTuple):
 
 
 Combine = Callable[[Sequence[FlatArray]], FlatArray]
-"""The mean of several vectors (K,), or the vector that an aggregation puts in place of their mean."""
+"""Function that combines several vectors (K,): their mean, or the vector that an aggregation puts in place of the
+mean.
+"""
 
 
 class Aggregation(Component):
     """A function of the vectors (K,) of several workers, in place of their mean.
 
-    The breakdown point of an aggregation is the share of workers that may send anything without moving the result
-    arbitrarily far: 0 for the mean, at most 1/2 for any aggregation.
+    The breakdown point of an aggregation is the share of workers that may send arbitrary vectors without moving the
+    result arbitrarily far: 0 for the mean, at most 1/2 for any aggregation.
     """
 
     noun: ClassVar[str] = "aggregation"
     linear: ClassVar[bool] = False
-    """Whether the result is the mean, which any number of vectors has, also of vectors that are incomplete."""
+    """Whether the result is the mean, which can be computed for any number of vectors, and also for incomplete
+    vectors.
+    """
     coordinatewise: ClassVar[bool] = False
     """Whether element k of the result depends on the elements k of the vectors alone, so that slices of the vectors can
     be combined separately.

@@ -16,9 +16,9 @@ class GeometricMedian(Combination):
     """Geometric median by the smoothed Weiszfeld algorithm (RFA: Pillutla, Kakade & Harchaoui 2022): breakdown point
     1/2.
 
-    The point z with the smallest sum of distances ||z - v_i||. From the mean, repeat beta_i = 1 / max(nu, ||z - v_i||),
-    z ← sum_i beta_i v_i / sum_i beta_i. The paper takes 3 iterations, because each is a round of messages there; here
-    `iterations` cost no pass over the vectors.
+    The result is the point z with the smallest sum of distances ||z - v_i||. From the mean, repeat beta_i = 1 / max(nu,
+    ||z - v_i||), z ← sum_i beta_i v_i / sum_i beta_i. The paper takes 3 iterations, because each is a round of messages
+    there; here `iterations` cost no pass over the vectors.
     """
 
     nu: float = 1e-6

@@ -16,8 +16,8 @@ class Krum(Combination):
     """Krum (Blanchard, El Mhamdi, Guerraoui & Stainer 2017, section 4): the one vector with the smallest score.
 
     The score of v_i is the sum of the squared distances from v_i to its n - f - 2 nearest other vectors; of equal
-    scores the smallest rank is chosen. Withstands `f` of n workers, where n >= 2f + 3. A step uses the gradient of one
-    worker, so that the batch is 1/n of the workers' batches.
+    scores the smallest rank is chosen. Krum withstands `f` of n workers, where n >= 2f + 3. A step uses the gradient of
+    one worker, so that the batch is 1/n of the workers' batches.
     """
 
     f: int = field(default=1, metadata=SHOWN)
