@@ -1,5 +1,5 @@
-"""Measures implementations in turns, round after round, each in its own processes, so that other load affects all
-alike.
+"""Measures implementations in turns, round after round, each in its own processes, so that other load affects all of
+them equally.
 """
 
 from __future__ import annotations

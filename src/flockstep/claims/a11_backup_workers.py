@@ -14,7 +14,7 @@ from flockstep.simulation.compute import ComputeModel
 
 LAW = "exponential(1)"
 STEPS = {(16, 0): 5000, (16, 1): 5000, (16, 2): 5000, (100, 0): 4000, (96, 4): 1500}
-"""(N, b) → steps; standard errors of the mean are at most 0.55 %."""
+"""(N workers, b backup workers) → steps of a run; standard errors of the mean are at most 0.55 %."""
 
 Seconds = npt.NDArray[np.float64]
 

@@ -27,7 +27,7 @@ class PipelinePass:
 
 
 PipelineSchedule = Callable[[int, int, int], list[PipelinePass]]
-"""(stage, number of stages, number of micro-batches) → passes of that stage, in order."""
+"""Function (stage, number of stages, number of micro-batches) → passes of that stage, in order."""
 
 
 def gpipe(stage: int, stages: int, batches: int) -> list[PipelinePass]:

@@ -28,7 +28,7 @@ STEPS = 300
 """Number of steps in the runs with error feedback."""
 
 Channel = Callable[[FlatArray, np.random.Generator], FlatArray]
-"""(array, random generator) → array that a receiver decodes."""
+"""Function (array, random generator) → array that a receiver decodes."""
 
 
 class Moments(NamedTuple):

@@ -33,7 +33,7 @@ class Regime:
     batch: int
     rates: FlatArray
     updates: Callable[[str, int], int]
-    """(method, number of workers) → steps of each worker."""
+    """Function (method, number of workers) → steps of each worker."""
 
 
 NOISE = Regime(64, 1, 2.0 ** np.arange(-7, 1.01, 0.25), lambda method, n: 300 if method == "local" else 100 + 500 // n)

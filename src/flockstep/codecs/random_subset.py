@@ -53,7 +53,7 @@ class RandomK(Sparsifier):
 
     @property
     def shares_seed(self) -> bool:
-        """True unless values are rounded at random: with equal draws, all senders would round alike."""
+        """True unless values are rounded at random: with equal draws, all senders would round in the same way."""
         return self.values.lossless or not self.values.unbiased
 
     def variance(self, size: int) -> float | None:

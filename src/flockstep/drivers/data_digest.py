@@ -1,4 +1,4 @@
-"""Digests of data that all workers should read alike, which the supervisor compares."""
+"""Digests of the data of which all workers should read the same; the supervisor compares the digests."""
 
 from __future__ import annotations
 

@@ -189,10 +189,10 @@ def simulate(
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape | None) -> RunConfig:
-    """The configuration of a simulation with the links and times of a cluster; unchanged if `shape` is None.
+    """Return the configuration of a simulation with the links and times of a cluster; unchanged if `shape` is None.
 
     Raises:
-        ConfigurationError: the cluster cannot have so many workers.
+        ConfigurationError: the cluster cannot have that number of workers.
     """
     if shape is None:
         return config

@@ -75,7 +75,7 @@ class Adopted:
 
     def exit_code(self) -> int | None:
         """Return the exit code that the process has reported, 0 or 1; `ENDED` if the process ended without a report;
-        None before.
+        None while the process runs.
         """
         if self._code is None:
             ended = bool(self._process is not None and select.select([self._process], [], [], 0)[0])

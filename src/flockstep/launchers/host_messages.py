@@ -1,7 +1,7 @@
 """Messages between the coordinator of a run and the agents of its hosts.
 
 agent → coordinator   Join: which host this is, what it would run, and how many workers
-coordinator → agent   Accepted, or Refused with the reason; Waiting while others have not come
+coordinator → agent   Accepted, or Refused with the reason; Waiting while other hosts have not joined
 coordinator → agent   Start for each process; Open for each connection to one
 both                  Frames of such a connection
 agent → coordinator   Heard on the control socket of the host; Broken connections; Exited processes; Stopped by its user

@@ -17,7 +17,7 @@ from flockstep.transports.host_channel import HostChannel
 SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
 """Environment variable that holds the secret of a run over several hosts."""
 SHORTEST = 16
-"""Smallest number of characters of a secret, because a stranger could guess a shorter secret from a recorded proof."""
+"""Smallest number of characters of a secret, because an attacker could guess a shorter secret from a recorded proof."""
 EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
 """Addresses on which a process listens if it listens on all addresses of its host."""
 TIMEOUT = 600.0

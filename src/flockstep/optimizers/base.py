@@ -93,7 +93,7 @@ def layers_of(params: FlatArray, state: OptimizerState, who: str) -> tuple[slice
     """Return the slices of the model's tensors in `params`.
 
     Raises:
-        CompositionError: the tensors are unknown, or `params` are not those of the whole model.
+        CompositionError: the tensors are unknown, or `params` are not the parameters of the whole model.
     """
     if not state.tensors or state.tensors[-1].stop != len(params):
         raise CompositionError(

@@ -55,7 +55,7 @@ class LAMB(Optimizer):
         """Update `params` and `state` in place, layer by layer; `gradient` does not change.
 
         Raises:
-            CompositionError: `params` are not those of a whole model.
+            CompositionError: `params` are not the parameters of a whole model.
         """
         lr, share = float(lr), float(share)
         layers = layers_of(params, state, "lamb")

@@ -47,7 +47,7 @@ class LARS(Optimizer):
         """Update `params` and `state` in place, layer by layer; `gradient` does not change.
 
         Raises:
-            CompositionError: `params` are not those of a whole model.
+            CompositionError: `params` are not the parameters of a whole model.
         """
         lr, share = float(lr), float(share)
         corrects = self.momentum_correction and state.lr > 0

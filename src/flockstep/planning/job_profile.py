@@ -151,7 +151,7 @@ class Site:
         """The compute model of the gradients.
 
         Raises:
-            ConfigurationError: the cluster cannot have so many workers.
+            ConfigurationError: the cluster cannot have that number of workers.
         """
         return self.cluster.compute(self.seconds, workers)
 

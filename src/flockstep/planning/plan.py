@@ -169,7 +169,7 @@ def plan(
         The predictions, sorted by the worth of their samples per second.
 
     Raises:
-        ConfigurationError: the cluster or a plan cannot have so many workers, or a strategy does not exist.
+        ConfigurationError: the cluster or a plan cannot have that number of workers, or a strategy does not exist.
     """
     site = Site(task, cluster)
     count = cluster.workers if workers is None else workers

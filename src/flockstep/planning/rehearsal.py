@@ -267,10 +267,10 @@ def rehearse(
         seed: seed of the random draws.
         surrogate_batches: what is known of the job's samples.
         work: costs of nodes besides gradients.
-        listen: called with every event, whose bytes are the surrogate's.
+        listen: called with every event, whose bytes are bytes of the surrogate.
 
     Raises:
-        ConfigurationError: the strategy cannot run on so many workers.
+        ConfigurationError: the strategy cannot run on that number of workers.
         Unrehearsed: no surrogate can replace the model, or a strategy that should send sent nothing.
     """
     strategy.check(workers)

@@ -103,7 +103,7 @@ def waiting(share: float, slower: float) -> float:
 
 
 Ask = Callable[[float, ScalablePrediction], float]
-"""(value of the varied quantity, prediction) → worth of the strategy."""
+"""Function (value of the varied quantity, prediction) → worth of the strategy."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None
     slowest.
 
     Raises:
-        ConfigurationError: the strategy cannot run on so many workers, or nothing determines the cost.
+        ConfigurationError: the strategy cannot run on that number of workers, or nothing determines the cost.
         Unpredictable: one half of a rehearsal takes more than twice as long as the other.
     """
     strategy.check(workers)
@@ -135,7 +135,7 @@ def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
     """The configuration of a run in virtual time, with the costs of links, gradients, messages and steps on a cluster.
 
     Raises:
-        ConfigurationError: the cluster cannot have so many workers.
+        ConfigurationError: the cluster cannot have that number of workers.
     """
     site = Site(task_of(config.job, config.batch), shape)
     strategy = Strategy.parse(config.strategy)
@@ -366,7 +366,7 @@ class Pace:
         """Cost of a step of `workers` workers on a site of another model size or bandwidth.
 
         Raises:
-            ConfigurationError: the strategy, or the cluster, cannot have so many workers.
+            ConfigurationError: the strategy, or the cluster, cannot have that number of workers.
         """
         found, here = self._moved(site, workers, law), self.found
         if here is None or workers != here.workers or here.source != "rehearsal":

@@ -154,7 +154,7 @@ def trial(
             raises ends the trial without a result.
 
     Raises:
-        ConfigurationError: the task has no data or no target, or the strategy cannot run on so many workers.
+        ConfigurationError: the task has no data or no target, or the strategy cannot run on that number of workers.
     """
     context = context or TrialContext(site)
     job = context.job(seed)

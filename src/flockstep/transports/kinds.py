@@ -88,7 +88,7 @@ class Tcp(Transport):
 
     @property
     def zero_copy(self) -> bool:
-        """Whether the transport lends shared memory, as its field `memory` says."""
+        """Whether nodes of one host read arrays in each other's memory, as the field `memory` says."""
         return self.memory
 
     @property

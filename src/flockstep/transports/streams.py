@@ -70,8 +70,8 @@ PATIENCE = 20.0
 network link may be lost and sent again late.
 """
 REDIALS = 6
-"""Number of further attempts to connect to a peer if a connection ends before the peer's greeting, as when strangers
-crowd the peer.
+"""Number of further attempts to connect to a peer if a connection ends before the peer's greeting, for example because
+too many unauthenticated connections are open.
 """
 FIRST_WAIT = 0.05
 """Seconds before the first further attempt to connect; each wait is twice the previous wait."""

@@ -173,5 +173,5 @@ def dequantize(data: Bytes, step: FlatArray, block: int, levels: int, bits: int,
 
 
 def add_dequantized(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, out: FlatArray) -> int:
-    """Add the dequantized values to `out`, flat, contiguous, of the dtype of `step`; return the largest code."""
+    """Add the dequantized values to `out`, a flat contiguous array of the dtype of `step`; return the largest code."""
     return int(_dequantize(locked(data), step, block, levels, bits, out, True))

@@ -85,7 +85,7 @@ def dequantize(
 def add_dequantized(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, out: torch.Tensor
 ) -> int:
-    """Add the dequantized values to `out`, flat, of the dtype of `step`; return the largest code."""
+    """Add the dequantized values to `out`, a flat tensor of the dtype of `step`; return the largest code."""
     decoded, top = dequantize(data, step, block, levels, bits, len(out))
     out += decoded
     return top
