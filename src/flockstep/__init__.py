@@ -162,7 +162,7 @@ def workers() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this process has rank 0, the one that prints and writes files; True in a script that runs alone.
+    """Return whether this process has rank 0, which prints and writes files; True in a script that runs alone.
 
     Raises:
         ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.

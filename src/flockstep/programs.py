@@ -162,7 +162,7 @@ class Rendezvous:
     run: str
     """Unique name of the run."""
     folder: Path
-    """Folder of the record; the sockets' own folder is removed when all are connected."""
+    """Folder of the record; the sockets' own folder is removed when all sockets are connected."""
     rank: int
     workers: int
     attend: Callable[[Work], None]

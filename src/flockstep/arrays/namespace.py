@@ -92,7 +92,9 @@ def empty(like: Any, *shape: int) -> FlatArray:
 
 
 def zeros(like: Any, *shape: int, dtype: str = "") -> FlatArray:
-    """Return an array of zeros of the given shape, on the device of `like`, with its dtype or the named one."""
+    """Return an array of zeros of the given shape, on the device of `like`, with the dtype of `like` or the named
+    dtype.
+    """
     if isinstance(like, np.ndarray):
         return np.zeros(shape, numpy_dtype(dtype) if dtype else like.dtype)
     made: FlatArray = like.new_zeros(shape, dtype=getattr(sys.modules["torch"], dtype) if dtype else like.dtype)

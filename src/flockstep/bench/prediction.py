@@ -81,7 +81,7 @@ WITHIN = 0.2
 RANKED = 0.9
 """Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
 GRADIENTS, ROUNDS, TURNS = 30, 3, 3
-"""Size of the calibration: gradients of each worker, alone and with all others; rounds of large messages between two
+"""Size of the calibration: gradients of each worker, alone and together; rounds of large messages between two
 workers; rounds in which the links' latency, and the share of their bandwidth that messages get, are fitted in turn.
 """
 SECONDS = 6.0

@@ -46,7 +46,7 @@ bandwidth = "1gbit"
 latency = "50us"
 """
 SPELLS = "slow_spells(constant(1), 0.02, 5, 10)"
-"""Compute times in which one of fifty gradients begins ten that take five times as long."""
+"""Compute times in which one of fifty gradients is the first of ten that take five times as long."""
 
 
 @dataclass(frozen=True)

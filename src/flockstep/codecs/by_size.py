@@ -19,7 +19,7 @@ from flockstep.expression import SIZED
 
 @dataclass(frozen=True)
 class BySize(Composed):
-    """By size: `large` for tensors of at least `limit` elements and more than one dimension, `small` for the others.
+    """By size: `large` for tensors of at least `limit` elements and several dimensions, `small` for other tensors.
 
     Biases, normalization scales and short tensors have few elements that matter much; published compressors leave them
     uncompressed (Lin et al. 2018; Vogels et al. 2019). An array whose tensors are unknown counts as one tensor of more

@@ -17,7 +17,7 @@ from flockstep.errors import CompositionError
 
 
 class Sparsifier(Streamed):
-    """Some elements are sent, with their positions; the others decode to zero.
+    """Some elements are sent, with their positions; the other elements decode to zero.
 
     The encoding holds a head, which determines the chosen elements, and their values in the array's dtype or as the
     codec `values` encodes them. If that is not smaller than the array, the array itself is sent: data of the array's

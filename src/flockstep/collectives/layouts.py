@@ -42,7 +42,7 @@ def tree_server(n: int, t: Times) -> float:
 
 
 def scatter_server(n: int, t: Times) -> float:
-    """Workers reduce-scatter before, and gather after, one server: (2 + 2(n-1)/n)T + (n-1)/n R + U."""
+    """One server, a reduce-scatter by the workers before it and a gather after it: (2 + 2(n-1)/n)T + (n-1)/n R + U."""
     return (2 + 2 * (n - 1) / n) * t.transmit + (n - 1) / n * t.reduce + t.update
 
 

@@ -183,10 +183,10 @@ class Collectives(Calls):
         self.run_collective(name, "barrier", signal_all, timeout)
 
     def agree(self, what: str, timeout: float | None = None) -> None:
-        """Return once every rank has called this with the same `what`.
+        """Return once every rank has called this method with the same `what`.
 
         Raises:
-            ConfigurationError: a rank called it with another `what`.
+            ConfigurationError: a rank called the method with another `what`.
         """
         self.run_collective("", what, signal_all, timeout)
 

@@ -244,14 +244,14 @@ class Communicator(Collectives):
         return window
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave: this communicator accepts no more calls, and answers other ranks until they close theirs, too.
+        """Leave: this communicator accepts no more calls, and answers other ranks until they close, too.
 
         Everything sent before is delivered first. In a script without a strategy, the process's part in the run ends
         here.
 
         Raises:
-            TimedOut: within `timeout` seconds, other ranks did not close theirs or did not receive what was sent to
-                them; this communicator is closed nevertheless.
+            TimedOut: within `timeout` seconds, other ranks did not close their communicators or did not receive what
+                was sent to them; this communicator is closed nevertheless.
             Interrupted: the run was ended.
         """
         self.require_free()

@@ -41,7 +41,7 @@ class Unled(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits of a strategy of delivery class 4, without a resulting model."""
+        """The traits: partial delivery, training that continues without lost workers, and no resulting model."""
         return Traits(delivery="partial", survives=True, results=())
 
     async def worker(self, me: object) -> None:

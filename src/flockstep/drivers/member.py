@@ -54,7 +54,7 @@ LONGEST = 4000
 PAUSE = 0.05
 """Seconds before a message is sent again to a process whose queue is full."""
 PART = 1 << 18
-"""Bytes of parameters sent to the supervisor in one message."""
+"""Largest size in bytes of the part of the parameters that one message takes to the supervisor."""
 WINDOW = 8
 """Largest number of unacknowledged parts: the supervisor holds at most this many of each node."""
 PATIENCE = 1.0
@@ -133,7 +133,7 @@ class NodeSpec:
     workers: int
     supervisor: int
     """Process id of the supervisor if it is on this host: this process ends as soon as the supervisor does. 0: the
-    supervisor is on another host, and only the link tells.
+    supervisor is on another host, and its end shows only in the link to it.
     """
     process: int = 0
     """Process id of the only process that may use this specification; 0: any process that has it."""

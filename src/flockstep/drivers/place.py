@@ -54,7 +54,7 @@ def place_from(environment: Environment) -> Place | None:
     processes.
 
     If several launchers have left variables, torchrun comes before mpirun, and mpirun before srun, which often starts
-    one of the others.
+    torchrun or mpirun.
 
     Raises:
         ConfigurationError: the variables of the launcher contradict each other or are incomplete, or the launcher is

@@ -16,8 +16,8 @@ B = TypeVar("B")
 class PrivateBatches(EpochBatches[B]):
     """All batches of an iterable that this worker alone has.
 
-    A worker whose batches run out takes part in the steps of the others until every worker has used all of its own, as
-    under `optimizer.join()`: no batch is left out or used twice, and all workers begin the next epoch together.
+    A worker whose batches run out takes part in the steps of the other workers until every worker has used all of its
+    own, as under `optimizer.join()`: no batch is left out or used twice, and all workers begin the next epoch together.
     """
 
     def __iter__(self) -> Iterator[B]:

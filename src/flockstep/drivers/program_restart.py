@@ -1,9 +1,9 @@
 """Operations of workers and servers between two steps of a script: restart on a replaced model, and read out state.
 
 A strategy's programs restart as at the start of a run. Every worker ends its program at its request for a gradient and
-tells all others. When all workers have done so, each server ends its program and tells the other servers. Messages in
-flight have then arrived, because messages between two nodes keep their order, and are dropped. Servers and workers take
-the new parameters from rank 0, and no program begins before all nodes have dropped the old messages.
+tells all other workers. When all workers have done so, each server ends its program and tells the other servers.
+Messages in flight have then arrived, because messages between two nodes keep their order, and are dropped. Servers and
+workers take the new parameters from rank 0, and no program begins before all nodes have dropped the old messages.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ async def all_here(me: Worker) -> None:
     """Wait until every other worker has reached this point, too.
 
     Raises:
-        PeerLost: one died or left before.
+        PeerLost: a worker died, or left the run before.
     """
     me.send_all(me.peers, "here")
     for rank in range(me.workers):

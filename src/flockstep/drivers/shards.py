@@ -29,8 +29,9 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
 
     With `private`, a worker's part is all of `loader`, of any kind and size, and the order depends on the number of the
     epoch and the rank. An epoch ends when every worker has used all of its batches once: until then a worker without
-    batches takes part in the steps of the others, with gradients of zero, as under `optimizer.join()`. Under strategies
-    that continue without a worker that leaves, such as asynchronous ones, workers do not wait for each other.
+    batches takes part in the steps of the other workers, with gradients of zero, as under `optimizer.join()`. Under
+    strategies that continue without a worker that leaves, such as asynchronous ones, workers do not wait for each
+    other.
 
     Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next one, so that
     a script that continues from a checkpoint does not draw the order of its first epochs again.

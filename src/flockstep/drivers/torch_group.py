@@ -28,11 +28,11 @@ def open_group(framework: str) -> None:
     """Open the default process group of all workers, with gloo, unless the script has opened one or runs alone.
 
     The group's connections stay within the host. Under torchrun, or wherever the script has set MASTER_ADDR and
-    MASTER_PORT, the group is the one that these name.
+    MASTER_PORT, the group meets at that address.
 
     Raises:
         ConfigurationError: the open group has other ranks than the run, or the workers are on several hosts and
-            nothing names an address for the group.
+            no variable names an address for the group.
     """
     rank, workers = place_of_script()
     if workers == 1:

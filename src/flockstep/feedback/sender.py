@@ -43,7 +43,7 @@ def bound_codec(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], ste
 
 
 def random_of(codec: Codec, own: np.random.Generator, step: int) -> np.random.Generator:
-    """Return the generator to encode with: the node's own, or the one that all nodes share in the given step."""
+    """Return the generator to encode with: the node's own, or the generator that all nodes share in the given step."""
     return np.random.default_rng((0x5EED, step)) if codec.shares_seed else own
 
 

@@ -27,7 +27,7 @@ WHOLE = "(model)"
 def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: str | None = None) -> ModelShape:
     """Return the layers of `module`, called with `inputs`, in its current mode.
 
-    Leaf modules of torch are counted by formulas. For all others, and for what a module computes itself besides its
+    Leaf modules of torch are counted by formulas. For all other modules, and for operations of a module outside of its
     children, torch's flop counter counts the products; if it finds none in a leaf, the layer is marked as unknown. A
     module that runs again is a layer without parameters, weights used twice belong to the layer that uses them first,
     and parameters that no layer uses form the last layer. Elementwise work outside of modules (sums of branches, masks)

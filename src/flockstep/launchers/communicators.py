@@ -21,7 +21,7 @@ Connect = Callable[[Address, str, int], Frames]
 
 @dataclass
 class Communicators:
-    """The communicators that exist, and the communicators that are connected to all others."""
+    """The communicators that exist, and the communicators that are connected to all other communicators."""
 
     workers: int
     lost: Mapping[Address, NodeLost]

@@ -126,7 +126,7 @@ def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: s
     """The meeting at "host:port", "address:port" or "[IPv6]:port".
 
     Raises:
-        ConfigurationError: the text is none of them.
+        ConfigurationError: the text has none of these forms.
     """
     host, _, port = coordinator.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

@@ -111,7 +111,8 @@ def slurm_allocation(
         nodes: number of hosts that share the workers; None for all of the allocation, and at most `workers`.
         python: path of Python on the hosts, where flockstep is installed.
         timeout: seconds to wait for the hosts.
-        own: address of this host that the others connect to; empty: the one from which the last host is reached.
+        own: address of this host that the other hosts connect to; empty: the address from which the last host is
+            reached.
         arguments: arguments of a launched script.
         output: which of the scripts' output is shown, and how.
 

@@ -68,7 +68,8 @@ def ssh_hosts(
         ssh: the command, with its options.
         python: path of Python on the hosts, where flockstep is installed.
         timeout: seconds to wait for the hosts.
-        own: address of this host that the others connect to; empty: the one from which the first host is reached.
+        own: address of this host that the other hosts connect to; empty: the address from which the first host is
+            reached.
         arguments: arguments of a launched script.
         output: which of the scripts' output is shown, and how.
 

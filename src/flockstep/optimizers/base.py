@@ -81,11 +81,12 @@ class Optimizer(Component):
             gradient: the gradient, of shape (K,).
             state: what `init` returned for `params`.
             lr: the learning rate of this step.
-            share: the part of a full step that the gradient makes, for example 1/n for one worker's of n. The parts of
-                a step together move `params` about as far as the full step, and over all later steps each part counts
-                as its share. An optimizer that is linear in the gradient multiplies the gradient, weight decay
-                included, by `share`. Any other optimizer would undo that, so it multiplies the learning rate, and its
-                running means keep the share-th power of their factor. With 1 the step is the full one, in every bit.
+            share: the part of a full step that the gradient makes, for example 1/n for the gradient of one of n
+                workers. The parts of a step together move `params` about as far as the full step, and over all later
+                steps each part counts as its share. An optimizer that is linear in the gradient multiplies the
+                gradient, weight decay included, by `share`. Any other optimizer would undo that, so it multiplies the
+                learning rate, and its running means keep the share-th power of their factor. With 1 the step is the
+                full one, in every bit.
         """
 
 

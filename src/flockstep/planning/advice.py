@@ -88,7 +88,8 @@ def advise(
     """Recommend the strategy with the highest worth among the strategies that meet the requirements; trials in `found`
     take precedence.
 
-    `candidates` were to be tried: if some were not, the advice says that it is partial.
+    `candidates` are the strategies that were to be tried; if some of them were not tried, the advice says that it is
+    partial.
 
     Raises:
         UnknownName: a requirement does not exist.
@@ -154,7 +155,7 @@ def require_known(requirements: Iterable[str]) -> None:
 
 
 def slower(requirements: tuple[str, ...]) -> float:
-    """Factor on the duration of all parts of a step but computing, under the requirements."""
+    """Factor by which the requirements lengthen all parts of a step except computing."""
     return SLOWER if "slow-links" in requirements else 1.0
 
 

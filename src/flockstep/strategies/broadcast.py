@@ -90,7 +90,7 @@ def absorb_arrived(me: Worker, state: BroadcastState) -> None:
 
 
 async def drain(me: Worker, state: BroadcastState) -> None:
-    """Add every further update until all other workers have left."""
+    """Add every further update to this worker's replica, until all other workers have left."""
     async for message in me.messages():
         if message.tag == "update":
             _add(me, state, message)

@@ -30,9 +30,9 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     This is a reconstruction: the paper says that alpha adapts; its formula was not available. At each exchange a worker
     compares the mean loss of its steps since the last exchange with the mean loss of the window before, r = (before -
     now) / before. If r > `improvement`, the worker converges and explores: alpha ← alpha / factor. Otherwise the worker
-    moves closer to the others: alpha ← alpha · factor. alpha starts at `alpha` and stays in [smallest, largest] (by
-    default `largest` is 1.8 / workers, at most 0.5 and at least `alpha`); with order `paper` alpha also stays stable
-    for the learning rate. With factor = 1 this is easgd.
+    moves closer to the other workers: alpha ← alpha · factor. alpha starts at `alpha` and stays in [smallest, largest]
+    (by default `largest` is 1.8 / workers, at most 0.5 and at least `alpha`); with order `paper` alpha also stays
+    stable for the learning rate. With factor = 1 this is easgd.
     """
 
     alpha: float = field(default=0.1, metadata=searched(0.02, 0.5, whole=False))

@@ -77,7 +77,7 @@ class DownpourState:
 
 
 class Sum(Pushed, frozen=True):
-    """Note sent with a sum of gradients: also the number of gradients, and whether the push fetches the parameters."""
+    """Note sent with a sum of gradients: the number of gradients, and whether the push also fetches the parameters."""
 
     count: int
     fetch: bool

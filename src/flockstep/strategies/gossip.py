@@ -82,9 +82,9 @@ class Gossip(Strategy):
     mass held by dead workers is lost, and that in the last lost message to each peer. If the report of a death arrives
     before an acknowledgement, the mass counts twice until the acknowledgement arrives, and is then given up.
 
-    At the end a worker notifies only the peers it has sent messages to. Worker 0 collects these sets from all others,
-    and tells each worker which peers may still send it messages: about 2 n messages, instead of n² for notifying all.
-    If worker 0 is lost, the workers that it has not notified ask every peer.
+    At the end a worker notifies only the peers it has sent messages to. Worker 0 collects these sets from all other
+    workers, and tells each worker which peers may still send it messages: about 2 n messages, instead of n² for
+    notifying all. If worker 0 is lost, the workers that it has not notified ask every peer.
     """
 
     notes: ClassVar[Notes] = {"model": GossipedModel, "have": Have, "receivers": Peers, "senders": Peers}

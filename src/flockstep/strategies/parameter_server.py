@@ -42,9 +42,9 @@ class ParameterServer(Strategy):
     is admitted. A server applies the gradients that `consistency` releases, with `server_update` and the job's
     optimizer, rebuilt on the server. The staleness of a gradient is the number of updates between the version it was
     computed on and the version it is applied to (Zhang et al. 2016). Shards decide independently of each other.
-    `filters` choose the entries that are sent; the others are added to a later push. An `aggregation` other than `mean`
-    takes the place of the mean of a step's gradients. Of a step in which too many workers are missing to withstand the
-    attackers that the aggregation is made for, no gradient is applied.
+    `filters` choose the entries that are sent; the other entries are added to a later push. An `aggregation` other than
+    `mean` takes the place of the mean of a step's gradients. Of a step in which too many workers are missing to
+    withstand the attackers that the aggregation is made for, no gradient is applied.
     """
 
     notes: ClassVar[Notes] = {"push": Pushed, "reply to push": ParameterVersion, "reply to read": Fresh, "fresh": Fresh}

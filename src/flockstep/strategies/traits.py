@@ -20,7 +20,7 @@ class Traits:
     """The properties that a composed strategy guarantees."""
 
     delivery: Delivery
-    """Which updates of a worker reach the others, and when (the spectrum of communication completeness of FAST):
+    """Which updates of a worker reach the other workers, and when (the spectrum of communication completeness of FAST):
     `synchronous` for all of them before the next step, `bounded delay` for all within a bound, `unbounded delay` for
     all at some time, `partial` if some never do.
     """

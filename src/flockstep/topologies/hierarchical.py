@@ -14,7 +14,7 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class HierarchicalGraph(Topology):
-    """`groups` runs of consecutive workers, as equal as n allows: all pairs in a group, and all pairs of first members.
+    """`groups` nearly equal groups of consecutive workers; the edges join all pairs in a group and all first members.
 
     The graph fits machines with several devices each: only the first worker of a group exchanges with other groups.
     """

@@ -21,7 +21,8 @@ class TensorBoard(ExperimentTracker):
         """Create the file.
 
         Raises:
-            ConfigurationError: the folder holds a file of events, whose curves would be mixed with these.
+            ConfigurationError: the folder holds a file of events, whose curves would be mixed with the curves of this
+                run.
             MissingDependency: tensorboard is not installed.
         """
         summary, folder = package("tensorboard.summary"), Path(self.folder) / name

@@ -218,9 +218,10 @@ def through_slots(
 ) -> int:
     """Replace `array`, which may lie anywhere, by the sum, `capacity` elements at a time, from element `at` on.
 
-    Every process writes a piece into its slot, waits for the pieces of the others, and sums all of them. Two slots
-    alternate: before a process writes a slot again, the counters show that all processes have read it. Returns `at` of
-    the first piece that is not done, -1 when all are done, or MISMATCH. `stage` 1: that piece is in its slot already.
+    Every process writes a piece into its slot, waits for the pieces of the other processes, and sums all of them. Two
+    slots alternate: before a process writes a slot again, the counters show that all processes have read it. Returns
+    `at` of the first piece that is not done, -1 when all are done, or MISMATCH. `stage` 1: that piece is in its slot
+    already.
     """
     n, size = len(bounds) - 1, len(array)
     while at < size:

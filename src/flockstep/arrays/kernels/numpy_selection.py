@@ -195,7 +195,7 @@ def full(like: Any, count: int, value: float, dtype: str) -> FlatArray:
 def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) -> tuple[Indices, Any, float]:
     """Choose from every bin of a flat array the elements j with |total_j + change_j| ≥ the bin's largest |total|.
 
-    A zero is never chosen; a bin without such an element gets its largest.
+    A zero is never chosen; a bin without such an element gives its largest element.
 
     Returns:
         The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most

@@ -228,8 +228,8 @@ def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
 
 
 def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArray:
-    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0, and the mean of
-    the elements < 0.
+    """Return the means of the elements >= 0 and < 0 of each column, (2, columns) of `dtype`, from the sums over `rows`
+    rows.
     """
     counts = np.stack([rows - sums[2], sums[2]])
     with np.errstate(invalid="ignore"):

@@ -51,6 +51,6 @@ def widened(x: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def add_widened(x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-    """out += scale * x, for x in float16 or bfloat16 and a flat contiguous `out` in float32 or float64."""
+    """Add scale * x to `out`, for x in float16 or bfloat16 and a flat contiguous `out` in float32 or float64."""
     wide = x.to(out.dtype)
     out += wide if scale == 1 else wide.mul_(scale)

@@ -24,8 +24,8 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-    """out (n·m,) += scale left (n, r) rightᵀ (r, m), with every element of the product summed in the order of the
-    columns.
+    """Add scale · left (n, r) · rightᵀ (r, m) to `out` (n·m,), with every element of the product summed in the order of
+    the columns.
 
     Values beyond the range of the dtype of `out` become infinite.
     """

@@ -125,7 +125,7 @@ def put(array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor | None)
 
 
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    """out[indices] += scale * values; no index occurs twice."""
+    """Add scale * values to out[indices]; no index occurs twice."""
     out[indices] += values if scale == 1 else values * scale
 
 
@@ -187,7 +187,7 @@ def bins_reached(
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Choose from every bin of a flat tensor the elements j with |total_j + change_j| ≥ the bin's largest |total|.
 
-    A zero is never chosen; a bin without such an element gets its largest.
+    A zero is never chosen; a bin without such an element gives its largest element.
 
     Returns:
         The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most

@@ -99,8 +99,8 @@ def add_powers(low: torch.Tensor, high: torch.Tensor, out: torch.Tensor, scale: 
 
 
 def side_means(sums: torch.Tensor, rows: int, dtype: str) -> torch.Tensor:
-    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0, and the mean of
-    the elements < 0.
+    """Return the means of the elements >= 0 and < 0 of each column, (2, columns) of `dtype`, from the sums over `rows`
+    rows.
     """
     counts = torch.stack([rows - sums[2], sums[2]])
     return (sums[:2] / counts.clamp(min=1)).to(getattr(torch, dtype))

@@ -72,7 +72,8 @@ class BackupWorkers(FirstOf):
     """Backup workers (Chen et al. 2016; Abadi et al. 2016, section 4.4): the first workers - b gradients make a step.
 
     The first N = workers - b gradients of a version make the next version. The other gradients are dropped, and workers
-    that are still computing cancel theirs. A step takes as long as the N-th fastest worker. Up to b workers may die.
+    that are still computing cancel their gradients. A step takes as long as the N-th fastest worker. Up to b workers
+    may die.
     """
 
     b: int = field(default=1, metadata=SHOWN | searched(0, WORKERS, log=False))
