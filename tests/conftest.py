@@ -18,7 +18,7 @@ from support.processes import RealRun, search_path
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
 os.environ["PYTHONPATH"] = search_path()
-settings.register_profile("push", settings.get_profile("ci"), max_examples=25)
+settings.register_profile("push", settings.get_profile("ci"), max_examples=15)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by marks

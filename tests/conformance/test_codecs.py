@@ -36,13 +36,24 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dct": ("dct", "dct(k=3, chunk=8)"),
 }
 """Name → how to write it in the settings to try; a codec that is not here is tried as it is."""
+PUSHED = [
+    *registry.names("codec"),
+    "topk(sampled=true)",
+    "topk(bucket=64)",
+    "topk(values=half)",
+    "random_k(ratio=0.25, scaled=true)",
+    "threshold(t=100.0)",
+    "by_size(large=half, small=topk, limit=100)",
+    "dct(k=3, chunk=8)",
+]
+"""At every push: each codec as it is, and each setting that takes another way through its code."""
 EXAMPLES = [text for name in registry.names("codec") for text in SETTINGS.get(name, (name,))]
 MULTIPLY = {"powersgd", "dct"}
 """They multiply matrices, whose sums each library orders as it likes."""
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
-@pytest.mark.parametrize("text", EXAMPLES)
+@pytest.mark.parametrize("text", few(EXAMPLES, *PUSHED))
 def test_a_codec_keeps_what_it_promises(text: str) -> None:
     codec = Codec.parse(text)
     check_codec(codec)

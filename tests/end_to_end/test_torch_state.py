@@ -211,6 +211,7 @@ def reached(start: dict[str, torch.Tensor], steps: range, workers: int, lr: floa
     return model.state_dict()
 
 
+@pytest.mark.full
 def test_a_loaded_checkpoint_is_taken_up(tmp_path: Path) -> None:
     """As PyTorch would go on from it; the common model is that of the end."""
     body = TAKEN_UP.replace("{strategy}", "ps(bsp, shards=2)").replace("{momentum}", "0.0").replace("{steps}", "4")

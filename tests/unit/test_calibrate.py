@@ -112,7 +112,7 @@ def test_workers_of_different_speed_are_groups(records) -> None:
     assert shape.tiers == (tuple(group.name for group in shape.groups),)
 
 
-@pytest.mark.parametrize("card", ["link", "fair_link"])
+@pytest.mark.parametrize("card", few(["link", "fair_link"], "fair_link"))
 def test_a_record_of_several_hosts_tells_the_card_that_workers_of_a_host_share(records, card: str) -> None:
     network = f"tiers((2, 2), (0, 0), (link(1e12),), ({card}('50mbit', '3ms'),))"
     shape = fit_records([records("all_reduce", network=network)], latency=LATENCY).shape
