@@ -12,12 +12,14 @@ from typing import Any, TypeVar, cast
 
 import numba
 
+from flockstep.arrays.kernels.compiling import compiled_once
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(function: F) -> F:
     """Compile a function at its first call, with strict IEEE arithmetic: sums keep their order."""
-    return cast(F, _kept(numba.njit(cache=True, nogil=True, error_model="numpy")(function)))
+    return cast(F, _kept(compiled_once(numba.njit(cache=True, nogil=True, error_model="numpy")(function))))
 
 
 def fast(function: F) -> F:
@@ -26,7 +28,9 @@ def fast(function: F) -> F:
     The order of a sum is equal in every call.
     """
     reordered = {"reassoc", "contract"}
-    return cast(F, _kept(numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=reordered)(function)))
+    return cast(
+        F, _kept(compiled_once(numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=reordered)(function)))
+    )
 
 
 def _kept(dispatcher: Any) -> Any:
