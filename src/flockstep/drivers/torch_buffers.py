@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
@@ -78,6 +79,24 @@ async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
     """Return rank → packed buffers, for every living rank."""
     me.send_all(me.peers, "buffers", packed)
     return {me.rank: packed} | {rank: array for rank in me.peers if (array := await _from(me, rank)) is not None}
+
+
+def require_separate_statistics(module: torch.nn.Module, workers: int) -> None:
+    """Raise `ConfigurationError` if a `SyncBatchNorm` would normalize each rank's batches alone, without a word.
+
+    torch synchronizes the statistics only over a process group of torch.distributed, on GPUs.
+    """
+    names = [name for name, one in module.named_modules() if isinstance(one, torch.nn.SyncBatchNorm)]
+    if workers == 1 or not names:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == workers:
+        return
+    raise ConfigurationError(
+        f"SyncBatchNorm ({names[0] or 'the module itself'}) needs a process group of torch.distributed over all "
+        f"{workers} workers, without which torch normalizes by each worker's own batch; call "
+        "torch.distributed.init_process_group before distribute (on GPUs), or use BatchNorm, whose running statistics "
+        "buffers='mean' averages, or GroupNorm, which has none"
+    )
 
 
 async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[int, FlatArray]:

@@ -12,7 +12,7 @@ from flockstep.arrays.namespace import as_tensor, copied, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import BackwardHooks
-from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
+from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed, require_separate_statistics
 from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
 from flockstep.drivers.torch_closure import ClosureSteps, evaluates_closures, require_mean_gradient
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
@@ -85,6 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         flat = self.flat
         self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed, True)
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
+        require_separate_statistics(module, self.loop.workers)
         self._take_first_buffers()
         self.flat.move_gradients(self.loop.gradients)
         self._backward = BackwardHooks(self.flat, self.loop)
