@@ -88,7 +88,7 @@ def parse(text: str, base: type[C]) -> C:
 
     Raises:
         ConfigurationError: `text` is not an expression, or a value has the wrong type.
-        UnknownName: a name or an argument does not exist; the message names the nearest one that does.
+        UnknownName: a name or an argument does not exist; the message names the nearest existing name.
     """
     alias = registry.alias(base.noun, text.strip())
     if alias:

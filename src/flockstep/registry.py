@@ -365,7 +365,7 @@ def load(noun: str, name: str) -> Any:
     """The class that is registered as `name`.
 
     Raises:
-        UnknownName: the name does not exist; the message has the nearest one that does.
+        UnknownName: the name does not exist; the message has the nearest registered name.
     """
     table = _table(noun)
     if name not in table:

@@ -29,7 +29,7 @@ class Raw(Residual):
 
 @dataclass(frozen=True)
 class FeedbackNeedsContraction(Claim):
-    """QSGD without feedback, with uncorrected feedback, and as the library composes the two."""
+    """QSGD without feedback, with uncorrected feedback, and in the damped form that the library composes."""
 
     seeds: int = 5
     statement = (

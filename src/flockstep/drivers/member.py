@@ -138,7 +138,7 @@ class NodeSpec:
     process: int = 0
     """Process id of the only process that may use this specification; 0: any process that has it."""
     claimed: int = 0
-    """Number of times that the process has used this specification: its calls of `distribute`, and of `join` if that
+    """Number of times that the process has used this specification: its calls of `distribute`, and of `join` if `join`
     came first.
     """
     call: int = 1

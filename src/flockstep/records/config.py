@@ -163,7 +163,7 @@ class RunConfig:
 
         Raises:
             ConfigurationError: `text` is not TOML, or a value is missing or has the wrong type.
-            UnknownName: a setting does not exist; the message names the nearest one that does.
+            UnknownName: a setting does not exist; the message names the nearest setting.
         """
         try:
             data = tomllib.loads(text)

@@ -60,7 +60,7 @@ class Record:
 
 
 class EventWriter:
-    """Append events to a file, one JSON document per line.
+    """Appends events to a file, one JSON document per line.
 
     Up to `flush_every` - 1 steps, updates and spans are buffered; every other event is written at once, together with
     the buffered events. Written events survive the death of the process. An incomplete last line of an earlier writer

@@ -126,8 +126,7 @@ class PushPull(Access):
 
 @dataclass(frozen=True)
 class CancelStale(Access):
-    """Servers send new parameters as soon as there are some, and a worker that computes on an older version cancels its
-    gradient.
+    """Servers send new parameters at once, and a worker that computes on an older version cancels its gradient.
 
     A straggler never waits for a second step, and a lost push or a lost answer costs no more than one late gradient.
     """

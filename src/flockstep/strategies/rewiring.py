@@ -67,7 +67,7 @@ class Bridges:
 
     Both ends send a model, and move by u times the difference of the two models, in opposite directions, so that their
     sum does not change. The next exchange starts when the last one is complete, so that the two ends need not be at the
-    same step, and no worker waits for one that does not know of the edge yet.
+    same step, and no worker waits for a worker that does not know of the edge yet.
     """
 
     sent: dict[Address, tuple[FlatArray, float]] = field(default_factory=dict)

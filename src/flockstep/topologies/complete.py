@@ -13,7 +13,7 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class CompleteGraph(Topology):
-    """All pairs, W = 1 1ᵀ / n: one mixing is an exact average, as in an all-reduce."""
+    """Every pair of workers exchanges, W = 1 1ᵀ / n: one mixing is an exact average, as in an all-reduce."""
 
     def graph(self, n: int) -> nx.Graph:
         require_workers(n)
