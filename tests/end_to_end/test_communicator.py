@@ -218,11 +218,17 @@ def test_a_communicator_beside_a_strategy(tmp_path: Path, strategy: str) -> None
     assert done.summary["scalars"]["communicator_sent_bytes"] >= 3 * 20 * 3 * 8, "what the window was sent"
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "one_sided_gossip.py"
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    page = EXAMPLE.parents[1] / "docs" / "how-to" / "communicator.md"
+    assert f"```python\n{EXAMPLE.read_text()}```" in page.read_text()
+
+
+@pytest.mark.full
 def test_a_scheme_of_one_s_own_brings_all_models_to_the_truth(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "examples" / "one_sided_gossip.py"
-    page = Path(__file__).parents[2] / "docs" / "how-to" / "communicator.md"
-    assert f"```python\n{script.read_text()}```" in page.read_text(), "the page shows the example as it is"
-    done = RealRun(["launch", "-n", "3", str(script)], tmp_path / "run").end()
+    done = RealRun(["launch", "-n", "3", str(EXAMPLE)], tmp_path / "run").end()
     went_well(done)
     distances = re.findall(r"rank \d: the mean of all models is ([\d.]+) from the truth", done.out)
     assert len(distances) == 3

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.matrix import few
 from support.processes import RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -62,12 +61,10 @@ def trained(name: str, strategy: str, folder: Path, *, ours: str | None = None) 
     return [[torch.cat([p.flatten() for p in one]) for one in each] for each in saved]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "strategy", "tolerance"),
-    few(
-        [("classifier", "all_reduce", 0.0), ("gpt", "all_reduce", 0.0), ("classifier", "ps(consistency=bsp)", 1e-5)],
-        ("gpt", "all_reduce", 0.0),
-    ),
+    [("classifier", "all_reduce", 0.0), ("gpt", "all_reduce", 0.0), ("classifier", "ps(consistency=bsp)", 1e-5)],
 )
 def test_a_script_ends_as_under_ddp(name: str, strategy: str, tolerance: float, tmp_path: Path) -> None:
     """With two workers a sum has one order: all_reduce gives the same bits. Servers have optimizers of their own."""

@@ -48,7 +48,8 @@ def test_a_script_learns(name: str, strategy: str, workers: int, tmp_path: Path)
     assert max(losses) < BOUNDS[name], losses
 
 
-@pytest.mark.parametrize("name", few(BOUNDS, "gan"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", BOUNDS)
 def test_without_its_steps_a_script_does_not_reach_the_bound(name: str, tmp_path: Path) -> None:
     lines = (HERE / f"{name}.py").read_text().splitlines()
     script = tmp_path / "script.py"

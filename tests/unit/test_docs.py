@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -24,7 +25,7 @@ from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
 from flockstep.planning.advice import REQUIREMENTS
 from flockstep.planning.job_profile import task_of
-from support.matrix import each, few
+from support.matrix import each
 from support.site import program
 
 ROOT = Path(__file__).parents[2]
@@ -90,13 +91,16 @@ def refusal(words: list[str]) -> str | None:
     return None
 
 
+_workload = functools.cache(load_job)
+
+
 def _parse(words: list[str]) -> None:
     group: Any = typer.main.get_command(app)
     root = group.make_context("flockstep", list(words), resilient_parsing=False)
     name, command, rest = group.resolve_command(root, [*root._protected_args, *root.args])
     given = command.make_context(name, rest, parent=root).params
     if "job" in given:
-        load_job(given["job"], 0)
+        (load_job if given["job"].endswith(".py") else _workload)(given["job"], 0)
     if {"job", "strategy"} <= given.keys():
         kind = "simulate" if name == "simulate" or given.get("simulate") else "train"
         texts = given["strategy"] if isinstance(given["strategy"], (list, tuple)) else [given["strategy"]]
@@ -145,7 +149,8 @@ def test_cluster_files_are_read() -> None:
     each(check, [(path, text) for path in PAGES for text in blocks(path, "toml")])
 
 
-@pytest.mark.parametrize("path", few(TUTORIALS, ROOT / "docs" / "tutorials" / "own-strategy.md"), ids=shown)
+@pytest.mark.full
+@pytest.mark.parametrize("path", TUTORIALS, ids=shown)
 def test_a_tutorial_prints_what_its_page_shows(path: Path, tmp_path: Path) -> None:
     tutorials, text = program("tutorials"), path.read_text("utf-8")
     tutorials.write_files(text, tmp_path)
