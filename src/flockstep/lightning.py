@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import CompositionError, ConfigurationError, MissingDependency
 
-_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+_OLD = bool({"pytorch_lightning", "lightning_fabric"} & set(sys.modules)) and "lightning" not in sys.modules
 _TRAINER, _FABRIC = ("lightning.pytorch", "lightning.fabric")
 if _OLD or find_spec("lightning") is None:
     _TRAINER, _FABRIC = ("pytorch_lightning", "lightning_fabric")
@@ -32,7 +32,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from flockstep.drivers.node_spec import place_of_script  # noqa: E402
-from flockstep.drivers.torch_clipping import clip_grad_norm_  # noqa: E402
+from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values  # noqa: E402
 from flockstep.drivers.torch_group import broadcast_value, meet, open_group, place_on_host  # noqa: E402
 from flockstep.drivers.torch_loop import DistributedOptimizer  # noqa: E402
 from flockstep.drivers.torch_parts import distribute_part  # noqa: E402
@@ -198,19 +198,6 @@ class _Ranks:
         for each in self._live():
             each.sync()
 
-    def _clip_values(self, parameters: Iterable[torch.Tensor], clip_val: float) -> None:
-        """Limit each element of a gradient that is this rank's own.
-
-        Raises:
-            CompositionError: the strategy combines gradients after this call.
-        """
-        if place_of_script()[1] > 1 and self.coordination.traits.clips != "own":
-            raise CompositionError(
-                f"{self.coordination} combines gradients in step(), so values clipped before would not be those of the "
-                "combined gradient; clip by norm instead"
-            )
-        torch.nn.utils.clip_grad_value_(parameters, clip_val)
-
     def _require_unscaled(self, precision: Any) -> None:
         """Raise `CompositionError` if a norm would be taken of gradients that a scaler has enlarged."""
         if getattr(precision, "scaler", None) is not None and self.coordination.traits.clips == "own":
@@ -226,8 +213,6 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
     Validation and checkpoints use the common model. The run ends with the fit, after which every rank holds the
     result. Each `fit` is a run.
     """
-
-    optimizers: list[Any]
 
     def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
         """Read the strategy; nothing starts before `fit`.
@@ -265,7 +250,8 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
     def setup_optimizers(self, trainer: Any) -> None:
         """Let the strategy coordinate each optimizer that `configure_optimizers` returns."""
         super().setup_optimizers(trainer)
-        self.optimizers = [self._distribute([self.lightning_module], each) for each in self.optimizers]
+        plain = super().optimizers
+        self.optimizers = [self._distribute([self.lightning_module], each) for each in plain]
 
     def setup_precision_plugin(self) -> None:
         """Clip the gradients that the optimizer uses, where a precision plugin would clip the gradients left by the
@@ -280,7 +266,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         if clip_val <= 0:
             return
         if gradient_clip_algorithm == "value":
-            self._clip_values(self.precision_plugin.main_params(optimizer), clip_val)
+            clip_values(self.precision_plugin.main_params(optimizer), clip_val, self.coordination)
         else:
             self._require_unscaled(self.precision_plugin)
             clip_grad_norm_(optimizer, clip_val, 2.0, False, None)
@@ -381,7 +367,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Limit each element of the gradients, for strategies that do not combine gradients."""
-        self._clip_values(self.precision.main_params(optimizer), clip_val)
+        clip_values(self.precision.main_params(optimizer), clip_val, self.coordination)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """State of the common model, to save it; every rank calls this."""

@@ -20,7 +20,7 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report trackers planning experiments testing claims bench doctor jax lightning cli
+    report trackers planning experiments testing claims bench doctor jax lightning accelerate transformers cli
 """
 LAYERS = ORDER.split()
 HEAVY = (

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.flat_loop import FiniteGuard, require_elementwise
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.errors import ConfigurationError
@@ -48,7 +48,7 @@ class Trainer:
             self._stepper = OptaxStepper(optimizer, self._tree, self._flat)
         elif isinstance(optimizer, (Optimizer, str)):
             spec = Optimizer.parse(optimizer)
-            _require_elementwise(spec, strategy)
+            require_elementwise(spec, strategy)
             self._stepper = LocalOptimizer(spec, self._flat, schema.slices)
         else:
             raise ConfigurationError(
@@ -58,7 +58,7 @@ class Trainer:
         if optimizer_state is not None:
             self._load(optimizer_state)
         self.loop = Loop(self._flat, np.zeros_like(self._flat), schema, strategy, self._stepper, spec)
-        self.loop.watch = _FiniteGuard(self._tree, self._flat)
+        self.loop.watch = FiniteGuard(schema, self._flat)
         if self.loop.workers > 1 and strategy.traits.alike:
             self.loop.exchange("memory", self._require_equal_states)
 
@@ -199,36 +199,6 @@ class OptaxStepper:
         self.state = jax.block_until_ready(self._init(params.copy()))
 
 
-class _FiniteGuard:
-    """Notes whether the flat array is finite; a script cannot change it between steps."""
-
-    def __init__(self, tree: FlatTree, params: FlatArray):
-        self._tree, self._params, self._first = tree, params, -1
-
-    def check(self) -> None:
-        """Do nothing: the script holds copies."""
-
-    def note(self) -> None:
-        """Look for values that are not finite."""
-        self._first = first_not_finite(self._params)
-
-    def not_finite(self) -> str | None:
-        """Name of the first tensor with such a value at the last `note`; None if there is none."""
-        if self._first < 0:
-            return None
-        return next(entry.name for entry in self._tree.schema.entries if self._first < entry.offset + entry.size)
-
-
-def _require_tree(params: Tree) -> None:
-    """Raise `ConfigurationError` for a module of Flax NNX, whose gradients are a tree of another structure."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(params, nnx.Module):
-        raise ConfigurationError(
-            f"the parameters must be a pytree of arrays, got the module {type(params).__name__}; pass "
-            "nnx.state(module, nnx.Param), and put what step() returns into the module with nnx.update"
-        )
-
-
 def _require_own_steps(strategy: Strategy) -> None:
     if strategy.traits.server_optimizer:
         raise ConfigurationError(
@@ -238,9 +208,11 @@ def _require_own_steps(strategy: Strategy) -> None:
         )
 
 
-def _require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
-    if strategy.traits.server_optimizer and not optimizer.elementwise:
+def _require_tree(params: Tree) -> None:
+    """Raise `ConfigurationError` for a module of Flax NNX, whose gradients are a tree of another structure."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(params, nnx.Module):
         raise ConfigurationError(
-            f"servers of {strategy} step slices of the parameters, got {optimizer}, which needs whole layers; use sgd "
-            "or adam, or a strategy whose workers step themselves, such as all_reduce"
+            f"the parameters must be a pytree of arrays, got the module {type(params).__name__}; pass "
+            "nnx.state(module, nnx.Param), and put what step() returns into the module with nnx.update"
         )

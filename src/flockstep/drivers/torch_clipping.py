@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_ as clip_now
 from torch.utils.hooks import RemovableHandle
 
+from flockstep.drivers.node_spec import place_of_script
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.strategies.base import Strategy
@@ -225,6 +226,20 @@ def clip_grad_norm_(
         if held & {id(p) for p in candidate.flat.parameters}:
             return candidate.ask(wanted, max_norm, norm_type, error_if_nonfinite)
     return clip_now(wanted, max_norm, norm_type, error_if_nonfinite, foreach)  # of one worker alone
+
+
+def clip_values(parameters: Parameters, limit: float, strategy: Strategy) -> None:
+    """Limit each element of gradients that are not combined.
+
+    Raises:
+        CompositionError: the strategy combines gradients after this call.
+    """
+    if place_of_script()[1] > 1 and strategy.traits.clips != "own":
+        raise CompositionError(
+            f"{strategy} combines gradients in step(), so values clipped before would not be those of the combined "
+            "gradient; clip by norm instead"
+        )
+    torch.nn.utils.clip_grad_value_(parameters, limit)
 
 
 def _tensors(of: object) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits with Lightning's Trainer: flockstep launch -n 2 lightning_trainer.py."""
+"""Train a small network on handwritten digits with Lightning's Trainer: flockstep launch -n 2 digits_lightning.py."""
 
 import pytorch_lightning as pl
 import torch

@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits in a loop with Fabric: flockstep launch -n 2 lightning_fabric.py."""
+"""Train a small network on handwritten digits in a loop with Fabric: flockstep launch -n 2 digits_fabric.py."""
 
 import torch
 from lightning_fabric import Fabric

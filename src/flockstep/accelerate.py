@@ -1,0 +1,204 @@
+"""flockstep for Accelerate: an `Accelerator` whose optimizers a strategy of flockstep coordinates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flockstep.errors import ConfigurationError, MissingDependency
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from torch import nn, tensor
+except ModuleNotFoundError as error:
+    raise MissingDependency.of(str(error.name), "transformers", "flockstep.accelerate") from error
+
+from flockstep.drivers import torch_group
+from flockstep.drivers.torch_clipping import clip_grad_norm_, clip_values
+from flockstep.drivers.torch_loop import DistributedOptimizer
+from flockstep.drivers.torch_parts import distribute_part
+from flockstep.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from flockstep.drivers.torch_buffers import Policy
+
+__all__ = ["FlockstepAccelerator", "open_group"]
+
+
+def open_group() -> None:
+    """Open the process group in which Accelerate exchanges metrics and decisions; gradients go through the strategy.
+
+    Call this before the script makes its `TrainingArguments`, which would look for an address that a run of flockstep
+    does not have. `FlockstepAccelerator` calls it itself.
+
+    Raises:
+        ConfigurationError: the open group has other ranks than the run, or the workers are on several hosts and
+            MASTER_ADDR is not set.
+    """
+    torch_group.open_group("Accelerate")
+
+
+class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """An `Accelerator` whose `prepare` lets a strategy of flockstep coordinate the optimizers, where it would wrap the
+    models in DistributedDataParallel.
+
+    Call `finish()` after the last step.
+    """
+
+    def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0, **options: Any):
+        """Open the process group, and make the `Accelerator`.
+
+        Args:
+            strategy: an expression such as "local_sgd(period=32)", or a strategy object.
+            buffers: as in `flockstep.distribute`.
+            timeout: as in `flockstep.distribute`.
+            options: the arguments of `Accelerator`, which refuses others.
+        """
+        open_group()
+        super().__init__(**options)
+        self.coordinate(strategy, buffers, timeout)
+
+    def coordinate(self, strategy: str | Strategy, buffers: Policy, timeout: float) -> None:
+        """Set the strategy of the optimizers that are prepared from now on; arguments as in `flockstep.distribute`."""
+        self.coordination = Strategy.parse(strategy)
+        self._settings = buffers, timeout
+        self.distributed: list[DistributedOptimizer] = []
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models before optimizers, whatever their order; see `Accelerator.prepare`."""
+        for number, each in enumerate(args):
+            if isinstance(each, nn.Module):
+                self.prepare_model(each, device_placement[number] if device_placement else None)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Move a model to its device, for mixed precision and compilation too; it is not wrapped."""
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Let the strategy coordinate an optimizer of models that have been prepared."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        made = distribute_part(self._models, optimizer, self.coordination, *self._settings)
+        self.distributed = [*self._live(), made]
+        torch_group.meet("Accelerate")  # refuses strategies that its waits would stop
+        return super().prepare_optimizer(made, device_placement=False)
+
+    def plain(self, optimizer: Any) -> Any:
+        """The optimizer that was given to `prepare`."""
+        while isinstance(optimizer, AcceleratedOptimizer | DistributedOptimizer):
+            optimizer = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer.optimizer
+        return optimizer
+
+    def _live(self) -> list[DistributedOptimizer]:
+        """The optimizers whose runs go on."""
+        return [each for each in self.distributed if not each.loop.finished]
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Context manager in which backward passes only add to the gradients."""
+        with ExitStack() as stack:
+            for each in self._live():
+                stack.enter_context(each.no_sync())
+            yield
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Context manager in which the models hold the common model, equal on every rank; every rank enters it.
+
+        Use it to evaluate and to save during training. After `finish()` it does nothing.
+        """
+        with ExitStack() as stack:
+            for each in self._live():
+                stack.enter_context(each.consensus())
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip the gradient that the optimizer uses; `max_norm` inf measures its norm alone.
+
+        See `flockstep.clip_grad_norm_`.
+        """
+        self.unscale_gradients()
+        if math.isinf(max_norm) and self.coordination.traits.clips == "none":
+            return tensor(math.nan)  # no node knows it
+        return clip_grad_norm_(parameters, max_norm, norm_type, False, None)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit each element of gradients that are not combined.
+
+        Raises:
+            CompositionError: the strategy combines gradients after this call.
+        """
+        self.unscale_gradients()
+        clip_values(parameters, clip_value, self.coordination)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank has called this."""
+        torch_group.meet("Accelerate")
+        super().wait_for_everyone()
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors of all ranks; see `Accelerator.gather`."""
+        torch_group.meet("Accelerate")
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors of all ranks; see `Accelerator.reduce`."""
+        torch_group.meet("Accelerate")
+        return super().reduce(tensor, reduction, scale)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """State of the common model, to save it; every rank calls this.
+
+        The tensors are copies: parameters are parts of one memory, which safetensors would take for tied ones.
+        """
+        with self.consensus():
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return {name: each.clone() for name, each in state.items()}
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = False, **options: Any) -> str:
+        """Save the common model, and the optimizers' states; see `Accelerator.save_state`. Every rank calls this.
+
+        `load_state` cannot read what `safe_serialization` has saved.
+        """
+        with self.consensus():
+            where: str = super().save_state(output_dir, safe_serialization, **options)
+        return where
+
+    def load_state(self, input_dir: str | None = None, **options: Any) -> None:
+        """Load what `save_state` has saved, and continue from rank 0's; every rank calls this.
+
+        Raises:
+            ConfigurationError: the models were saved with safetensors.
+        """
+        if input_dir is not None and any(Path(input_dir).glob("*.safetensors")):
+            raise ConfigurationError(
+                f"safetensors cannot load {input_dir} into prepared models, whose parameters are parts of one memory; "
+                "load the models before prepare(), or save with safe_serialization=False"
+            )
+        super().load_state(input_dir, **options)
+        self.sync()
+
+    def sync(self) -> None:
+        """Continue from rank 0's models and optimizers, which the script has loaded; every rank calls this."""
+        for each in self._live():
+            each.sync()
+
+    def finish(self) -> None:
+        """End the run: every rank's models hold the result."""
+        for each in self._live():
+            each.finish()
+
+    def end_training(self) -> None:
+        """End the run, and the trackers'."""
+        self.finish()
+        super().end_training()

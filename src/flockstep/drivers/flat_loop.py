@@ -1,0 +1,38 @@
+"""What loops share whose parameters are one flat numpy array, a copy of the script's."""
+
+from __future__ import annotations
+
+from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.errors import ConfigurationError
+from flockstep.optimizers.base import Optimizer
+from flockstep.strategies.base import Strategy
+
+
+class FiniteGuard:
+    """Notes whether the flat array is finite; a script cannot change it between steps."""
+
+    def __init__(self, schema: Schema, params: FlatArray):
+        self._schema, self._params, self._first = schema, params, -1
+
+    def check(self) -> None:
+        """Do nothing: the script holds copies."""
+
+    def note(self) -> None:
+        """Look for values that are not finite."""
+        self._first = first_not_finite(self._params)
+
+    def not_finite(self) -> str | None:
+        """Name of the first tensor with such a value at the last `note`; None if there is none."""
+        if self._first < 0:
+            return None
+        return next(entry.name for entry in self._schema.entries if self._first < entry.offset + entry.size)
+
+
+def require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
+    """Raise `ConfigurationError` if servers would need whole layers to step."""
+    if strategy.traits.server_optimizer and not optimizer.elementwise:
+        raise ConfigurationError(
+            f"servers of {strategy} step slices of the parameters, got {optimizer}, which needs whole layers; use sgd "
+            "or adam, or a strategy whose workers step themselves, such as all_reduce"
+        )
