@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flockstep.experiments.planned import PlanResult as PlanResult
     from flockstep.experiments.planned import plan as plan
     from flockstep.experiments.single import RunResult as RunResult
+    from flockstep.experiments.single import resume as resume
     from flockstep.experiments.single import run as run
     from flockstep.experiments.single import simulate as simulate
     from flockstep.frameworks.base import Data as Data
@@ -57,6 +58,7 @@ _HOMES = {
     "on_spark": "experiments.clusters",
     "plan": "experiments.planned",
     "register": "registry",
+    "resume": "experiments.single",
     "run": "experiments.single",
     "simulate": "experiments.single",
     "track": "trackers.track",
@@ -88,6 +90,7 @@ __all__ = [
     "plan",
     "rank",
     "register",
+    "resume",
     "run",
     "shard",
     "simulate",

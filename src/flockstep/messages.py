@@ -159,6 +159,10 @@ class Mailbox:
                 self.missing.setdefault(source, due)
             heard[source] = number
 
+    def received(self) -> Mapping[Address, int]:
+        """Node → number of its messages that have arrived so far."""
+        return self._heard
+
     def clear(self, but: str) -> None:
         """Drop all messages, except the messages of the channel `but`."""
         self.queues = {tag: queue for tag, queue in self.queues.items() if tag.endswith(but)}

@@ -132,7 +132,8 @@ class RealRun:
         environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": search_path(first)}
         program = [*COMMAND[:-1], f"{PATIENT}\n{before}\n{COMMAND[-1]}"]
         transport = IPC if arguments[0] in ("train", "launch", "compare") and "--transport" not in arguments else ()
-        command = [*within, *program, arguments[0], "--out", str(record), *transport, *arguments[1:]]
+        where = [str(record)] if arguments[0] == "resume" else ["--out", str(record)]
+        command = [*within, *program, arguments[0], *where, *transport, *arguments[1:]]
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
             self.main = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True

@@ -167,6 +167,8 @@ def train(
     threads: o.Threads = 1,
     imports: o.Imports = None,
     where: o.HostOptions = o.HERE,
+    checkpoint_every: o.CheckpointEvery = None,
+    keep: o.Keep = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
@@ -189,6 +191,16 @@ def train(
             train_for(gathering, config)
             return
         run_one(config, place, as_json, target is not None, overwrite, gathering)
+
+
+@app.command(rich_help_panel=RUN)
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")], as_json: o.Json = False
+) -> None:
+    """Continue a run of flockstep train that has stopped, from its newest checkpoint."""
+    from flockstep.cli.runs import resume_one
+
+    resume_one(folder, as_json)
 
 
 @app.command(rich_help_panel=RUN)

@@ -352,6 +352,18 @@ Imports = Annotated[
 Out = Annotated[
     Path | None, typer.Option(help="Folder for the record (default: a new one in runs/).", rich_help_panel=OUTPUT)
 ]
+CheckpointEvery = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint-every",
+        metavar="STEPS|TIME",
+        help="Write a checkpoint every so many steps (500) or so often (5min); flockstep resume goes on from it.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Keep = Annotated[
+    int | None, typer.Option("--keep", help="Number of checkpoints that are kept (2).", rich_help_panel=OUTPUT)
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)
 ]
@@ -370,10 +382,10 @@ FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "faults", "until_target"),
     "simulate": (
-        *("transport", "heartbeat", "step_timeout"),
+        *("transport", "heartbeat", "step_timeout", "checkpoint_every", "keep"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": (),
+    "launch": ("checkpoint_every", "keep"),
 }
 
 

@@ -49,6 +49,15 @@ def run_one(
     conclude(summary, folder, as_json, must_reach)
 
 
+def resume_one(folder: Path, as_json: bool) -> None:
+    """Continue a run from its newest checkpoint, and print the outcome."""
+    from flockstep.launchers.train import resume
+
+    with _names_record(folder), show.standings(f"resuming {folder}") as standings:
+        summary = resume(folder, standings)
+    conclude(summary, folder, as_json, False)
+
+
 @contextlib.contextmanager
 def _names_record(folder: Path) -> Iterator[None]:
     """If the run fails, or is interrupted, after it has begun, name the folder of the record on standard error.

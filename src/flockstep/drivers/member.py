@@ -29,7 +29,7 @@ import sysconfig
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -150,6 +150,9 @@ class NodeSpec:
     secret: str = dataclasses.field(default="", repr=False)
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 
+    checkpoint: str = ""
+    """Folder of the checkpoint from which the node goes on; empty: the run begins at its start."""
+
     def of_call(self, number: int) -> NodeSpec:
         """Return the specification for the process's call number `number` of `distribute`.
 
@@ -207,7 +210,7 @@ class Member:
         name = name if node_spec.call == 1 else f"{name}.{node_spec.call}"
         self.line = links.Line(dataclasses.replace(me, notes=SAID), f"ipc://{folder / name}-line", node_spec.heartbeat)
         self.bus = transport.bus(me, folder, name, node_spec.heartbeat)
-        self._reads_peers = transport.zero_copy
+        self._reads_peers, self._me = transport.zero_copy, me
         self.closed = False
         self.memory: SharedMemory | None = None
         """Segment that all nodes of this run share; None if they share none."""
@@ -270,6 +273,10 @@ class Member:
         params = self._handed_on(initial, cluster.addresses)
         self.bus.traffic = Traffic(rejected=self.bus.traffic.rejected)  # messages from here on, of the run itself
         return cluster, params
+
+    def expect(self, received: Mapping[Address, int]) -> None:
+        """The run goes on from a checkpoint, at which so many messages of each peer had arrived."""
+        self._me.heard.update(received)
 
     def begin(self) -> None:
         """Compare the clocks, tell the supervisor that this node is ready, and wait until all nodes are; then the clock

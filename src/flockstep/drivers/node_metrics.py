@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +106,25 @@ class NodeMetrics:
         if self.traffic.rejected:
             self.scalar(t, "rejected_connections", self.traffic.rejected)
         self.emit(NodeEvent(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
+
+    def kept(self) -> dict[str, int | float | list[int | float]]:
+        """The totals so far, from which `restore` goes on."""
+        return {
+            **self.seconds,
+            **dataclasses.asdict(self.traffic),
+            "steps": self.steps,
+            "estimated_bytes": self.estimated_bytes,
+            "spans": self._spans,
+            "at_last_step": list(self._at_last_step),
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from the totals that `kept` returned."""
+        self.seconds = {kind: kept[kind] for kind in self.seconds}
+        for field in dataclasses.fields(self.traffic):
+            setattr(self.traffic, field.name, kept[field.name])
+        self.steps, self.estimated_bytes, self._spans = kept["steps"], kept["estimated_bytes"], kept["spans"]
+        self._at_last_step = tuple(kept["at_last_step"])
 
     def _totals(self) -> tuple[float, float, float, int, int, int, int]:
         seconds, traffic = self.seconds, self.traffic

@@ -11,6 +11,7 @@ import numpy as np
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.checkpoints import NodeCheckpoint, load
 from flockstep.drivers.member import Member, NodeSpec, failure_of, send_to_control
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
@@ -23,6 +24,7 @@ from flockstep.frameworks.base import Engine
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient
+from flockstep.records.failpoints import reach
 from flockstep.strategies.base import Strategy
 
 
@@ -40,11 +42,21 @@ def run_worker(node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]]) -> 
         stepper.lr = plan.lr_at(0)
         worker = plan.worker(engine, node_spec.address, params, stepper)
         release()
-        member.begin()
+        kept = load(node_spec, worker.params)
+        _be_ready(member, kept)
         connection = guard.connection = NodeConnection(member, worker, plan.strategy, plan.evaluate_every)
         connection.snapshots.buffers = lambda: engine.buffers(node_spec.address)
         gradient = connection.home(np.zeros_like(params))
-        _train(engine, worker, stepper, connection.runner, plan, gradient)
+        ours, batches = connection.checkpoints, Batches(plan, node_spec.address)
+        ours.stepper, ours.batches, ours.buffers = stepper, batches, connection.snapshots.buffers
+        _begin(
+            connection,
+            plan.strategy,
+            kept,
+            lambda: connection.runner.begin(plan.strategy.worker(worker), partial(plan.strategy.finish, worker)),
+            lambda values: engine.restore_buffers(node_spec.address, values),
+        )
+        _train(engine, worker, stepper, batches, connection.runner, plan, gradient)
         connection.close()
         member.wait_for_end(connection.attend)
     return guard.code
@@ -59,20 +71,48 @@ def run_server(node_spec: NodeSpec, index: int, strategy: str, optimizer: str, s
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
         node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
-        member.begin()
+        kept = load(node_spec, node.params)
+        _be_ready(member, kept)
         connection = guard.connection = NodeConnection(member, node, rule, every)
-        connection.runner.serve(rule, node)
+        _begin(connection, rule, kept, lambda: connection.runner.serve(rule, node))
         connection.drive(connection.runner)
         connection.close()
         member.wait_for_end(connection.attend)
     return guard.code
 
 
-def _train(
-    engine: Engine, worker: Worker, stepper: LocalOptimizer, runner: Runner, plan: Plan, gradient: FlatArray
+def _be_ready(member: Member, kept: NodeCheckpoint | None) -> None:
+    """Begin the run together with all others."""
+    if kept is not None and kept.saved.mailbox is not None:
+        member.expect(kept.saved.mailbox.received())
+    member.begin()
+
+
+def _begin(
+    connection: NodeConnection,
+    strategy: Strategy,
+    kept: NodeCheckpoint | None,
+    begin: Callable[[], None],
+    restore_buffers: Callable[[FlatArray], None] = lambda values: None,
 ) -> None:
-    batches = Batches(plan, worker.rank)
-    runner.begin(plan.strategy.worker(worker), partial(plan.strategy.finish, worker))
+    """Begin the node's program with `begin`: at its start, or where the run goes on."""
+    if strategy.traits.restarts:
+        connection.checkpoints.watch()
+    if kept is None:
+        begin()
+    else:
+        connection.checkpoints.restore(kept, restore_buffers, begin)
+
+
+def _train(
+    engine: Engine,
+    worker: Worker,
+    stepper: LocalOptimizer,
+    batches: Batches,
+    runner: Runner,
+    plan: Plan,
+    gradient: FlatArray,
+) -> None:
     value: FlatArray | None = None
     loss: float | None = None
     while runner.advance(value, loss):
@@ -80,6 +120,7 @@ def _train(
         assert isinstance(need, NeedGradient)
         stepper.lr = plan.lr_at(worker.step)
         loss = computed(engine, need, worker.params, batches.next(need), gradient, worker.rank, worker.step)
+        reach("gradient.computed")
         value = gradient
 
 

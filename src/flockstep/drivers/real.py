@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flockstep.arrays.namespace import is_tensor
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.checkpoints import CHECKPOINT, NodeCheckpoints
 from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import PAUSE, Member
 from flockstep.drivers.messenger import Messenger
@@ -16,7 +17,7 @@ from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import FlockstepError, PeerLost
-from flockstep.messages import LEAVE, Address, Message, Wanted, node_name
+from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
 from flockstep.records.events import ClockEvent, LostEvent
@@ -40,6 +41,7 @@ class NodeConnection(Messenger):
         self.reports.write(ClockEvent(self.now(), node.address, *member.clock))
         node.view, node.hosts = member.view, member.hosts
         self.snapshots = SnapshotSender(member)
+        self.checkpoints = NodeCheckpoints(self)
         self._member = member
         self._survives = bool(strategy.traits.survives)
         self._moved = 0.0
@@ -83,12 +85,32 @@ class NodeConnection(Messenger):
             self._require_others()
             self._tell_waiting()
             idle = not node.poll()
-            if (message := self._receive(WAIT_PERIOD if idle else GLANCE, None, wanted)) is not None:
+            if (message := self._next(WAIT_PERIOD if idle else GLANCE, wanted)) is not None:
                 self.take(message)
             elif idle:
                 self.reports.flush()
             runner.wake()
         self._wanted = None
+
+    def _next(self, seconds: float, wanted: Wanted | None = None) -> Message | None:
+        """The next message; what the supervisor has asked for a checkpoint is answered when none has arrived."""
+        message = self._receive(0, None, wanted)
+        if message is not None:
+            return message
+        self.checkpoints.idle()
+        return self._receive(seconds, None, wanted)
+
+    def attend_stopped(self) -> None:
+        """Wait for the next message of a node that has stopped for a checkpoint, and handle it."""
+        if (message := self._next(WAIT_PERIOD if not self.node.poll() else GLANCE)) is not None:
+            self.take(message)
+        self.retry()
+        self._require_others()
+
+    def tell(self, tag: str, note: Fields) -> None:
+        """Send a message to the supervisor, after the events so far."""
+        self.reports.flush()
+        self._member.tell(tag, None, note)
 
     def all_reduce(self, array: FlatArray, divisor: int = 1) -> bool:
         """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory.
@@ -149,13 +171,15 @@ class NodeConnection(Messenger):
 
     def close(self) -> None:
         """Record the totals of a program that has ended, and send the final parameters."""
+        self.checkpoints.close()
         self.runner.metrics.close(self.now(), self.node.params)
         self.send_snapshot(FINAL)
 
     def attend(self, message: Message) -> None:
         """Deliver a message after the end of the program, for background tasks that still run."""
-        if self.node.tasks:
+        if self.node.tasks or (message.source == LAUNCHER and message.tag == CHECKPOINT):
             self.take(message)
+            self.checkpoints.idle()
 
     def leave(self, failed: bool) -> None:
         """Close the connections that the workers have opened together in addition to the run's own links."""
@@ -195,6 +219,7 @@ class NodeConnection(Messenger):
         self._wanted = Wanted("sum")
         self._tell_waiting()
         self.collect()
+        self.checkpoints.idle()
         self._require_others()
         self._wanted = None
         gone = {peer for peer in self.node.departed if peer >= 0}
@@ -226,6 +251,7 @@ class NodeConnection(Messenger):
                 return failure
             self._tell_waiting()
             self.collect()
+            self.checkpoints.idle()
             self._require_others()
 
     def _hear_of_loss(self, failure: PeerLost, to: Address | None = None) -> None:
@@ -246,6 +272,7 @@ class NodeConnection(Messenger):
     def _stepped(self, loss: float | None) -> None:
         """Handle messages that arrived during a step."""
         self.collect()
+        self.checkpoints.report()
         self._moved = self.now()
         self.snapshots.newest(self.node, self.now, self.runner.metrics.traffic.sent_bytes)
 
@@ -262,6 +289,8 @@ class NodeConnection(Messenger):
         if message.source != LAUNCHER:
             if message.tag == LEAVE:
                 self._release(message.source)
+        elif message.tag == CHECKPOINT:
+            self.checkpoints.hear(message.note)
         elif message.tag == "left" and (address := int(message.note["address"])) not in self._left:
             self._left[address] = int(message.note["step"])
             self._release(address)

@@ -103,6 +103,8 @@ class Runner:
     """The history from which the program can be restarted; None if no history is kept."""
     replaying: bool = False
     """Whether the program repeats its past: requests of the program must not take effect again."""
+    at_rest: bool = False
+    """Whether the program has done nothing since it last came to a point from which it can restart."""
 
     def __init__(self, node: Node, driver: Driver, metrics: NodeMetrics, clock: Callable[[], float]):
         self.node = node
@@ -172,6 +174,26 @@ class Runner:
                     self.give_up(found)
         self.send, self.recorded, self._since, self.replaying = send, recorded, since, False
 
+    def restart_from(self, begin: Callable[[], None], settle: Callable[[], None]) -> None:
+        """Run the program of a node whose state was restored; `begin` begins it.
+
+        Until the program comes to the point at which it was saved, it only restarts its tasks: nothing is sent or
+        recorded, and `settle` corrects what this changes.
+        """
+        node, send, recorded = self.node, self.send, self.recorded
+        at_boundary = node.at_boundary
+
+        def reached() -> None:
+            self.send, self.recorded, node.at_boundary = send, recorded, at_boundary
+            settle()
+            if at_boundary is not None:
+                at_boundary()
+
+        self.send, self.recorded, node.at_boundary = _nowhere, False, reached
+        begin()
+        if node.at_boundary is reached:
+            raise RunError(f"{node_name(node.address)} does not restart where it was saved; start the run again")
+
     def close(self) -> None:
         """End the program at its current point."""
         if self._program is not None:
@@ -226,7 +248,7 @@ class Runner:
 
     def resume(self, value: Any) -> None:
         """Resume the program with the awaited value, until it waits again or ends."""
-        program, self.waiting = self._program, None
+        program, self.waiting, self.at_rest = self._program, None, False
         assert program is not None
         try:
             effect = program.throw(value) if isinstance(value, PeerLost) else program.send(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path, PosixPath
@@ -17,14 +18,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.kernels import name_of, numpy_dtype
 from flockstep.arrays.namespace import is_tensor, to_host, to_tensor
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
 _MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _LARGEST = 1 << 63
+STRUCTURE = "structure"
+"""Name of the array with the encoding of everything but the arrays."""
+NO_ARRAYS: Mapping[str, FlatArray] = {}
 
 
 def to_bytes(value: Any, name: str = "state") -> bytes:
@@ -36,24 +41,50 @@ def to_bytes(value: Any, name: str = "state") -> bytes:
     return msgspec.msgpack.encode(_Writer().plain(value, name))
 
 
-def from_bytes(data: bytes) -> Any:
+def to_arrays(value: Any) -> dict[str, FlatArray]:
+    """Encode `value` as named arrays, which share no memory with it; `from_arrays` decodes them.
+
+    Raises:
+        ConfigurationError: `value` contains something that is not data.
+    """
+    arrays: dict[str, FlatArray] = {}
+    structure = msgspec.msgpack.encode(_Writer(arrays).plain(value, "state"))
+    return {STRUCTURE: np.frombuffer(structure, np.uint8), **arrays}
+
+
+def from_arrays(arrays: Mapping[str, FlatArray]) -> Any:
+    """Decode what `to_arrays` encoded.
+
+    Raises:
+        ProtocolError: the arrays are not such an encoding.
+    """
+    if STRUCTURE not in arrays:
+        raise ProtocolError(f"the saved state cannot be read: it has no array {STRUCTURE!r}")
+    return from_bytes(arrays[STRUCTURE].tobytes(), arrays)
+
+
+def from_bytes(data: bytes, arrays: Mapping[str, FlatArray] = NO_ARRAYS) -> Any:
     """Decode bytes that `to_bytes` returned; the result is equal bit for bit, and shares no memory with the
     original.
+
+    `arrays`: the arrays that the bytes name, if they were encoded by `to_arrays`.
 
     Raises:
         ProtocolError: the bytes are not such an encoding.
     """
     try:
-        return _Reader().value(msgspec.msgpack.decode(data))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        return _Reader(arrays).value(msgspec.msgpack.decode(data))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"the saved state cannot be read: {type(error).__name__}: {error}") from None
 
 
 class _Writer:
     """Encodes values other than plain ones as [kind, number, …], and a repeated object as ["again", number]."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrays: dict[str, FlatArray] | None = None) -> None:
+        """`arrays` receives the arrays by name; None: their bytes are part of the encoding."""
         self._written: dict[int, tuple[int, Any]] = {}
+        self._arrays = arrays
 
     def plain(self, value: Any, where: str) -> Any:
         if type(value) is int and abs(value) >= _LARGEST:
@@ -69,11 +100,12 @@ class _Writer:
     def _tagged(self, value: Any, number: int, where: str) -> list[Any]:
         kind = type(value)
         if kind is np.ndarray and value.dtype.isnative and _plain_dtype(value.dtype):
-            data = np.ascontiguousarray(value).tobytes()
+            data = self._stored(value, f"{number} {where}")
             return ["array", number, value.dtype.name, list(value.shape), value.flags.writeable, data]
         if is_tensor(value):
             there = to_host(value)
-            return ["tensor", number, there.dtype.name, list(there.shape), str(value.device), there.tobytes()]
+            data = self._stored(there, f"{number} {where}")
+            return ["tensor", number, there.dtype.name, list(there.shape), str(value.device), data]
         if isinstance(value, np.generic):
             return ["number", number, value.dtype.name, value.tobytes()]
         if isinstance(value, np.random.Generator):
@@ -101,10 +133,18 @@ class _Writer:
             "data classes of them"
         )
 
+    def _stored(self, array: FlatArray, name: str) -> bytes | str:
+        """The array's bytes, or its name among the arrays."""
+        if self._arrays is None:
+            return np.ascontiguousarray(array).tobytes()
+        self._arrays[name] = np.array(array, order="C", copy=True)
+        return name
+
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, arrays: Mapping[str, FlatArray]) -> None:
         self._read: dict[int, Any] = {}
+        self._arrays = arrays
 
     def value(self, plain: Any) -> Any:
         if not isinstance(plain, list):
@@ -121,13 +161,13 @@ class _Reader:
     def _made(self, kind: str, number: int, rest: list[Any]) -> Any:
         if kind == "array":
             name, shape, writeable, data = rest
-            array = np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape)
+            array = self._array(name, shape, data)
             array.flags.writeable = writeable
             return array
         if kind == "tensor":
             name, shape, device, data = rest
             import_module("torch")
-            return to_tensor(np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape), device)
+            return to_tensor(self._array(name, shape, data), device)
         if kind == "number":
             return np.frombuffer(rest[1], numpy_dtype(rest[0]))[0]
         if kind == "random":
@@ -153,6 +193,15 @@ class _Reader:
         if kind in _MAPPINGS:
             return _MAPPINGS[kind]({self.value(key): self.value(one) for key, one in rest[0]})
         return self._data(number, *rest)
+
+    def _array(self, dtype: str, shape: list[int], data: bytes | str) -> FlatArray:
+        """A new array from its bytes, or from its name among the arrays."""
+        if isinstance(data, bytes):
+            return np.frombuffer(bytearray(data), numpy_dtype(dtype)).reshape(shape)
+        found = self._arrays[data]
+        if name_of(found) != dtype or found.shape != tuple(shape):
+            raise ValueError(f"{data} is an array of {found.dtype} {found.shape}, not of {dtype} {tuple(shape)}")
+        return np.array(found)
 
     def _data(self, number: int, module: str, name: str, parts: list[Any]) -> Any:
         kind: Any = sys.modules[module]

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.batched import BatchedGradients
 from flockstep.drivers.fault_injector import FaultInjector
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.node_metrics import Emit, NodeMetrics
-from flockstep.drivers.plan import LocalOptimizer, Plan
+from flockstep.drivers.node_state import Saved, facts_of, restart_point, restore
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
 from flockstep.drivers.runner import History, Runner
 from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.drivers.tracker import FINAL, Progress, Tracker
 from flockstep.errors import CompositionError, PeerLost, RunError
 from flockstep.frameworks.base import Engine
-from flockstep.messages import HEADER_BYTES, Address, Mailbox, Message, node_name
-from flockstep.nodes import Node, Server, View, Worker
-from flockstep.optimizers.base import OptimizerState
+from flockstep.messages import HEADER_BYTES, Address, Message, node_name
+from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient
 from flockstep.records.events import LostEvent
 from flockstep.simulation.collector import seldom
@@ -37,36 +34,11 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network, Transit
 from flockstep.simulation.queue import EventQueue
-from flockstep.workloads.sampler import SamplerState
 
 FORWARD = 1 / 3
 """Share of a gradient's time that passes before the backward pass, whose work is about twice the work of the forward
 pass.
 """
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The state of a node that must survive a restart: all values that its program may rely on between two steps."""
-
-    params: FlatArray
-    step: int
-    state: Any
-    random: dict[str, Any]
-    optimizer: OptimizerState
-    version: int
-    batches: dict[int, tuple[SamplerState, int]]
-    mailbox: Mailbox | None = None
-    """Messages that have arrived and were not read; None after the end of a run, when all messages have been used."""
-    sent: dict[Address, int] = field(default_factory=dict)
-    gone: tuple[set[Address], ...] = ()
-    """The nodes that are dead, the nodes that have left, and the nodes whose leaving the program knows."""
-    view: tuple[int, tuple[int, ...]] | None = None
-    """Epoch and ranks of the workers that the node believes alive; None after the end of a run."""
-    tasks: int = 0
-    """Number of background tasks that the node has started."""
-    taken: dict[str, list[Message]] = field(default_factory=dict)
-    """Messages that background tasks have taken; the program restarts these tasks."""
 
 
 class Computing(msgspec.Struct, eq=False, gc=False):
@@ -228,7 +200,7 @@ class Simulation:
         runner.node, node.port = node, runner
         self._restore(node, saved)
         runner.remember(history, partial(self._state, runner))
-        runner.replay(history.inputs, partial(self._begin, runner), partial(_settle, node, saved))
+        runner.replay(history.inputs, partial(self._begin, runner), partial(saved.settle, node))
         differs = to_bytes(self._facts(node)) != before
         if differs or str(runner.waiting) != str(waited):
             other = ", and what it has differs" if differs else ""
@@ -240,11 +212,7 @@ class Simulation:
 
     def _state(self, runner: Runner) -> bytes:
         """State from which the node's program can restart, as bytes."""
-        node = runner.node
-        gone = node.lost, node.departed, node.reported_departures
-        view = node.view.epoch, node.view.ranks
-        facts = replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone, view=view)
-        return to_bytes(replace(facts, tasks=node.started, taken=node.taken))
+        return to_bytes(restart_point(runner.node, *self._of_worker(runner.node)))
 
     def _make_nodes(self) -> None:
         """Create the workers by rank, then the servers by index, each with its runner."""
@@ -282,34 +250,18 @@ class Simulation:
 
     def _facts(self, node: Node) -> Saved:
         """The current state of a node, not copied."""
-        optimizer = node.optimizer_state if isinstance(node, Server) else self._steppers[node.address].state
-        return Saved(
-            node.params,
-            node.step,
-            node.state,
-            dict(node.random.bit_generator.state),
-            optimizer,
-            node.version if isinstance(node, Server) else 0,
-            self._gradients.batches[node.address].state() if isinstance(node, Worker) else {},
-        )
+        return facts_of(node, *self._of_worker(node))
+
+    def _of_worker(self, node: Node) -> tuple[LocalOptimizer | None, Batches | None]:
+        """A worker's optimizer and its place in the data; servers have neither."""
+        worker = isinstance(node, Worker)
+        return (self._steppers[node.address], self._gradients.batches[node.address]) if worker else (None, None)
 
     def _restore(self, node: Node, saved: Saved) -> None:
         """Give a node a saved state, which no other node shares."""
-        node.params[:] = saved.params
-        node.step, node.state = saved.step, saved.state
-        node.random.bit_generator.state = saved.random
-        if isinstance(node, Server):
-            node.optimizer_state, node.version = saved.optimizer, saved.version
-        else:
-            self._steppers[node.address].state = saved.optimizer
+        restore(node, saved, self._of_worker(node)[0])
+        if isinstance(node, Worker):
             self._gradients.restart(node.address, saved.batches)
-        if saved.mailbox is not None:
-            node.mailbox, node.sent = saved.mailbox, saved.sent.copy()
-            node.lost, node.departed, node.reported_departures = saved.gone
-            if saved.view is not None:
-                node.view = View(*saved.view)
-            for messages in saved.taken.values():
-                node.mailbox.give_back(messages)
 
     def _die(self, address: Address) -> None:
         """End a node's program at its current point; messages to the node are dropped from now on."""
@@ -403,12 +355,6 @@ class Simulation:
     def _ended(self, runner: Runner) -> None:
         self._send_snapshot(runner, FINAL)
         runner.metrics.close(self.now, runner.node.params)
-
-
-def _settle(node: Node, saved: Saved) -> None:
-    """Drop what restarted tasks have sent and drawn, because it was sent and drawn before."""
-    node.sent, node.started = saved.sent, saved.tasks
-    node.random.bit_generator.state = saved.random
 
 
 def due_at(began: float, finish: float, share: float) -> float:

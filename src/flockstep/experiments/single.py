@@ -85,6 +85,8 @@ def run(
     step_timeout: float | None = None,
     threads: int = 1,
     imports: Sequence[str] = (),
+    checkpoint_every: str | int | None = None,
+    keep: int | None = None,
     out: Path | str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
@@ -112,6 +114,9 @@ def run(
         step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
         threads: threads of the numerical libraries in each process.
         imports: Python files that register custom components.
+        checkpoint_every: steps (500), or the time ("5min"), between two checkpoints; None for a checkpoint only if a
+            signal stops the run.
+        keep: number of checkpoints that are kept; None for 2.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
 
@@ -127,8 +132,28 @@ def run(
         batch=batch, lr=lr, schedule=schedule, split=split, target=target, evaluate_every=evaluate_every,
         result=result, transport=transport, heartbeat=heartbeat, step_timeout=step_timeout, threads=threads,
         imports=listed("imports", imports),
+        checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
+
+
+def resume(out: Path | str) -> RunResult:
+    """Continue a run that has stopped from its newest checkpoint, as `flockstep resume` does.
+
+    Args:
+        out: folder of the record.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ConfigurationError: the folder holds no run that can go on; nothing was started.
+        RunError: the run failed again; the record is complete up to the failure.
+    """
+    from flockstep.launchers import train as real
+
+    real.resume(Path(out))
+    return RunResult.read(Path(out))
 
 
 def simulate(

@@ -102,6 +102,11 @@ class Evaluator(SnapshotHandler):
             self._waiting.append(item)
         self._tell(SnapshotMessage(item=item))
 
+    def pending(self) -> list[Snapshot]:
+        """The snapshots of ticks that have not been evaluated."""
+        self._waiting = [item for item in self._waiting if Path(item.path).exists()]
+        return self._waiting
+
     def lose(self, address: Address) -> None:
         """Tell the evaluating process not to wait for this node."""
         self._tell(SnapshotMessage(lost=address))
@@ -143,7 +148,7 @@ class Evaluator(SnapshotHandler):
 
     def _full(self) -> bool:
         if sum(item.nbytes for item in self._waiting) > BACKLOG:
-            self._waiting = [item for item in self._waiting if Path(item.path).exists()]
+            self.pending()
         return sum(item.nbytes for item in self._waiting) > BACKLOG
 
 

@@ -25,6 +25,7 @@ from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.expression import from_data
+from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.children import ENDED, Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
 from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerprints
@@ -41,6 +42,7 @@ from flockstep.messages import Address, AnyNote, Fields, Message, node_name, ser
 from flockstep.nodes import Hosts, View
 from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
+from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.events import Event, HostsEvent, LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
@@ -56,6 +58,8 @@ TURN = 4 * WINDOW
 """Number of messages of one node that are handled before the next node's turn, so that no node can monopolize the
 supervisor.
 """
+LAST_CHECKPOINT = 10.0
+"""Most seconds that the checkpoint may take that a signal asks for."""
 LAST_POLL = 0.005
 """Seconds between two polls of processes that are about to end."""
 POLL = 0.05
@@ -116,6 +120,7 @@ class Supervisor:
         begin_call: Callable[[Supervisor, int], Supervisor] | None = None,
         within: Supervisor | None = None,
         ended: Callable[[Outcome], None] = lambda outcome: None,
+        checkpoints: Checkpointer | None = None,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -124,7 +129,8 @@ class Supervisor:
         seconds that processes may continue after a successful run; None, for users' scripts, sets no limit and requires
         exit code 0. `begin_call`: creates the supervisor of a script's later call of `distribute`, from that of the
         first call and the number of the call, 2 for the second; for that one, `within` is the first, and `ended`
-        receives the outcome of the call once its nodes have left, or the whole run has ended.
+        receives the outcome of the call once its nodes have left, or the whole run has ended. `checkpoints` takes the
+        run's checkpoints, and knows where the run begins.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
@@ -141,7 +147,7 @@ class Supervisor:
         self._seed = seed
         self._imports = imports
         self._every = every
-        self._begin_call = begin_call
+        self._begin_call, self._checkpoints = begin_call, checkpoints
         self._calls: list[Supervisor] = [self] if within is None else within._calls
         """Supervisors of the calls of `distribute` that the scripts have begun; the first one watches the processes."""
         self._number = 1 if within is None else len(self._calls) + 1
@@ -180,8 +186,9 @@ class Supervisor:
         except FlockstepError as error:
             self.outcome.error = error
         except KeyboardInterrupt as stop:
+            where = self._last_checkpoint()
             self.outcome.error = Interrupted(
-                f"{str(stop) or 'interrupted'}; everything computed so far is in the record"
+                f"{str(stop) or 'interrupted'}; everything computed so far is in the record{where}"
             )
         except Exception as error:  # noqa: BLE001 - of the system: no folder for the sockets, no more processes, …
             self.outcome.error = RunError(f"the run could not be supervised: {in_short(error)}")
@@ -197,6 +204,20 @@ class Supervisor:
             self.outcome.warnings.append(many)
         self._clean_up()
         return self.outcome
+
+    def _last_checkpoint(self) -> str:
+        """Take a checkpoint, because a signal ends the run; return where the run goes on, for a sentence."""
+        kept, deadline = self._checkpoints, time.monotonic() + LAST_CHECKPOINT
+        if kept is None:
+            return ""
+        with contextlib.suppress(FlockstepError, KeyboardInterrupt):  # a second signal ends the run at once
+            if self._went is not None and not self._finished() and kept.stop():
+                while kept.busy and time.monotonic() < deadline:
+                    self._poll()
+                    self._look_after_children()
+        if kept.newest is None:
+            return ""
+        return f"; flockstep resume {self._record} goes on from step {min(kept.newest.steps.values())}"
 
     def forget(self) -> None:
         """Remove the snapshots that nodes have sent."""
@@ -239,7 +260,12 @@ class Supervisor:
             imports=self._imports,
             secret=self._secret.hex(),
             call=self._number,
+            checkpoint="" if (resumed := self._resumed()) is None else str(resumed.folder),
         )
+
+    def _resumed(self) -> Checkpoint | None:
+        """The checkpoint from which the run goes on; None if it begins at its start."""
+        return None if self._checkpoints is None else self._checkpoints.resumed
 
     def _ask_for_call(self, rank: int, number: int) -> None:
         """A worker calls `distribute` for the second time, or for a later one: let it say hello."""
@@ -325,6 +351,8 @@ class Supervisor:
         self._wait_monitor.look(self._links.keys(), self._done | self._gone)
         self._evaluation.go_on()
         if not self._finished():
+            if self._checkpoints is not None:
+                self._checkpoints.look(self.standings)
             return
         assert self.outcome.strategy is not None
         for address in self._gone - self._done:  # the others may have finished too when this node was lost
@@ -462,7 +490,10 @@ class Supervisor:
         self._ready.add(address)
         if len(self._ready) < len(self._links):
             return
-        went = self._went = time.monotonic()
+        resumed = self._resumed()
+        went = self._went = time.monotonic() - (0.0 if resumed is None else resumed.manifest.seconds)
+        if self._checkpoints is not None and self.outcome.strategy is not None:
+            self._checkpoints.begin(self._links, self.outcome.strategy)
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
         self._memory = None
         # All are connected, so even a killed supervisor leaves no sockets behind.
@@ -494,6 +525,8 @@ class Supervisor:
                 self._take(address, message.payload)
             case "done" | "left":
                 self._leave(address, message.tag, int(note["step"]))
+            case "checkpoint" if self._checkpoints is not None:
+                self._checkpoints.hear(address, note)
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
 
@@ -584,6 +617,8 @@ class Supervisor:
             arriving.drop()
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
+        if self._checkpoints is not None:
+            self._checkpoints.lose(address)
         if self._went is None:
             if child is not None:
                 refuse_unguarded(child)
@@ -660,6 +695,8 @@ class Supervisor:
                             one._handle(message)
 
     def _clean_up(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.end()
         reap(self._processes(), GRACE)
         for one in self._open_calls[1:]:
             one.outcome.error = None if one._over else self.outcome.error

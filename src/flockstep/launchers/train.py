@@ -6,16 +6,17 @@ import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.node_metrics import Emit
-from flockstep.drivers.setup import prepare
+from flockstep.drivers.setup import JOB_FILE, prepare
 from flockstep.drivers.snapshot_tracker import SnapshotTick
-from flockstep.errors import Diverged, FlockstepError, Interrupted
+from flockstep.errors import ConfigurationError, Diverged, FlockstepError, Interrupted
+from flockstep.launchers.checkpoints import Checkpointer, require_checkpoints, require_resumable
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
@@ -27,9 +28,11 @@ from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
 from flockstep.records import owner
-from flockstep.records.config import RunConfig
+from flockstep.records.checkpoints import Checkpoint, newest
+from flockstep.records.config import KEEP, RunConfig
 from flockstep.records.events import EvaluationEvent, Event, ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import Status, Summary, reaches, summarize
 from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
@@ -72,8 +75,15 @@ def train(
     settings = settings_of(config)
     if gathering is not None:
         config = gathering.over(config)
+        if config.checkpoint_every is not None:
+            raise ConfigurationError(
+                f"checkpoints need all processes on one machine, got checkpoint_every={config.checkpoint_every} and "
+                "several hosts; leave out --checkpoint-every"
+            )
     engine, plan, config = prepare(config, test)
     require_open_files(plan.cluster.workers + plan.cluster.servers)
+    if config.checkpoint_every is not None:
+        require_checkpoints(plan.strategy)
     record = RunFolder(folder)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan  # each holds a model; the evaluating process builds its own
@@ -82,6 +92,40 @@ def train(
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
         _train(config, record, every, policy, lambda standings: show(standings, steps), hosts, test)
+    return record.read_summary()
+
+
+def resume(folder: Path, show: Show = lambda standings, steps: None) -> Summary:
+    """Continue the run in a folder from its newest complete checkpoint, with the same configuration.
+
+    Events that were recorded after the checkpoint are dropped. `show`: see `train`.
+
+    Raises:
+        ConfigurationError: the folder holds no run that can go on; nothing was started.
+        RunError: the run failed; the record is complete up to the failure.
+    """
+    refuse_program()
+    record = RunFolder(folder)
+    config = record.read_config()
+    if config.kind != "train":
+        raise ConfigurationError(
+            f"{folder} holds a run of flockstep {config.kind}, which cannot be resumed; repeat it: {config.command}"
+        )
+    if not record.unfinished:
+        raise ConfigurationError(f"{folder} holds a run that has ended; begin another one in another folder")
+    checkpoint = newest(record.path)
+    engine, plan, again = prepare(config)
+    require_resumable(checkpoint, plan.strategy, config.workers)
+    if (was := config.versions.get(JOB_FILE)) != again.versions.get(JOB_FILE):
+        raise ConfigurationError(
+            f"{config.job} has changed since the run began (its hash was {was}); restore that file"
+        )
+    every, policy, steps = plan.evaluate_every, plan.result, plan.steps
+    del engine, plan
+    release()
+    with record.resumed(checkpoint.manifest.seconds) as dropped:
+        text = f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
+        _train(config, record, every, policy, lambda nodes: show(nodes, steps), OtherHosts(), None, checkpoint, [text])
     return record.read_summary()
 
 
@@ -110,8 +154,17 @@ def _train(
     show: Callable[[dict[Address, NodeProgress]], None],
     hosts: OtherHosts,
     test: OwnData | None,
+    resumed: Checkpoint | None = None,
+    said: Sequence[str] = (),
 ) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1, test)
+    checkpoints = None
+    if not any(map(hosts.has, range(config.workers))):
+        interval, keep = config.checkpoint_interval, config.keep or KEEP
+        checkpoints = Checkpointer(record.path.resolve(), interval, keep, resumed, evaluation.pending)
+        evaluated = {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}
+        for item in checkpoints.resume_snapshots(record.path.resolve() / SNAPSHOTS, evaluated):
+            evaluation.take(item)
     transport = Transport.parse(config.transport or "shared_memory")
 
     def start_worker(node_spec: NodeSpec) -> Child:
@@ -131,14 +184,17 @@ def _train(
         imports=config.imports,
         every=every,
         hosts=hosts,
+        checkpoints=checkpoints,
     )
     with finished(record, config) as notes:
+        notes += said
         outcome = supervisor.run()
         try:
             error = settle(record, evaluation, policy, outcome)
         finally:
             supervisor.forget()
         notes += outcome.warnings
+        notes += [] if checkpoints is None else checkpoints.notes
         if evaluation.skipped:
             notes.append(
                 f"{len(evaluation.skipped)} evaluations were skipped, because snapshots arrived faster than they "

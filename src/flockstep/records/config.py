@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import tomllib
 from dataclasses import dataclass, field
@@ -34,11 +35,45 @@ _OPTIONS = (
     "threads",
     "heartbeat",
     "step_timeout",
+    "checkpoint_every",
+    "keep",
 )
 _LAUNCH_OPTIONS = ("workers", "transport", "heartbeat", "step_timeout")
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
 """Largest heartbeat, in seconds. The limit of ZeroMQ's heartbeat options lies below twice this value."""
+
+
+KEEP = 2
+"""Default number of checkpoints that are kept."""
+
+
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """Steps of each worker, or seconds, between two checkpoints."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointInterval:
+        """The interval of a text such as "500" (steps), "5min" or "30s".
+
+        Raises:
+            ConfigurationError: the text is no interval.
+        """
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|min|h)|([0-9]+)", text.strip())
+        if found is not None and found[3] is not None and int(found[3]) > 0:
+            return cls(steps=int(found[3]))
+        if found is not None and found[1] is not None and float(found[1]) > 0:
+            return cls(seconds=float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]])
+        raise ConfigurationError(
+            f"checkpoint_every must be a number of steps or a time > 0, got {text!r}; use for example 500 or 5min"
+        )
+
+    def due(self, steps: int, seconds: float) -> bool:
+        """Whether a checkpoint is due so many steps, and seconds, after the last one."""
+        return steps >= self.steps if self.steps else seconds >= self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +129,10 @@ class RunConfig:
     """Seconds without an answer after which a node counts as lost."""
     step_timeout: float | None = None
     """Seconds a worker may take for one step, or for joining the run, before the run ends; None: no limit."""
+    checkpoint_every: str | None = None
+    """Interval of the checkpoints: a number of steps, or minutes such as "5min"; None: only at a signal."""
+    keep: int | None = None
+    """Number of complete checkpoints that are kept; None: `KEEP`."""
     imports: tuple[str, ...] = ()
     """Python files that register custom components; they are executed before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -119,6 +158,16 @@ class RunConfig:
             raise ConfigurationError(
                 f"step_timeout must be > 0 s, got {self.step_timeout:g}; leave it out to wait as long as it takes"
             )
+
+        if self.keep is not None and self.keep < 1:
+            raise ConfigurationError(f"keep must be >= 1, got {self.keep}; 2 is usual")
+        if self.checkpoint_every is not None:
+            CheckpointInterval.parse(self.checkpoint_every)
+
+    @property
+    def checkpoint_interval(self) -> CheckpointInterval | None:
+        """Interval of the checkpoints; None: only at a signal."""
+        return None if self.checkpoint_every is None else CheckpointInterval.parse(self.checkpoint_every)
 
     @property
     def clock(self) -> ClockKind:

@@ -23,6 +23,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismatch, UnknownName
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
+from flockstep.records.checkpoints import CHECKPOINTS
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import (
     HELD_BACK,
@@ -33,6 +34,7 @@ from flockstep.records.events import (
     LostEvent,
     ReplicaEvent,
     ScalarEvent,
+    StepEvent,
 )
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.owner import OWNER, owned
@@ -199,6 +201,25 @@ class RunFolder:
         shutil.rmtree(self.path)
         return True
 
+    @contextlib.contextmanager
+    def resumed(self, seconds: float) -> Iterator[int]:
+        """Context manager that owns the folder of a run that goes on from its state at `seconds`; yields the number of
+        steps that were recorded after that time, and whose events are dropped.
+        """
+        with owned(self.path):
+            events = self.read_events()
+            kept = [event for event in events if time_of(event) <= seconds]
+            dropped = sum(isinstance(event, StepEvent) for event in events) - sum(
+                isinstance(event, StepEvent) for event in kept
+            )
+            write_whole(self.events_file, msgspec.json.Encoder().encode_lines(kept))
+            for file in (self.path / "events").glob("*.jsonl"):
+                file.unlink()
+            self._clear(but=self.events_file)
+            (self.path / "events").mkdir(exist_ok=True)
+            self.events_file.replace(self.path / "events" / "before.jsonl")
+            yield dropped
+
     @property
     def unfinished(self) -> bool:
         """Whether the folder holds no finished run, so that the run has to be repeated."""
@@ -351,13 +372,18 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _clear(self) -> None:
-        """Remove the files that a run writes, except config.toml, by which the folder is recognized as a run's."""
+    def _clear(self, but: Path | None = None) -> None:
+        """Remove the files that a run writes, except config.toml, by which the folder is recognized as a run's.
+
+        With `but`, the checkpoints and that file are kept too, because the run goes on.
+        """
         names = ("summary.json", "events.jsonl", "result.npy", "schema.json")
         halves = self.path.glob(f"*{HALF}")
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
-            file.unlink(missing_ok=True)
-        for folder in (self.path / SNAPSHOTS, self.path / FUNCTION, *self.path.glob("distribute-*")):
+            if file != but:
+                file.unlink(missing_ok=True)
+        kept = [] if but is not None else [self.path / CHECKPOINTS]
+        for folder in (self.path / SNAPSHOTS, self.path / FUNCTION, *kept, *self.path.glob("distribute-*")):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.node_state import Saved
 from flockstep.drivers.plan import LocalOptimizer, Plan
-from flockstep.drivers.virtual import Saved, Simulation
+from flockstep.drivers.virtual import Simulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
 from flockstep.frameworks.numpy import NumpyEngine, QuadraticModel, SoftmaxRegression

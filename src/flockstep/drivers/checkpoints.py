@@ -1,0 +1,221 @@
+"""A node's part in a checkpoint: it stops at the top of its program's loop, keeps a copy of its state, and writes it.
+
+The supervisor asks all nodes to stop, and then, in waves, how many messages they have sent and received. A worker stops
+at the next point at which its program could restart; a server is there whenever it waits for any message. Once all have
+stopped and nothing is on its way, every node copies its state and goes on, while a thread writes the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Protocol
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.member import NodeSpec
+from flockstep.drivers.node_state import Saved, restart_point, restore
+from flockstep.drivers.plan import Batches, LocalOptimizer
+from flockstep.drivers.runner import Runner
+from flockstep.drivers.state import from_arrays, to_arrays
+from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.messages import ANYTHING, Fields
+from flockstep.nodes import Worker
+from flockstep.records.checkpoints import Checkpoint, Shard, read_manifest, write_shard
+from flockstep.records.failpoints import reach
+
+CHECKPOINT = "checkpoint"
+"""Tag of the messages about checkpoints between the supervisor and the nodes."""
+RUNNING, STOPPED, ENDED = 0, 1, 2
+"""What a node is when it answers a wave: it waits for a message in the middle of its program, it has stopped where its
+program can restart, or its program has ended.
+"""
+
+
+@dataclass
+class NodeCheckpoint:
+    """Everything that a node needs to go on."""
+
+    saved: Saved
+    before: int
+    lr: float
+    loss: float
+    buffers: FlatArray
+    totals: dict[str, int | float | list[int | float]]
+    """The node's metrics."""
+    progress: tuple[dict[int, int], int, int] | None
+    """Steps of each worker that a server has heard of, their sum, and the next tick of progress."""
+
+
+def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
+    """The state from which a node goes on; None if its run begins at the start. `params`: its parameters, (K,).
+
+    Raises:
+        ConfigurationError: the checkpoint is damaged, or of another model.
+    """
+    if not spec.checkpoint:
+        return None
+    folder = Path(spec.checkpoint)
+    try:
+        kept = from_arrays(Checkpoint(folder, read_manifest(folder)).arrays(spec.address))
+    except ProtocolError as error:
+        raise ConfigurationError(f"{folder}: {error}; delete it to resume from the checkpoint before it") from None
+    if not isinstance(kept, NodeCheckpoint) or kept.saved.params.shape != params.shape:
+        raise ConfigurationError(f"{folder} holds no state of this model; restore the job as it was")
+    return kept
+
+
+class Connection(Protocol):
+    """What a node's checkpoints need of its connection to the run."""
+
+    runner: Runner
+
+    def now(self) -> float:
+        """Seconds of the run."""
+
+    def tell(self, tag: str, note: Fields) -> None:
+        """Send a message to the supervisor, after the events so far."""
+
+    def attend_stopped(self) -> None:
+        """Wait for the next message and handle it."""
+
+
+class NodeCheckpoints:
+    """Stops a node where its program can restart, and writes its state."""
+
+    def __init__(self, connection: Connection):
+        self.stepper: LocalOptimizer | None = None
+        self.batches: Batches | None = None
+        self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
+        """Returns the buffers of the worker's model; set by the process, like the two above."""
+        self._connection = connection
+        self._runner = connection.runner
+        self._from: int | None = None
+        """Steps after which a worker stops; None: the node does not stop."""
+        self._wave = 0
+        """The wave that is still to be answered; 0: none."""
+        self._stopped = False
+        self._ended = False
+        self._thread: Thread | None = None
+        self._result: Fields = {}
+
+    def watch(self) -> None:
+        """From now on, stop the node's program when it is asked to."""
+        self._runner.node.at_boundary = self._at_boundary
+
+    def hear(self, note: Fields) -> None:
+        """Follow an instruction of the supervisor."""
+        match note["do"]:
+            case "stop":
+                self._from = int(note["after"])
+            case "count":
+                self._wave = int(note["wave"])
+            case "copy":
+                self._copy(Path(str(note["folder"])), at_once=bool(note["wait"]))
+            case "go on":
+                self._from, self._wave = None, 0
+
+    def idle(self) -> None:
+        """Answer a wave, because no message has arrived that this node could handle first."""
+        self.report()
+        if not self._wave:
+            return
+        node, wave, self._wave = self._runner.node, self._wave, 0
+        sent = sum(count for to, count in node.sent.items() if to != node.address)
+        here = ENDED if self._ended else STOPPED if self._at_rest() else RUNNING
+        received = sum(count for source, count in node.mailbox.received().items() if source != node.address)
+        counts: Fields = {"sent": sent, "received": received}
+        self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
+
+    def report(self, wait: bool = False) -> None:
+        """Tell the supervisor that the state is written, once it is."""
+        if self._thread is None or (self._thread.is_alive() and not wait):
+            return
+        self._thread.join()
+        self._thread = None
+        self._tell(self._result)
+
+    def close(self) -> None:
+        """Finish writing, because the node's program has ended."""
+        self._ended = True
+        self.report(wait=True)
+
+    def restore(
+        self, kept: NodeCheckpoint, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]
+    ) -> None:
+        """Take the node's state from a checkpoint, and run its program from there with `begin`."""
+        runner, node = self._runner, self._runner.node
+        restore(node, kept.saved, self.stepper)
+        node.before = kept.before
+        if isinstance(node, Worker):
+            node.loss = kept.loss
+        if self.stepper is not None:
+            self.stepper.lr = kept.lr
+        if self.batches is not None:
+            self.batches.restore(kept.saved.batches)
+        runner.metrics.restore(kept.totals)
+        if runner.progress is not None and kept.progress is not None:
+            runner.progress.seen, runner.progress.total, runner.progress.tick = kept.progress
+        restore_buffers(kept.buffers)
+        runner.restart_from(begin, lambda: kept.saved.settle(node))
+
+    def _at_boundary(self) -> None:
+        node, self._runner.at_rest = self._runner.node, True
+        if not isinstance(node, Worker):
+            return
+        while self._from is not None and node.step >= self._from:
+            self._stopped = True
+            self._connection.attend_stopped()
+        self._stopped = self._runner.at_rest = False
+
+    def _at_rest(self) -> bool:
+        runner = self._runner
+        return self._stopped or (not isinstance(runner.node, Worker) and runner.at_rest and runner.waiting == ANYTHING)
+
+    def _copy(self, folder: Path, at_once: bool) -> None:
+        """Copy the node's state, and begin to write it; `at_once`: wait until it is written."""
+        runner, node = self._runner, self._runner.node
+        reach("state.before_copy")
+        self._result = {"did": "fail", "why": ""}
+        try:
+            arrays = to_arrays(self.state())
+        except ConfigurationError as error:
+            self._result = {"did": "fail", "why": str(error)}
+            self._thread = Thread(target=int)
+            self._thread.start()
+        else:
+            self._thread = Thread(target=self._write, args=(folder, node.run_step, arrays), name="flockstep-checkpoint")
+            self._thread.start()
+        self._tell({"did": "copy", "seconds": self._connection.now(), "step": runner.node.step})
+        self.report(wait=at_once)
+
+    def state(self) -> NodeCheckpoint:
+        """The state of the node, which is where its program can restart; not copied."""
+        runner, node = self._runner, self._runner.node
+        progress = runner.progress
+        return NodeCheckpoint(
+            restart_point(node, self.stepper, self.batches),
+            node.before,
+            self.stepper.lr if self.stepper is not None else 0.0,
+            node.loss if isinstance(node, Worker) else 0.0,
+            self.buffers(),
+            runner.metrics.kept(),
+            None if progress is None else (progress.seen, progress.total, progress.tick),
+        )
+
+    def _write(self, folder: Path, step: int, arrays: dict[str, FlatArray]) -> None:
+        """Write the copy; runs in a thread of its own."""
+        address = self._runner.node.address
+        try:
+            shard: Shard = write_shard(folder, address, step if address >= 0 else 0, arrays)
+        except (OSError, ConfigurationError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self._result = {"did": "fail", "why": why}
+            return
+        self._result = {"did": "write", "step": shard.step, "nbytes": shard.nbytes, "sha256": shard.sha256}
+
+    def _tell(self, note: Fields) -> None:
+        self._connection.tell(CHECKPOINT, note)

@@ -1,0 +1,82 @@
+"""The state of a node that must survive a restart of its program, in virtual time and in a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.plan import Batches, LocalOptimizer
+from flockstep.messages import Address, Mailbox, Message
+from flockstep.nodes import Node, Server, View
+from flockstep.optimizers.base import OptimizerState
+from flockstep.workloads.sampler import SamplerState
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The state of a node that must survive a restart: everything that its program may rely on between two steps."""
+
+    params: FlatArray
+    step: int
+    state: Any
+    random: dict[str, Any]
+    optimizer: OptimizerState
+    version: int
+    batches: dict[int, tuple[SamplerState, int]]
+    mailbox: Mailbox | None = None
+    """Messages that have arrived and were not read; None after the end of a run, when all messages have been used."""
+    sent: dict[Address, int] = field(default_factory=dict)
+    gone: tuple[set[Address], ...] = ()
+    """The nodes that are dead, the nodes that have left, and the nodes whose leaving the program knows."""
+    view: tuple[int, tuple[int, ...]] | None = None
+    """Epoch and ranks of the workers that the node believes alive; None after the end of a run."""
+    tasks: int = 0
+    """Number of background tasks that the node has started."""
+    taken: dict[str, list[Message]] = field(default_factory=dict)
+    """Messages taken by tasks that the program restarts."""
+
+    def settle(self, node: Node) -> None:
+        """Drop what tasks have sent and drawn while they were restarted, because it was sent and drawn before."""
+        node.sent, node.started = self.sent, self.tasks
+        node.random.bit_generator.state = self.random
+
+
+def facts_of(node: Node, stepper: LocalOptimizer | None, batches: Batches | None) -> Saved:
+    """The current state of a node, not copied, without its messages; a server has no `stepper` and no `batches`."""
+    optimizer = node.optimizer_state if isinstance(node, Server) else stepper.state if stepper else OptimizerState()
+    return Saved(
+        node.params,
+        node.step,
+        node.state,
+        dict(node.random.bit_generator.state),
+        optimizer,
+        node.version if isinstance(node, Server) else 0,
+        {} if batches is None else batches.state(),
+    )
+
+
+def restart_point(node: Node, stepper: LocalOptimizer | None, batches: Batches | None) -> Saved:
+    """The current state of a node with its messages, not copied, from which its program can restart."""
+    gone = node.lost, node.departed, node.reported_departures
+    view = node.view.epoch, node.view.ranks
+    facts = replace(facts_of(node, stepper, batches), mailbox=node.mailbox, sent=node.sent, gone=gone, view=view)
+    return replace(facts, tasks=node.started, taken=node.taken)
+
+
+def restore(node: Node, saved: Saved, stepper: LocalOptimizer | None) -> None:
+    """Give a node a saved state, which no other node shares; the caller restores the place in the data."""
+    node.params[:] = saved.params
+    node.step, node.state = saved.step, saved.state
+    node.random.bit_generator.state = saved.random
+    if isinstance(node, Server):
+        node.optimizer_state, node.version = saved.optimizer, saved.version
+    elif stepper is not None:
+        stepper.state = saved.optimizer
+    if saved.mailbox is not None:
+        node.mailbox, node.sent = saved.mailbox, saved.sent.copy()
+        node.lost, node.departed, node.reported_departures = saved.gone
+        if saved.view is not None:
+            node.view = View(*saved.view)
+        for messages in saved.taken.values():
+            node.mailbox.give_back(messages)

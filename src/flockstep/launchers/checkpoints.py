@@ -1,0 +1,284 @@
+"""Takes the checkpoints of a run: all nodes stop, nothing is on its way, and each node writes its state.
+
+Workers stop at their next step boundary, which may be another step for each. If the others then wait for one that has
+stopped, as they do in a sum of all workers, it goes on by one step. All have stopped and nothing is on its way when two
+waves of questions in a row find every node stopped, the same counts of messages, and as many received as sent
+(Friedemann Mattern, Algorithms for distributed termination detection, 1987).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from flockstep import __version__
+from flockstep.drivers.checkpoints import CHECKPOINT, ENDED, STOPPED
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.launchers.link import ProcessLink
+from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.messages import Address, Fields, node_name
+from flockstep.records import checkpoints as disk
+from flockstep.records.checkpoints import Checkpoint, Manifest, Shard
+from flockstep.records.config import CheckpointInterval
+from flockstep.records.failpoints import reach
+from flockstep.records.snapshots import Snapshot
+from flockstep.strategies.base import Strategy
+
+Stage = Literal["idle", "stopping", "copying", "writing"]
+
+
+class Checkpointer:
+    """Takes the checkpoints of one run, and knows the one from which it goes on."""
+
+    def __init__(
+        self,
+        record: Path,
+        every: CheckpointInterval | None = None,
+        keep: int = 2,
+        resumed: Checkpoint | None = None,
+        pending: Callable[[], list[Snapshot]] = list,
+    ):
+        """`every`: None for a checkpoint only at a signal; `pending` returns the snapshots that are not evaluated."""
+        self.resumed = resumed
+        self.newest: Manifest | None = None if resumed is None else resumed.manifest
+        """The newest complete checkpoint."""
+        self.notes: list[str] = []
+        """Sentences about checkpoints that could not be written, for the record."""
+        self._record, self._every, self._keep, self._pending = record, every, keep, pending
+        self._links: Mapping[Address, ProcessLink] = {}
+        self._strategy: Strategy
+        self._phase: Stage = "idle"
+        self._over = True
+        self._staying = False
+        """Whether the nodes stay stopped when they have copied their states, because the run is about to end."""
+        self._wave = 0
+        self._answers: dict[Address, Fields] = {}
+        self._before: dict[Address, Fields] = {}
+        self._folder = Path()
+        self._linked: tuple[Snapshot, ...] = ()
+        self._seconds: dict[Address, float] = {}
+        self._written: dict[Address, Shard | str] = {}
+        self._step = self._base_step()
+        self._since = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being taken."""
+        return self._phase != "idle"
+
+    def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy) -> None:
+        """All nodes are ready, and the run begins."""
+        self._links, self._strategy, self._over = links, strategy, not strategy.traits.restarts
+        self._since = time.monotonic()
+
+    def look(self, standings: Mapping[Address, NodeProgress]) -> None:
+        """Begin a checkpoint if it is due."""
+        if self.busy or self._over or self._every is None:
+            return
+        step = min((one.step for address, one in standings.items() if address >= 0), default=0)
+        if self._every.due(step - self._step, time.monotonic() - self._since):
+            self._step = step - step % self._every.steps if self._every.steps else step
+            self._begin()
+
+    def stop(self) -> bool:
+        """Take a checkpoint because the run is about to end; return whether one is on its way."""
+        self._staying = True
+        if not self.busy and not self._over:
+            self._begin()
+        return self.busy
+
+    def hear(self, address: Address, note: Fields) -> None:
+        """Handle what a node says about the checkpoint."""
+        match note["did"]:
+            case "count" if int(note["wave"]) == self._wave and self._phase == "stopping":
+                self._answers[address] = note
+                if len(self._answers) == len(self._links):
+                    self._count()
+            case "copy" if self._phase == "copying":
+                self._seconds[address] = float(note["seconds"])
+                if len(self._seconds) == len(self._links):
+                    self._phase = "writing"
+                    reach("states.copied")
+                    if not self._staying:
+                        self._tell_all({"do": "go on"})
+                    self._finish()
+            case "write":
+                where = disk.shard_file(address)
+                facts = int(note["step"]), int(note["nbytes"]), str(note["sha256"])
+                self._write(address, Shard(address, where, *facts))
+            case "fail":
+                self._write(address, str(note["why"]))
+
+    def lose(self, address: Address) -> None:
+        """Take no more checkpoints, because a node with a part of the state is lost."""
+        if not self._over and self._every is not None:
+            self._say(f"no more checkpoints are taken, because {node_name(address)} was lost")
+        self._over = True
+        self._give_up()
+
+    def end(self) -> None:
+        """Give up a checkpoint that has not been completed, because the run has ended."""
+        self._over, self._staying = True, True
+        self._give_up()
+
+    def resume_snapshots(self, folder: Path, evaluated: set[float]) -> list[Snapshot]:
+        """Copy the snapshots that the run had not evaluated at the checkpoint to `folder`; return them.
+
+        `evaluated`: seconds of the evaluations in the record.
+        """
+        if self.resumed is None:
+            return []
+        items, ticks = self.resumed.manifest.pending, dict[float | None, float]()
+        for item in items:
+            ticks[item.tick] = max(item.seconds, ticks.get(item.tick, 0.0))
+        found = []
+        for item in items:
+            if ticks[item.tick] not in evaluated:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                place = shutil.copyfile(self.resumed.folder / item.path, folder / item.path)
+                found.append(msgspec.structs.replace(item, path=str(place)))
+        return found
+
+    def _base_step(self) -> int:
+        return 0 if self.newest is None else min(self.newest.steps.values(), default=0)
+
+    def _begin(self) -> None:
+        self._since = time.monotonic()
+        try:
+            self._folder = disk.new_folder(self._record)
+        except OSError as error:
+            self._say(f"no checkpoint was written, and the one before is kept: {error.strerror}")
+            return
+        self._phase, self._before, self._written, self._seconds = "stopping", {}, {}, {}
+        reach("checkpoint.begun")
+        self._tell_all({"do": "stop", "after": 0})
+        self._ask()
+
+    def _ask(self) -> None:
+        self._wave, self._answers = self._wave + 1, {}
+        self._tell_all({"do": "count", "wave": self._wave})
+
+    def _count(self) -> None:
+        """All nodes have answered a wave: copy their states, let some go on by a step, or ask again."""
+        now: dict[Address, Fields] = {address: {**note, "wave": 0} for address, note in self._answers.items()}
+        if any(note["state"] == ENDED for note in now.values()):
+            self._over = True  # the run is about to end
+            self._give_up()
+            return
+        still = now == self._before and sum(int(one["sent"]) - int(one["received"]) for one in now.values()) == 0
+        self._before = now
+        if still and all(note["state"] == STOPPED for note in now.values()):
+            self._copy()
+            return
+        if still:
+            steps = {rank: int(one["step"]) for rank, one in now.items() if rank >= 0 and one["state"] == STOPPED}
+            for rank in [rank for rank, step in steps.items() if step == min(steps.values())]:
+                self._links[rank].tell(CHECKPOINT, {"do": "stop", "after": steps[rank] + 1})
+        self._ask()
+
+    def _copy(self) -> None:
+        self._phase = "copying"
+        linked = [self._link(item) for item in self._pending()]
+        self._linked = tuple({item.path: item for item in linked}.values())  # the latest of each file
+        self._tell_all({"do": "copy", "folder": str(self._folder), "wait": int(self._staying)})
+
+    def _link(self, item: Snapshot) -> Snapshot:
+        """Keep a snapshot's file in the checkpoint's folder."""
+        there, here = Path(item.path), self._folder / Path(item.path).name
+        here.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # it was evaluated just now
+            try:
+                os.link(there, here)
+            except FileNotFoundError:
+                raise
+            except OSError:  # of another file system
+                shutil.copyfile(there, here)
+        return msgspec.structs.replace(item, path=here.name)
+
+    def _write(self, address: Address, how: Shard | str) -> None:
+        self._written[address] = how
+        self._finish()
+
+    def _finish(self) -> None:
+        """Complete the checkpoint once all nodes have written their states."""
+        if self._phase != "writing" or len(self._written) < len(self._links):
+            return
+        shards = [one for one in self._written.values() if isinstance(one, Shard)]
+        reasons = {one for one in self._written.values() if isinstance(one, str)}
+        manifest = Manifest(
+            disk.FORMAT,
+            __version__,
+            str(self._strategy),
+            sum(address >= 0 for address in self._links),
+            max(self._seconds.values()),
+            tuple(sorted(shards, key=lambda shard: shard.node)),
+            tuple(item for item in self._linked if (self._folder / item.path).exists()),
+        )
+        try:
+            if not reasons:
+                disk.write_manifest(self._folder, manifest)
+        except OSError as error:
+            reasons = {error.strerror or str(error)}
+        if reasons:
+            self._say(f"no checkpoint was written, and the one before is kept: {'; '.join(sorted(reasons))}")
+            self._give_up()
+            return
+        self.newest, self._phase = manifest, "idle"
+        disk.prune(self._record, self._keep)
+        reach("checkpoint.complete")
+
+    def _give_up(self) -> None:
+        """Let the nodes go on without a checkpoint."""
+        if self.busy:
+            self._phase = "idle"
+            disk.remove(self._folder)
+            if not self._staying:
+                self._tell_all({"do": "go on"})
+
+    def _say(self, text: str) -> None:
+        on_stderr(text)
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _tell_all(self, note: Fields) -> None:
+        for link in self._links.values():
+            link.tell(CHECKPOINT, note)
+
+
+def require_checkpoints(strategy: Strategy) -> None:
+    """Raise `CompositionError` if a run with this strategy cannot be stopped with its state."""
+    if not strategy.traits.restarts:
+        raise CompositionError(
+            f"a run with {strategy} has no checkpoints, because no single node holds its state; leave out "
+            "--checkpoint-every, or use another strategy"
+        )
+
+
+def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int) -> None:
+    """Check that a run with this configuration can go on from a checkpoint.
+
+    Raises:
+        ConfigurationError: the checkpoint is of another version, strategy or number of workers.
+    """
+    manifest, where = checkpoint.manifest, checkpoint.folder
+    if manifest.version != __version__:
+        raise ConfigurationError(
+            f"{where} was written by flockstep {manifest.version}, this is {__version__}; resume with that version"
+        )
+    if manifest.strategy != str(strategy):
+        raise ConfigurationError(
+            f"{where} is of {manifest.strategy}, the run's config.toml says {strategy}; restore config.toml"
+        )
+    if manifest.workers != workers:
+        raise ConfigurationError(
+            f"{where} holds the state of {manifest.workers} workers, got {workers}; resume with {manifest.workers}, "
+            "or begin another run"
+        )

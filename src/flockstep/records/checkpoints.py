@@ -1,0 +1,226 @@
+"""The checkpoints of a run on disk: a folder for each, with a file of arrays for each node, and a manifest.
+
+Every file is written under another name, synchronized with the disk, and then renamed. The manifest is written last, so
+a checkpoint without one is incomplete; it holds the hash of every other file, and its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.messages import Address, node_name
+from flockstep.records.failpoints import reach
+from flockstep.records.full_disk import HALF
+from flockstep.records.safetensors import read_arrays, write_arrays
+from flockstep.records.snapshots import Snapshot
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file with the state of one node."""
+
+    node: int
+    file: str
+    step: int
+    """Steps of a worker that the state includes; 0 for a server."""
+    nbytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint holds, and what it is of."""
+
+    format: int
+    version: str
+    """Version of flockstep that wrote the checkpoint."""
+    strategy: str
+    workers: int
+    seconds: float
+    """Seconds of the run at which all nodes were stopped."""
+    shards: tuple[Shard, ...]
+    pending: tuple[Snapshot, ...] = ()
+    """Snapshots that had not been evaluated; their files lie in the folder too."""
+    sha256: str = ""
+    """Hash of the manifest with this field empty."""
+
+    @property
+    def steps(self) -> dict[Address, int]:
+        """Rank → steps of the worker."""
+        return {shard.node: shard.step for shard in self.shards if shard.node >= 0}
+
+    def digest(self) -> str:
+        """SHA-256 of everything but the digest itself, in hexadecimal digits."""
+        return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, sha256=""))).hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, all of whose files are undamaged."""
+
+    folder: Path
+    manifest: Manifest
+
+    def arrays(self, node: Address) -> dict[str, FlatArray]:
+        """The arrays of a node's state.
+
+        Raises:
+            ConfigurationError: the file is damaged.
+        """
+        shard = next((shard for shard in self.manifest.shards if shard.node == node), None)
+        if shard is None:
+            raise ConfigurationError(f"{self.folder} holds no state of {node_name(node)}; {_way_out(self.folder)}")
+        try:
+            return read_arrays(self.folder / shard.file, shard.sha256)
+        except ConfigurationError as error:
+            raise ConfigurationError(str(error).rpartition(";")[0] + f"; {_way_out(self.folder)}") from None
+
+
+def shard_file(node: Address) -> str:
+    """Name of the file with a node's state."""
+    return f"{node_name(node).replace(' ', '-')}.safetensors"
+
+
+def write_shard(folder: Path, node: Address, step: int, arrays: Mapping[str, FlatArray]) -> Shard:
+    """Write a node's state to the folder of a checkpoint.
+
+    Raises:
+        OSError: the disk is full, or does not take the file.
+    """
+    name, found = shard_file(node), list[tuple[int, str]]()
+
+    def write(file: IO[bytes]) -> None:
+        found.append(write_arrays(file, arrays))
+        reach("shard.written")
+
+    _write_durably(folder / name, write)
+    reach("shard.renamed")
+    return Shard(node, name, step, *found[0])
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, which makes the checkpoint complete.
+
+    Raises:
+        OSError: the disk is full, or does not take the file.
+    """
+    whole = msgspec.structs.replace(manifest, sha256=manifest.digest())
+    data = msgspec.json.format(msgspec.json.encode(whole), indent=1)
+    reach("manifest.begun")
+    _write_durably(folder / MANIFEST, lambda file: file.write(data))
+    reach("manifest.renamed")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        ConfigurationError: the manifest is missing or damaged, or another version of flockstep wrote it.
+    """
+    file = folder / MANIFEST
+    try:
+        data = file.read_bytes()
+        seen = msgspec.json.decode(data, type=_Version)
+        if seen.format != FORMAT:
+            raise ConfigurationError(
+                f"{folder} has format {seen.format} and was written by flockstep {seen.version}, this one reads format "
+                f"{FORMAT}; resume with flockstep {seen.version}"
+            )
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}; {_way_out(folder)}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"{file} is damaged: {error}; {_way_out(folder)}") from None
+    if manifest.digest() != manifest.sha256 or any(Path(shard.file).name != shard.file for shard in manifest.shards):
+        raise ConfigurationError(f"{file} is damaged: its hash is not that of its content; {_way_out(folder)}")
+    return manifest
+
+
+def folders(record: Path) -> list[Path]:
+    """The folders of all checkpoints of a run, complete or not, oldest first."""
+    return sorted(path for path in (record / CHECKPOINTS).glob("[0-9]*") if path.is_dir())
+
+
+def new_folder(record: Path) -> Path:
+    """Create the folder of the next checkpoint.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    number = max((int(path.name) for path in folders(record) if path.name.isdigit()), default=0) + 1
+    folder = record / CHECKPOINTS / f"{number:06d}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def newest(record: Path) -> Checkpoint:
+    """The newest complete checkpoint of a run, after all its files were read and checked.
+
+    Raises:
+        ConfigurationError: there is none, or it is damaged.
+    """
+    complete = [folder for folder in folders(record) if (folder / MANIFEST).exists()]
+    if not complete:
+        raise ConfigurationError(
+            f"{record} holds no complete checkpoint; repeat the run, with --checkpoint-every for checkpoints"
+        )
+    checkpoint = Checkpoint(complete[-1], read_manifest(complete[-1]))
+    for shard in checkpoint.manifest.shards:
+        checkpoint.arrays(shard.node)
+    return checkpoint
+
+
+def prune(record: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest `keep` complete ones."""
+    complete = [folder for folder in folders(record) if (folder / MANIFEST).exists()]
+    for folder in folders(record):
+        if folder not in complete[-keep:]:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; one whose removal is interrupted is incomplete."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Version(msgspec.Struct):
+    format: int
+    version: str
+
+
+def _way_out(folder: Path) -> str:
+    return f"delete {folder} to resume from the checkpoint before it"
+
+
+def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file that is complete on the disk, also after a power cut, or not there at all."""
+    half = path.with_name(path.name + HALF)
+    try:
+        with half.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+    except OSError:
+        half.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

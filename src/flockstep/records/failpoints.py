@@ -1,0 +1,14 @@
+"""Named points of the code at which a test may end the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+hooks: list[Callable[[str], None]] = []
+"""Functions that a test adds; each is called with the name of every point that is reached."""
+
+
+def reach(point: str) -> None:
+    """Call the hooks: the process has reached `point`."""
+    for hook in hooks:
+        hook(point)

@@ -1,0 +1,148 @@
+"""Files of checkpoints: what is written is read, and whatever is damaged is refused with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep import __version__
+from flockstep.drivers.state import from_arrays, to_arrays
+from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.records import checkpoints as disk
+from flockstep.records.config import CheckpointInterval
+from flockstep.records.safetensors import arrays_in, write_arrays
+
+ARRAYS = {
+    "weights": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "none": np.empty((0, 4), np.float64),
+    "flag": np.array(True),
+    "counts": np.array([1, -2], np.int64),
+}
+
+
+def in_file(arrays: dict[str, np.ndarray]) -> bytes:
+    file = io.BytesIO()
+    write_arrays(file, arrays)
+    return file.getvalue()
+
+
+def test_a_file_is_as_the_format_says() -> None:
+    """Byte for byte, from the description of the format: size, header, arrays in the order of their offsets."""
+    data = in_file({"a": np.array([1, 2], np.int16)})
+    header = b'{"a":{"dtype":"I16","shape":[2],"data_offsets":[0,4]}}'
+    header += b" " * (-len(header) % 8)
+    assert data == len(header).to_bytes(8, "little") + header + b"\x01\x00\x02\x00"
+
+
+def test_arrays_return_from_a_file_bit_for_bit() -> None:
+    read = arrays_in(np.frombuffer(in_file(ARRAYS), np.uint8))
+    assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in read.items()} == {
+        name: (a.dtype, a.shape, a.tobytes()) for name, a in ARRAYS.items()
+    }
+
+
+def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="x has the dtype complex128, which a checkpoint cannot hold"):
+        in_file({"x": np.zeros(1, np.complex128)})
+
+
+def test_a_state_in_arrays_shares_no_memory_with_the_original() -> None:
+    value = {"a": ARRAYS["weights"].copy(), "b": [1, "text", None]}
+    arrays = to_arrays(value)
+    value["a"][:] = 0  # type: ignore[index]
+    read = from_arrays(arrays)
+    assert read["b"] == [1, "text", None]
+    assert (read["a"] == ARRAYS["weights"]).all()
+
+
+@given(st.data())
+def test_bytes_that_are_no_file_of_arrays_are_refused(data: st.DataObject) -> None:
+    """Mutated, cut and invented bytes: a ValueError or other arrays, but no other error and no large allocation."""
+    whole = bytearray(in_file(ARRAYS))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        whole[at] = data.draw(st.integers(0, 255))
+    cut = whole[: data.draw(st.integers(0, len(whole)))]
+    for mutant in (bytes(whole), bytes(cut), data.draw(st.binary(max_size=200))):
+        try:
+            found = arrays_in(np.frombuffer(mutant, np.uint8))
+        except (ValueError, OverflowError):
+            continue
+        assert sum(array.nbytes for array in found.values()) <= len(mutant)
+
+
+@given(st.data())
+def test_a_mutated_structure_is_refused(data: st.DataObject) -> None:
+    arrays = to_arrays({"a": ARRAYS["weights"], "b": (1.5, "x"), "c": {3, 4}})
+    structure = bytearray(arrays["structure"].tobytes())
+    structure[data.draw(st.integers(0, len(structure) - 1))] = data.draw(st.integers(0, 255))
+    arrays["structure"] = np.frombuffer(bytes(structure), np.uint8)
+    with contextlib.suppress(ProtocolError):
+        from_arrays(arrays)
+
+
+def checkpoint(record: Path) -> Path:
+    folder = disk.new_folder(record)
+    shard = disk.write_shard(folder, 0, 5, ARRAYS)
+    disk.write_manifest(folder, disk.Manifest(disk.FORMAT, __version__, "all_reduce", 1, 1.5, (shard,)))
+    return folder
+
+
+@settings(max_examples=40)
+@given(at=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.booleans())
+def test_a_mutated_manifest_is_refused_or_says_the_same(
+    at: int, value: int, cut: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = checkpoint(tmp_path_factory.mktemp("run"))
+    right, file = disk.read_manifest(folder), folder / disk.MANIFEST
+    data = bytearray(file.read_bytes())
+    at %= len(data)
+    data[at] = value
+    file.write_bytes(data[:at] if cut else data)
+    with contextlib.suppress(ConfigurationError):
+        assert disk.read_manifest(folder) == right
+
+
+def test_the_newest_complete_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    first, second, third = (checkpoint(tmp_path) for _ in range(3))
+    (third / disk.MANIFEST).unlink()
+    assert disk.newest(tmp_path).folder == second
+    assert disk.newest(tmp_path).arrays(0)["counts"].tolist() == [1, -2]
+    disk.prune(tmp_path, 1)
+    assert disk.folders(tmp_path) == [second]
+    assert not first.exists()
+    assert disk.new_folder(tmp_path).name == "000003"
+
+
+def test_a_file_keeps_the_usual_mode(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (checkpoint(tmp_path) / "worker-0.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("500", CheckpointInterval(steps=500)),
+        ("5min", CheckpointInterval(seconds=300)),
+        ("1.5h", CheckpointInterval(seconds=5400)),
+        ("30s", CheckpointInterval(seconds=30)),
+    ],
+)
+def test_intervals_are_read(text: str, interval: CheckpointInterval) -> None:
+    assert CheckpointInterval.parse(text) == interval
+    assert interval.due(499, 29.9) is False
+    assert interval.due(500, 5400) is True
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "5 minutes", "0s", "", "1.5"])
+def test_what_is_no_interval_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be a number of steps or a time > 0"):
+        CheckpointInterval.parse(text)
