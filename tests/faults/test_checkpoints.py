@@ -12,12 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from flockstep import registry
 from flockstep.cli.app import run as run_command
 from flockstep.launchers.simulate import simulate
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.strategies.base import Strategy
 from support.disks import small_disk
 from support.failpoints import fired, plan_kill
 from support.jobs import go_on, paced
@@ -117,8 +119,10 @@ def test_an_asynchronous_run_goes_on_from_its_checkpoint(strategy: str, tmp_path
     assert again.summary["notes"] == [f"resumed from step {least}; 0 recorded steps were repeated"]
     after = RunFolder(tmp_path / "run").read_events()
     assert [event for event in after if event in made] == made
-    assert again.summary["steps"] == 2 * STEPS
-    assert again.summary["best_metric"] > 0.8
+    summary = RunFolder(tmp_path / "run").read_summary()
+    assert summary.steps == 2 * STEPS
+    assert summary.best_metric is not None
+    assert summary.best_metric > 0.8
 
 
 def test_a_full_disk_keeps_the_checkpoint_before_and_training_goes_on(tmp_path: Path) -> None:
@@ -136,8 +140,34 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_training_goes_on(tmp_path: 
         assert ended.code == 0, ended.err
         assert ended.summary is not None
         assert text in ended.summary["notes"]
-        assert ended.summary["steps"] == 300
-        assert disk.newest(place / "run").manifest.workers == 2
+        assert min(disk.newest(place / "run").manifest.steps.values()) >= 40, "later checkpoints are written again"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", registry.names("strategy"))
+def test_every_strategy_resumes_from_a_checkpoint_or_refuses_to_write_one(name: str, tmp_path: Path) -> None:
+    """The first checkpoint of a run that has ended is resumed, as if the run had been killed after it."""
+    traits, folder = Strategy.parse(name).traits, tmp_path / "run"
+    words = ["train", paced(tmp_path), "-s", name, "-n", "4", "--steps", "80", "--checkpoint-every", "20"]
+    ended = RealRun([*words, "--keep", "9"], folder).end()
+    if not (traits.checkpoints and traits.restarts):
+        assert ended.code == 2
+        assert "has no checkpoints, because" in ended.err
+        return
+    assert ended.code == 0, ended.err
+    whole, record = RunFolder(folder).read_result()[0], RunFolder(folder)
+    first, *others = disk.folders(folder)
+    for other in others:
+        disk.remove(other)
+    assert disk.read_manifest(first).workers == 4
+    record.summary_file.unlink()
+    record.result_file.unlink()
+    again = resumed(tmp_path)
+    assert again.code == 0, again.err
+    if traits.delivery == "synchronous":
+        assert record.read_result()[0].tobytes() == whole.tobytes()
+    elif traits.fixed_steps:
+        assert record.read_summary().steps == 4 * 80
 
 
 def fill(file: Path) -> None:
@@ -203,6 +233,7 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
     ("words", "said"),
     [
         (["-s", "hogwild", "--checkpoint-every", "10"], "has no checkpoints, because no single node holds its state"),
+        (["-s", "sandblaster", "--checkpoint-every", "10"], "because not all of its nodes can stop between two steps"),
         (["-s", "all_reduce", "--checkpoint-every", "often"], "checkpoint_every must be a number of steps or a time"),
         (["-s", "all_reduce", "--checkpoint-every", "0"], "must be a number of steps or a time > 0, got '0'"),
         (["-s", "all_reduce", "--keep", "0"], "keep must be >= 1, got 0; 2 is usual"),

@@ -31,7 +31,7 @@ CHECKPOINT = "checkpoint"
 """Tag of the messages about checkpoints between the supervisor and the nodes."""
 RUNNING, STOPPED, ENDED = 0, 1, 2
 """What a node is when it answers a wave: it waits for a message in the middle of its program, it has stopped where its
-program can restart, or its program has ended.
+program can restart, or it has taken its last step.
 """
 
 
@@ -125,7 +125,7 @@ class NodeCheckpoints:
             return
         node, wave, self._wave = self._runner.node, self._wave, 0
         sent = sum(count for to, count in node.sent.items() if to != node.address)
-        here = ENDED if self._ended else STOPPED if self._at_rest() else RUNNING
+        here = STOPPED if self._at_rest() else ENDED if self._ended or self._took_all_steps() else RUNNING
         received = sum(count for source, count in node.mailbox.received().items() if source != node.address)
         counts: Fields = {"sent": sent, "received": received}
         self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
@@ -174,6 +174,11 @@ class NodeCheckpoints:
     def _at_rest(self) -> bool:
         runner = self._runner
         return self._stopped or (not isinstance(runner.node, Worker) and runner.at_rest and runner.waiting == ANYTHING)
+
+    def _took_all_steps(self) -> bool:
+        """Whether a worker has taken its last step, after which its program may have no point to stop at."""
+        node = self._runner.node
+        return isinstance(node, Worker) and not node.has_steps
 
     def _copy(self, folder: Path, at_once: bool) -> None:
         """Copy the node's state, and begin to write it; `at_once`: wait until it is written."""

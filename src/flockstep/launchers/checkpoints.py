@@ -32,6 +32,8 @@ from flockstep.records.failpoints import reach
 from flockstep.records.snapshots import Snapshot
 from flockstep.strategies.base import Strategy
 
+MOST_RELEASES = 200
+"""Times that stopped workers go on by a step because others wait for them, after which a checkpoint is given up."""
 Stage = Literal["idle", "stopping", "copying", "writing"]
 
 
@@ -63,6 +65,7 @@ class Checkpointer:
         self._answers: dict[Address, Fields] = {}
         self._before: dict[Address, Fields] = {}
         self._folder = Path()
+        self._released = 0
         self._linked: tuple[Snapshot, ...] = ()
         self._seconds: dict[Address, float] = {}
         self._written: dict[Address, Shard | str] = {}
@@ -76,7 +79,8 @@ class Checkpointer:
 
     def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy) -> None:
         """All nodes are ready, and the run begins."""
-        self._links, self._strategy, self._over = links, strategy, not strategy.traits.restarts
+        self._links, self._strategy = links, strategy
+        self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         self._since = time.monotonic()
 
     def look(self, standings: Mapping[Address, NodeProgress]) -> None:
@@ -155,8 +159,9 @@ class Checkpointer:
         try:
             self._folder = disk.new_folder(self._record)
         except OSError as error:
-            self._say(f"no checkpoint was written, and the one before is kept: {error.strerror}")
+            self._fail(error.strerror or str(error))
             return
+        self._released = 0
         self._phase, self._before, self._written, self._seconds = "stopping", {}, {}, {}
         reach("checkpoint.begun")
         self._tell_all({"do": "stop", "after": 0})
@@ -178,15 +183,26 @@ class Checkpointer:
         if still and all(note["state"] == STOPPED for note in now.values()):
             self._copy()
             return
+        if still and self._released == MOST_RELEASES:
+            waiting = ", ".join(node_name(address) for address, note in now.items() if note["state"] != STOPPED)
+            self._say(f"no checkpoints are taken, because {waiting} did not come to a point at which it can stop")
+            self._over = True
+            self._give_up()
+            return
         if still:
+            self._released += 1
             steps = {rank: int(one["step"]) for rank, one in now.items() if rank >= 0 and one["state"] == STOPPED}
             for rank in [rank for rank, step in steps.items() if step == min(steps.values())]:
                 self._links[rank].tell(CHECKPOINT, {"do": "stop", "after": steps[rank] + 1})
         self._ask()
 
     def _copy(self) -> None:
+        try:
+            linked = [self._link(item) for item in self._pending()]
+        except OSError as error:
+            self._fail(error.strerror or str(error))
+            return
         self._phase = "copying"
-        linked = [self._link(item) for item in self._pending()]
         self._linked = tuple({item.path: item for item in linked}.values())  # the latest of each file
         self._tell_all({"do": "copy", "folder": str(self._folder), "wait": int(self._staying)})
 
@@ -228,8 +244,7 @@ class Checkpointer:
         except OSError as error:
             reasons = {error.strerror or str(error)}
         if reasons:
-            self._say(f"no checkpoint was written, and the one before is kept: {'; '.join(sorted(reasons))}")
-            self._give_up()
+            self._fail("; ".join(sorted(reasons)))
             return
         self.newest, self._phase = manifest, "idle"
         disk.prune(self._record, self._keep)
@@ -242,6 +257,10 @@ class Checkpointer:
             disk.remove(self._folder)
             if not self._staying:
                 self._tell_all({"do": "go on"})
+
+    def _fail(self, why: str) -> None:
+        self._say(f"no checkpoint was written, and the one before is kept: {why}")
+        self._give_up()
 
     def _say(self, text: str) -> None:
         on_stderr(text)
@@ -259,6 +278,11 @@ def require_checkpoints(strategy: Strategy) -> None:
         raise CompositionError(
             f"a run with {strategy} has no checkpoints, because no single node holds its state; leave out "
             "--checkpoint-every, or use another strategy"
+        )
+    if not strategy.traits.checkpoints:
+        raise CompositionError(
+            f"a run with {strategy} has no checkpoints, because not all of its nodes can stop between two steps; leave "
+            "out --checkpoint-every, or use another strategy"
         )
 
 

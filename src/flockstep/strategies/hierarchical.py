@@ -255,7 +255,7 @@ class Hierarchical(Strategy):
         survives = self.leaf == "asynchronous"
         clips: Clips = "combined" if self.root == "synchronous" else "own"
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        return Traits(delivery, survives, results, server_optimizer=True, clips=clips)
+        return Traits(delivery, survives, results, server_optimizer=True, clips=clips, checkpoints=False)
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:

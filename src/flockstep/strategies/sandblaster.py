@@ -70,7 +70,14 @@ class Sandblaster(Strategy):
 
     # One exact gradient at a time; any worker can take any portion, including that of a dead worker.
     traits = Traits(
-        "synchronous", True, ("server",), needs_job=True, fixed_steps=False, samples="others", curvature=True
+        "synchronous",
+        True,
+        ("server",),
+        needs_job=True,
+        fixed_steps=False,
+        samples="others",
+        curvature=True,
+        checkpoints=False,
     )
 
     @property

@@ -73,6 +73,10 @@ class Traits:
     restarts: bool = True
     """Whether a stopped run can be resumed from the states of its nodes; False if some state lies outside the nodes."""
 
+    checkpoints: bool = True
+    """Whether the programs of all nodes come, every few steps, to a point at which a run can be stopped with its state;
+    False if a program restarts only from its beginning, or from its last inputs.
+    """
     equal_steps: bool = False
     """Whether live workers must take equally many steps although the strategy survives deaths; without `survives` they
     always must.
