@@ -117,6 +117,12 @@ class Batches:
         self._turns[block] = turn + 1
         return self._samplers[block].next(self._plan.batch_at(turn))
 
+    def upcoming(self) -> Indices | None:
+        """Indices of the batch after the last one, if the worker asks for no other; None if they are not known yet."""
+        if (sampler := self._samplers.get(self._rank)) is None:
+            return None
+        return sampler.peek(self._plan.batch_at(self._turns[self._rank]))
+
     def state(self) -> dict[int, tuple[SamplerState, int]]:
         """Position in each block of data that has been read."""
         return {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}

@@ -119,7 +119,11 @@ def _train(
         need = runner.waiting
         assert isinstance(need, NeedGradient)
         stepper.lr = plan.lr_at(worker.step)
-        loss = computed(engine, need, worker.params, batches.next(need), gradient, worker.rank, worker.step)
+        indices = batches.next(need)
+        if worker.step + 1 < plan.steps and (upcoming := batches.upcoming()) is not None:
+            engine.prefetch(indices)
+            engine.prefetch(upcoming)
+        loss = computed(engine, need, worker.params, indices, gradient, worker.rank, worker.step)
         reach("gradient.computed")
         value = gradient
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from flockstep.arrays.factors import FactoredWeight
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.frameworks.streams import SampleColumn, columns_of
 from flockstep.optimizers.base import Optimizer
 
 Indices = npt.NDArray[np.int64]
@@ -28,7 +29,10 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Training and test samples, first axis over samples; numpy arrays or torch tensors."""
+    """Training and test samples, first axis over samples; numpy arrays or torch tensors.
+
+    `Data.of` takes data sets, loaders and iterables in their place.
+    """
 
     train_x: Any
     train_y: Any
@@ -42,6 +46,20 @@ class Data:
                 raise ConfigurationError(
                     f"{name}_x and {name}_y must hold equally many samples and at least one, got {len(x)} and {len(y)}"
                 )
+
+    @classmethod
+    def of(cls, train: Any, test: Any) -> Data:
+        """Samples that are read when they are needed, the next batch in advance.
+
+        Each of the two is a data set (`__len__`, and `__getitem__` that returns a pair (x, y)), a PyTorch DataLoader,
+        of which the data set and the collate function are used, an iterable of pairs that ends, which is read into
+        memory, or a pair of arrays. The job draws the batches: a loader's batch size and order do not count.
+        Reading a sample twice must give the same values.
+
+        Raises:
+            ConfigurationError: the samples cannot be counted, are not pairs, or change from one reading to the next.
+        """
+        return cls(*columns_of(train, "train"), *columns_of(test, "test"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +149,17 @@ class Engine(ABC):
     higher_is_better: bool
     train_size: int
     labels: npt.NDArray[np.int64] | None
-    """Class of every training sample, of shape (samples,), or None if there are no classes."""
+    """Class of every training sample, of shape (samples,), or None if there are no classes, or the data set does not
+    tell them.
+    """
+    classes: bool
+    """Whether the targets are classes."""
+    _data: Data
+
+    def prefetch(self, indices: Indices) -> None:
+        """Begin to read the batch of the training samples `indices` (batch,), if samples are read when needed."""
+        if isinstance(column := self._data.train_x, SampleColumn):
+            column.reader.prefetch(indices)
 
     @property
     def batching(self) -> str:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
+from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
 from flockstep.frameworks.jax_tree import FlatTree, Tree
 from flockstep.frameworks.numpy import accuracy, converted
+from flockstep.frameworks.streams import SampleColumn, labels_of
 from flockstep.optimizers.base import Optimizer
 
 LARGEST_CHUNK = 64
@@ -73,11 +74,11 @@ class JaxEngine(Engine):
         self.optimizer = Optimizer.parse(job.optimizer)
         self.higher_is_better = job.higher_is_better
         self._data = converted(job.data(), self.schema.dtype)
-        for name, values in vars(self._data).items():
-            _require_kept(name, values)
+        self._data = Data(**{name: _kept(name, values) for name, values in vars(self._data).items()})
         self.train_size = len(self._data.train_x)
-        whole = self._data.train_y.dtype == np.int64 and self._data.train_y.ndim == 1
-        self.labels = self._data.train_y if whole else None
+        y = self._data.train_y
+        self.classes = y.dtype == np.int64 and y.ndim == 1
+        self.labels = labels_of(y) if self.classes else None
         self._metric = metric_of(job, self._data, np.int64, accuracy)
         self._one = jax.jit(self._value_and_gradient)
         self._many = jax.jit(jax.vmap(self._value_and_gradient))
@@ -143,7 +144,7 @@ class JaxEngine(Engine):
 
     def _distance(self, outputs: Any, taught: Any) -> Any:
         """Return the distance to what `_mean_outputs` returned: cross-entropy, or mean squared difference."""
-        if self.labels is None:
+        if not self.classes:
             return jnp.mean((outputs - taught) ** 2)
         return -(jax.nn.softmax(taught) * jax.nn.log_softmax(outputs)).sum(-1).mean()
 
@@ -154,7 +155,7 @@ class JaxEngine(Engine):
         outputs = [self._outputs(params, x) for params in members]
         if len(outputs) == 1:
             mean = outputs[0]
-        elif self.labels is None:
+        elif not self.classes:
             mean = jnp.stack(outputs).mean(0)
         else:
             mean = jax.nn.logsumexp(jax.nn.log_softmax(jnp.stack(outputs)), 0) - np.log(len(outputs))
@@ -181,6 +182,14 @@ class JaxEngine(Engine):
                 f"the job {job.name!r} must work on its first batch, got {type(error).__name__}: {first}; fix its "
                 f"model, loss or data"
             ) from error
+
+
+def _kept(name: str, values: Any) -> Any:
+    """The values, checked by `_require_kept`; samples that are read when needed are checked batch by batch."""
+    if isinstance(values, SampleColumn):
+        return values.mapped(lambda batch: _kept(name, batch))
+    _require_kept(name, values)
+    return values
 
 
 def _require_kept(name: str, values: FlatArray) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, DistillationTargets, Engine, Evaluation, Indices, Job, metric_of
+from flockstep.frameworks.streams import SampleColumn, labels_of
 from flockstep.optimizers.base import Optimizer
 
 Views = Mapping[str, FlatArray]
@@ -197,8 +199,9 @@ class NumpyEngine(Engine):
         self.higher_is_better = job.higher_is_better
         self._data = converted(job.data(), built.dtype)
         self.train_size = len(self._data.train_x)
-        whole = self._data.train_y.dtype == np.int64 and self._data.train_y.ndim == 1
-        self.labels = self._data.train_y if whole else None
+        y = self._data.train_y
+        self.classes = y.dtype == np.int64 and y.ndim == 1
+        self.labels = labels_of(y) if self.classes else None
         self._metric = metric_of(job, self._data, np.int64, accuracy)
         self._start = np.empty(self.schema.size, built.dtype)
         values = built.initial(np.random.default_rng(seed))
@@ -276,7 +279,7 @@ class NumpyEngine(Engine):
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
         x, y = self._data.test_x, self._data.test_y
         every = np.stack([self.model.outputs(self.schema.views(params), x) for params in members])
-        outputs = every.mean(0) if self.labels is None else _mean_probabilities(every)
+        outputs = every.mean(0) if not self.classes else _mean_probabilities(every)
         loss = self.model.loss(self.schema.views(members.mean(0)), outputs, y)
         return Evaluation(loss, float(self._metric(outputs, y)))
 
@@ -341,8 +344,11 @@ def _shifted(logits: FlatArray) -> tuple[FlatArray, FlatArray]:
 def converted(data: Data, dtype: str) -> Data:
     """Return the data with integers as int64 and all other numbers in the model's dtype."""
 
-    def convert(values: npt.ArrayLike) -> FlatArray:
+    def convert(values: Any) -> Any:
+        if isinstance(values, SampleColumn):
+            return values.mapped(convert)
         array = np.asarray(values)
         return np.ascontiguousarray(array, np.int64 if array.dtype.kind in "iu" else dtype)
 
-    return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))
+    tests = (np.asarray(values) for values in (data.test_x, data.test_y))  # an evaluation reads all of them at once
+    return Data(convert(data.train_x), convert(data.train_y), *map(convert, tests))

@@ -84,7 +84,8 @@ class TorchEngine(FactoringEngine):
         self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in self.flat.parameters)))
         self.train_size = len(self._data.train_x)
         y = self._data.train_y
-        self.labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
+        self.classes = y.dtype == torch.int64 and y.dim() == 1
+        self.labels = y.numpy() if self.classes else None
         self._metric = metric_of(job, self._data, torch.int64, accuracy)
         self._random = False
         self._buffers: dict[int, Tensors] = {}
@@ -128,7 +129,7 @@ class TorchEngine(FactoringEngine):
             np.copyto(self.flat.params, params)
         self.flat.write_parameters()
         self._bring(replica)
-        index, classes = as_tensor(indices), self.labels is not None
+        index, classes = as_tensor(indices), self.classes
         x, y = self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
         with self._stream(replica, step):
             outputs = self.module(x)
@@ -169,7 +170,7 @@ class TorchEngine(FactoringEngine):
         return self._evaluate([self._state_of(params) | self._mean_buffers([replica]) for params, replica in pairs])
 
     def _evaluate(self, members: Sequence[Tensors]) -> Evaluation:
-        return evaluate(self.module, members, self._data, self._loss, self._metric, self.labels is not None)
+        return evaluate(self.module, members, self._data, self._loss, self._metric, self.classes)
 
     def _state_of(self, params: FlatArray) -> Tensors:
         return dict(zip(self._names, self.flat.values(as_tensor(params)), strict=True))

@@ -10,6 +10,7 @@ import torch
 from flockstep.arrays.namespace import as_tensor
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.streams import SampleColumn
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import from_torch
 from flockstep.optimizers.base import Optimizer
@@ -56,7 +57,9 @@ def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
 def tensors_of(data: Data, dtype: torch.dtype) -> Data:
     """Return the data as tensors: floating-point values in the model's widest dtype, integers as int64."""
 
-    def convert(values: Any) -> torch.Tensor:
+    def convert(values: Any) -> Any:
+        if isinstance(values, SampleColumn):
+            return values.mapped(convert)
         tensor = as_tensor(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
         tensor = tensor.detach().cpu().contiguous()
         if tensor.is_floating_point():

@@ -66,6 +66,11 @@ class Sampler:
         self._position = end
         return self._order[start:end]
 
+    def peek(self, batch: int) -> Indices | None:
+        """Return the next batch of that size without drawing it; None if it would begin another permutation."""
+        end = self._position + batch
+        return self._order[self._position : end] if end <= len(self._order) else None
+
     def state(self) -> SamplerState:
         """Return the position of the stream."""
         return SamplerState(self._block, self._position)

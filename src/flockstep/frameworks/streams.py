@@ -1,0 +1,202 @@
+"""Samples that are read when they are needed: data sets, loaders and iterables in place of arrays."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.namespace import is_tensor
+from flockstep.errors import ConfigurationError
+
+AHEAD = 2
+"""Number of batches that are read in advance, the present one included."""
+MOST = 1_000_000
+"""Number of samples up to which an iterable is read into memory."""
+
+
+class SampleReader:
+    """Reads the samples of a data set, the next batch in advance; one thread alone calls the data set."""
+
+    def __init__(self, samples: Any, name: str, collate: Callable[[list[Any]], Any] | None = None):
+        """`samples` has `__len__` and `__getitem__`, which returns a pair (x, y); `collate` makes a batch of pairs.
+
+        Raises:
+            ConfigurationError: there is no sample, a sample is no pair, or reading it again gives another one.
+        """
+        self._samples, self._name, self._collate = samples, name, collate
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: dict[bytes, Future[tuple[Any, Any]]] = {}
+        self._last: tuple[bytes, tuple[Any, Any]] = (b"-", (None, None))
+        self.size = len(samples)
+        if not self.size:
+            raise ConfigurationError(f"{name} must hold at least one sample, got none; check where it reads from")
+        self._require_fixed()
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64] | None:
+        """Class of every sample, from the data set's `targets`; None if it has none."""
+        targets = getattr(self._samples, "targets", None)
+        if targets is None:
+            return None
+        found = np.asarray(targets)
+        return found.astype(np.int64) if found.shape == (self.size,) and found.dtype.kind in "iu" else None
+
+    def prefetch(self, indices: npt.NDArray[np.int64]) -> None:
+        """Begin to read a batch."""
+        key = indices.tobytes()
+        if key != self._last[0] and key not in self._pending:
+            self._pending[key] = self._submit(indices)
+        while len(self._pending) > AHEAD:
+            self._pending.pop(next(iter(self._pending))).cancel()
+
+    def read(self, indices: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        """The batch of the given samples (B,), as numpy arrays or tensors x (B, …) and y (B, …)."""
+        key = indices.tobytes()
+        if self._last[0] != key:
+            self._last = key, (self._pending.pop(key, None) or self._submit(indices)).result()
+        return self._last[1]
+
+    def _submit(self, indices: npt.NDArray[np.int64]) -> Future[tuple[Any, Any]]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "flockstep-samples")
+        return self._thread.submit(self._batch, indices.copy())
+
+    def _batch(self, indices: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        different, places = np.unique(indices, return_inverse=True)
+        pairs = [self._samples[int(index)] for index in different]
+        if self._collate is not None:
+            x, y = self._collate([pairs[place] for place in places])
+            return x, y
+        xs, ys = zip(*pairs, strict=True)
+        return self._stacked(xs, places), self._stacked(ys, places)
+
+    def _stacked(self, values: Sequence[Any], places: npt.NDArray[np.intp]) -> Any:
+        tensors = is_tensor(values[0])
+        parts = values if tensors else [np.asarray(value) for value in values]
+        shapes = {tuple(part.shape) for part in parts}
+        if len(shapes) > 1:
+            one, other, *_ = sorted(shapes)
+            raise ConfigurationError(
+                f"samples of {self._name} must have one shape, got {one} and {other}; let the data set pad, crop or "
+                "resize them"
+            )
+        ordered = [parts[place] for place in places]
+        return sys.modules["torch"].stack(ordered) if tensors else np.stack(ordered)
+
+    def _require_fixed(self) -> None:
+        """Refuse what is no pair, and what draws random numbers: a run in virtual time reads in another order."""
+        first = self._samples[0]
+        if not isinstance(first, (tuple, list)) or len(first) != 2:
+            raise ConfigurationError(
+                f"a sample of {self._name} must be a pair (x, y), got {type(first).__name__}; return one, or name the "
+                'columns as flockstep.workloads.readers.columns(samples, x="…", y="…")'
+            )
+        one, other = self._batch(np.zeros(1, np.int64)), self._batch(np.zeros(1, np.int64))
+        if not all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one, other, strict=True)):
+            raise ConfigurationError(
+                f"sample 0 of {self._name} is another one each time that it is read, so that no run could be repeated; "
+                "draw random changes in the model's forward(), where they depend on seed, worker and step"
+            )
+
+
+class SampleColumn:
+    """The inputs or the targets of samples that are read when they are needed; used like an array."""
+
+    def __init__(self, reader: SampleReader, which: int, convert: Callable[[Any], Any] = lambda values: values):
+        self.reader, self._which, self._convert = reader, which, convert
+        first = self[np.zeros(1, np.int64)]
+        self.dtype, self.ndim = first.dtype, first.ndim
+
+    def __len__(self) -> int:
+        return self.reader.size
+
+    def __getitem__(self, chosen: Any) -> Any:
+        """The samples of a slice, or of indices of any shape."""
+        if isinstance(chosen, slice):
+            chosen = np.arange(*chosen.indices(len(self)))
+        indices = np.asarray(chosen, np.int64)
+        values = self._convert(self.reader.read(indices.reshape(-1))[self._which])
+        return values.reshape(*indices.shape, *values.shape[1:])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+    def index_select(self, axis: int, indices: Any) -> Any:
+        """The samples of `indices` (B,)."""
+        assert axis == 0
+        return self[indices]
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return int(self.ndim)
+
+    def numpy(self) -> npt.NDArray[np.int64] | None:
+        """Class of every sample; None if the data set does not tell it."""
+        return self.reader.labels
+
+    def mapped(self, convert: Callable[[Any], Any]) -> SampleColumn:
+        """The column with each batch converted."""
+        return SampleColumn(self.reader, self._which, lambda values: convert(self._convert(values)))
+
+
+def labels_of(column: Any) -> npt.NDArray[np.int64] | None:
+    """Class of every sample, from an array of targets, or as the data set tells it; None if it does not."""
+    return column.reader.labels if isinstance(column, SampleColumn) else column
+
+
+def columns_of(samples: Any, name: str) -> tuple[Any, Any]:
+    """Inputs and targets of `samples`: a pair of arrays, a data set, a DataLoader, or an iterable of pairs (x, y).
+
+    Raises:
+        ConfigurationError: the samples cannot be counted or read by number.
+    """
+    if isinstance(samples, tuple) and len(samples) == 2 and all(hasattr(one, "shape") for one in samples):
+        return samples
+    collate = None
+    if (loading := sys.modules.get("torch.utils.data")) is not None:
+        if isinstance(samples, loading.DataLoader):
+            _require_plain(samples, loading, name)
+            samples, collate = samples.dataset, samples.collate_fn
+        if isinstance(samples, loading.IterableDataset):
+            samples = _read(iter(samples), name)
+    if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+        if not isinstance(samples, Iterable):
+            raise ConfigurationError(
+                f"{name} must be a pair of arrays, a data set with __len__ and __getitem__, a DataLoader or an "
+                f"iterable of pairs (x, y), got {type(samples).__name__}; give one of these"
+            )
+        samples = _read(samples, name)
+    reader = SampleReader(samples, name, collate)
+    return SampleColumn(reader, 0), SampleColumn(reader, 1)
+
+
+def _read(samples: Iterable[Any], name: str) -> list[Any]:
+    """All samples of an iterable, which must end: workers draw samples by number."""
+    found = list(itertools.islice(samples, MOST + 1))
+    if len(found) > MOST:
+        raise ConfigurationError(
+            f"{name} is an iterable of more than {MOST} samples, which cannot be counted or divided; give a data set "
+            "with __len__ and __getitem__, or cut it with itertools.islice"
+        )
+    return found
+
+
+def _require_plain(loader: Any, loading: Any, name: str) -> None:
+    """Raise `ConfigurationError` if a loader draws samples by rules of its own, which the run would not follow."""
+    if isinstance(loader.dataset, loading.IterableDataset):
+        return
+    sampler = loader.sampler
+    plain = type(sampler) is loading.SequentialSampler or (
+        type(sampler) is loading.RandomSampler and not sampler.replacement and len(sampler) == len(loader.dataset)
+    )
+    if not plain or loader.batch_size is None or type(loader.batch_sampler) is not loading.BatchSampler:
+        raise ConfigurationError(
+            f"the loader of {name} has a {type(sampler).__name__} or batches of its own, and a job draws batches "
+            "itself, from each worker's part; give loader.dataset, and batch=… to the Job"
+        )
