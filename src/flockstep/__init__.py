@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flockstep.experiments.single import simulate as simulate
     from flockstep.frameworks.base import Data as Data
     from flockstep.frameworks.base import Job as Job
+    from flockstep.nodes import BadGradientAction
     from flockstep.nodes import Server as Server
     from flockstep.nodes import Worker as Worker
     from flockstep.registry import register as register
@@ -106,6 +107,8 @@ def distribute(
     *,
     buffers: Policy = "mean",
     timeout: float = 600.0,
+    on_bad_gradient: BadGradientAction | None = None,
+    max_gradient_norm: float | None = None,
 ) -> DistributedOptimizer:
     """Let `strategy` coordinate the workers that `flockstep launch` started; without it, one worker trains alone.
 
@@ -120,6 +123,11 @@ def distribute(
             `mean` over all ranks, those of rank 0 (`rank0`), or each rank's own (`local`).
         timeout: seconds within which all processes that torchrun, mpirun or srun started must have called this, > 0;
             `flockstep launch` has the option --timeout.
+        on_bad_gradient: what happens to a gradient of this rank that is not finite or too large: "stop" ends the run,
+            "skip" puts zeros in its place, "quarantine" also removes the rank after 3 of them; None for what
+            `flockstep launch --on-bad-gradient` says, by default "stop".
+        max_gradient_norm: largest Euclidean norm of a gradient of this rank; None for what `flockstep launch
+            --max-gradient-norm` says, by default no limit.
 
     Returns:
         An optimizer to use in place of `optimizer`.
@@ -136,7 +144,9 @@ def distribute(
         _require_torch("distribute")
         from flockstep.drivers.torch_loop import DistributedOptimizer
 
-        return DistributedOptimizer(model, optimizer, Strategy.parse(strategy), buffers)
+        return DistributedOptimizer(
+            model, optimizer, Strategy.parse(strategy), buffers, (on_bad_gradient, max_gradient_norm)
+        )
 
 
 def rank() -> int:

@@ -6,18 +6,19 @@ by a driver, which alone knows whether that time is real. Everything else takes 
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.namespace import to_device_of, to_host
 from flockstep.arrays.schema import Schema
-from flockstep.errors import PeerLost
+from flockstep.errors import ConfigurationError, Diverged, PeerLost
 from flockstep.messages import (
     ANYTHING,
     LEAVE,
@@ -84,6 +85,42 @@ def everyone(workers: int) -> View:
     return View(0, tuple(range(workers)))
 
 
+BadGradientAction = Literal["stop", "skip", "quarantine"]
+
+
+@dataclass(frozen=True)
+class BadGradients:
+    """What happens to a gradient that is not finite, or whose norm is too large."""
+
+    action: BadGradientAction = "stop"
+    """`stop` ends the run. `skip` puts zeros in place of the gradient. `quarantine` also removes the worker from the
+    run after `strikes` refused gradients.
+    """
+    max_norm: float | None = None
+    """Largest Euclidean norm of a gradient; None for no limit."""
+    strikes: int = 3
+    """Number of refused gradients after which `quarantine` removes a worker."""
+
+    def __post_init__(self) -> None:
+        if self.action not in get_args(BadGradientAction):
+            known = ", ".join(get_args(BadGradientAction))
+            raise ConfigurationError(
+                f"on_bad_gradient must be one of {known}, got {self.action!r}; stop is the default"
+            )
+        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
+            raise ConfigurationError(
+                f"max_gradient_norm must be > 0 and finite, got {self.max_norm:g}; leave it out for no limit"
+            )
+        if self.strikes < 1:
+            raise ConfigurationError(f"strikes must be >= 1 refused gradients, got {self.strikes}; 3 is the default")
+
+    def replaced(self, action: BadGradientAction | None, max_norm: float | None) -> BadGradients:
+        """Return these settings with those that are given in place of their own."""
+        return BadGradients(action or self.action, max_norm if max_norm is not None else self.max_norm, self.strikes)
+
+
+BadGradientSettings = tuple[BadGradientAction | None, float | None]
+"""Action and largest norm of `BadGradients`; None: unchanged."""
 Hosts = tuple[tuple[int, ...], ...]
 """The workers of each host in ascending order of rank; hosts in the order of their first workers."""
 
@@ -110,6 +147,8 @@ class Node:
     """Number of steps since the node's program last began."""
     works_between_steps = False
     """Whether a background task has been started that may last longer than a step."""
+    bad_gradients = BadGradients()
+    """What happens to a gradient that is not finite or too large; set by the driver."""
     view: View
     """The workers that take part now, as reported by the supervisor, if there is one."""
     hosts: Hosts
@@ -318,6 +357,16 @@ class Node:
         gradient was applied. None: unknown, or counted elsewhere.
         """
         self.port.updates(source, count, staleness, weight)
+
+    def refuse(self, source: Address, reason: str) -> None:
+        """Record that a gradient of worker `source` was refused, in whose place zeros are used.
+
+        Raises:
+            Diverged: bad gradients end the run.
+        """
+        if self.bad_gradients.action == "stop":
+            raise Diverged(reason)
+        self.port.refused(source, reason)
 
     def record_scalar(self, name: str, value: float) -> None:
         """Record a scalar of the strategy."""

@@ -194,6 +194,9 @@ class Port(Protocol):
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Record updates that took effect on this node; a source of None stands for every other worker."""
 
+    def refused(self, source: Address, reason: str) -> None:
+        """Record that a gradient of a worker was refused; enough of them remove the worker, if so configured."""
+
     def scalar(self, name: str, value: float) -> None:
         """Record a scalar of the strategy."""
 

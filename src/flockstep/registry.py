@@ -262,6 +262,10 @@ _TABLE: dict[str, dict[str, str]] = {
         "drops": "flockstep.simulation.faults:Drops",
         "narrows": "flockstep.simulation.faults:Narrows",
         "slows": "flockstep.simulation.faults:Slows",
+        "flips_sign": "flockstep.simulation.attacks:FlipsSign",
+        "enlarges": "flockstep.simulation.attacks:Enlarges",
+        "little_is_enough": "flockstep.simulation.attacks:LittleIsEnough",
+        "miscomputes": "flockstep.simulation.attacks:Miscomputes",
     },
     "split": {
         "iid": "flockstep.workloads.split:Iid",

@@ -147,6 +147,26 @@ StepTimeout = Annotated[
         rich_help_panel=PROCESSES,
     ),
 ]
+OnBadGradient = Annotated[
+    str,
+    typer.Option(
+        "--on-bad-gradient",
+        help="For a gradient that is not finite or too large: stop, skip, or quarantine the worker.",
+        rich_help_panel=TRAINING,
+    ),
+]
+MaxGradientNorm = Annotated[
+    float | None,
+    typer.Option(
+        "--max-gradient-norm",
+        help="Largest norm of a gradient; a larger one counts as bad (default: no limit).",
+        rich_help_panel=TRAINING,
+    ),
+]
+Strikes = Annotated[
+    int,
+    typer.Option(help="Bad gradients of one worker until its quarantine.", rich_help_panel=TRAINING),
+]
 Nodes = Annotated[
     int | None,
     typer.Option(
@@ -342,8 +362,8 @@ Faults = Annotated[
     list[str] | None,
     typer.Option(
         "--fault",
-        help="Faults to inject: 'dies(1, at=0.5)', 'drops(0, -1)', 'slows(2, 10)', 'narrows(1, 10)'; repeatable.",
-        rich_help_panel=VIRTUAL,
+        help="Faults to inject: 'dies(1, at=0.5)', 'slows(2, 10)', 'flips_sign(3)', …; repeatable.",
+        rich_help_panel=TRAINING,
     ),
 ]
 Imports = Annotated[
@@ -380,7 +400,7 @@ BY_HAND = ("node_rank", "coordinator", "separate_coordinator", "secret_file")
 FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 """Options that matter on the host where a Slurm job is submitted."""
 _NOT_OF = {
-    "train": ("network", "compute", "cluster", "faults", "until_target"),
+    "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
         *("transport", "heartbeat", "step_timeout", "checkpoint_every", "keep"),
         *(field.name for field in dataclasses.fields(HostOptions)),

@@ -109,7 +109,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
         show.page().print(table([summary]))
         print(f"record: {folder}")
     sentence = missed(summary)
-    said = [sentence] if sentence is not None else []
+    said = [*summary.refusals, *([sentence] if sentence is not None else [])]
     if summary.status == "diverged":
         said.append(f"{summary.strategy} diverged: {summary.error}")
     for text in [*said, *one_by_one([RunFolder(folder).read_config()])]:

@@ -1,4 +1,4 @@
-"""Injects faults into a simulation."""
+"""Injects faults into a simulation, and wrong gradients into real runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address, Message
 from flockstep.nodes import Cluster
 from flockstep.simulation import units
+from flockstep.simulation.attacks import Memory, WrongGradient
 from flockstep.simulation.compute import Clock
 from flockstep.simulation.faults import Dies, Drops, Fault, Narrows, Slows
 
@@ -19,6 +21,7 @@ class FaultInjector:
     def __init__(self, faults: Sequence[Fault], cluster: Cluster):
         for fault in faults:
             fault.check(cluster)
+        self._faults = faults
         self.drops = {(f.source, f.to, f.nth) for f in faults if isinstance(f, Drops)}
         self._slows = [f for f in faults if isinstance(f, Slows)]
         self._deaths = [f for f in faults if isinstance(f, Dies)]
@@ -53,9 +56,42 @@ class FaultInjector:
         self._sent[link] += 1
         return (*link, self._sent[link]) in self.drops
 
+    def wrong_gradients(self, rank: int) -> WrongGradients | None:
+        """The faults of a worker's gradients; None if there are none."""
+        return wrong_gradients(self._faults, rank)
+
     def clock(self, clock: Clock) -> Clock:
         """Return a clock that stretches the gradients of slow workers; `clock` itself if no worker is slow."""
         return _Stretched(clock, self._slows) if self._slows else clock
+
+
+class WrongGradients:
+    """Changes the gradients of one worker."""
+
+    def __init__(self, faults: Sequence[WrongGradient]):
+        self._faults = [(fault, Memory()) for fault in faults]
+
+    def change(self, gradient: FlatArray, step: int, part: slice, hostile: bool) -> None:
+        """Change the part of gradient number `step` in place, by faults that are hostile or by those that are not.
+
+        Args:
+            gradient: the whole flat gradient (K,).
+            step: number of the gradient, from 0.
+            part: the slice of the array that has been computed.
+            hostile: whether the worker's own checks have seen the gradient.
+        """
+        piece = gradient[part]
+        for fault, memory in self._faults:
+            if fault.hostile == hostile:
+                fault.watch(piece, memory, part)
+                if fault.strikes(step):
+                    fault.change(piece, memory, part)
+
+
+def wrong_gradients(faults: Sequence[Fault], rank: int) -> WrongGradients | None:
+    """The faults among `faults` that change worker `rank`'s gradients; None if there are none."""
+    own = [fault for fault in faults if isinstance(fault, WrongGradient) and fault.worker == rank]
+    return WrongGradients(own) if own else None
 
 
 class _Stretched(Clock):

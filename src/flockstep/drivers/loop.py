@@ -46,11 +46,12 @@ from flockstep.drivers.settings import tell_servers
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.messages import SCRIPT, Address, Fields, server
-from flockstep.nodes import Cluster, Server, Worker
+from flockstep.nodes import BadGradientSettings, Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records.events import DivergedEvent
 from flockstep.strategies.base import Strategy
+from flockstep.strategies.finite import require_quarantine
 
 T = TypeVar("T")
 
@@ -141,8 +142,11 @@ class Loop:
         server_optimizer: Optimizer,
         buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8),
         overlaps: bool = False,
+        bad_gradients: BadGradientSettings = (None, None),
     ):
-        """`overlaps`: the caller uses `awaited` and `hand_over` while gradients are computed."""
+        """`overlaps`: the caller uses `awaited` and `hand_over` while gradients are computed. `bad_gradients`: action
+        and largest norm for this worker's gradients; None: as `flockstep launch` says.
+        """
         self.strategy = strategy
         self.epochs = 0
         self.handed: dict[int, FlatArray] = {}
@@ -167,7 +171,9 @@ class Loop:
             self._together(node_spec, schema, stepper, server_optimizer)
             self._worker.overlaps = overlaps and self.workers > 1 and self._worker.shared_sum is None
         self._worker.notes = notes_of(strategy)
+        self._worker.bad_gradients = self._worker.bad_gradients.replaced(*bad_gradients)
         with self._telling():
+            require_quarantine(strategy, self._worker.bad_gradients, self.workers)
             self._begin()
         atexit.register(self._at_exit)
 

@@ -9,6 +9,7 @@ node ⇄ supervisor   "clock", a few times: the offset of the node's clock to th
 node → supervisor   "ready"; supervisor → node "go": the clock started at that time of the supervisor's
 node → supervisor   "alive" after a time without a message, which fails if the link is broken
 node → supervisor   "events" of the record, "waiting" for what, "done" or "failed";
+                    "quarantine": a worker to remove from the run;
                     "snapshot", and its parameters in as many messages "part" as needed
 supervisor → node   "taken" for each part
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
@@ -41,7 +42,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, Wanted, node_name
-from flockstep.nodes import Cluster, Hosts, View
+from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
@@ -147,6 +148,8 @@ class NodeSpec:
     """Seed of the nodes' random streams."""
     imports: tuple[str, ...] = ()
     """Files that register custom components, for a script to import."""
+    bad_gradients: BadGradients = dataclasses.field(default_factory=BadGradients)
+    """What happens to a gradient that is not finite or too large."""
     secret: str = dataclasses.field(default="", repr=False)
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address
-from flockstep.records.events import Event, NodeEvent, ScalarEvent, SpanEvent, StepEvent, UpdateEvent
+from flockstep.records.events import Event, NodeEvent, RefusedEvent, ScalarEvent, SpanEvent, StepEvent, UpdateEvent
 from flockstep.transports.bus import Traffic
 
 Emit = Callable[[Event], None]
@@ -90,6 +90,11 @@ class NodeMetrics:
         """Record updates that took effect on this node."""
         if self.emit is not None:
             self.emit(UpdateEvent(t, self.address, source, count, staleness, weight))
+
+    def refused(self, t: float, source: Address, reason: str) -> None:
+        """Record that a gradient of worker `source` was refused."""
+        if self.emit is not None:
+            self.emit(RefusedEvent(t, self.address, source, reason))
 
     def scalar(self, t: float, name: str, value: float) -> None:
         """Record a scalar of the strategy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.node_creation import make_worker
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import DistillationTargets, Engine, Indices
-from flockstep.nodes import Cluster, Worker
+from flockstep.nodes import BadGradients, Cluster, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient, Stepper
 from flockstep.schedules.timetable import Timetable
+from flockstep.simulation.faults import Fault
 from flockstep.strategies.base import ResultPolicy, Strategy
 from flockstep.workloads.sampler import Sampler, SamplerState
 
@@ -37,6 +38,10 @@ class Plan:
     """Steps per worker between two evaluations of the model, which take no time on the run's clock."""
     timetable: Timetable | None = None
     """Changes of learning rate and batch size; None if both are constant."""
+
+    bad_gradients: BadGradients = field(default_factory=BadGradients)
+    faults: tuple[Fault, ...] = ()
+    """Faults to inject."""
 
     def __post_init__(self) -> None:
         if self.strategy.traits.server_optimizer and not self.optimizer.elementwise:
@@ -76,7 +81,7 @@ class Plan:
 
     def worker(self, engine: Engine, rank: int, params: FlatArray, stepper: Stepper) -> Worker:
         """Create a worker of this run, whose live replica is `params`."""
-        return make_worker(
+        worker = make_worker(
             self.strategy,
             self.cluster,
             rank,
@@ -90,6 +95,8 @@ class Plan:
             len(self.parts[rank]),
             lambda: self.layers(engine),
         )
+        worker.bad_gradients = self.bad_gradients
+        return worker
 
 
 class Batches:

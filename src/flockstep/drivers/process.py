@@ -12,6 +12,7 @@ import numpy as np
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.checkpoints import NodeCheckpoint, load
+from flockstep.drivers.fault_injector import wrong_gradients
 from flockstep.drivers.member import Member, NodeSpec, failure_of, send_to_control
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
@@ -45,6 +46,7 @@ def run_worker(node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]]) -> 
         kept = load(node_spec, worker.params)
         _be_ready(member, kept)
         connection = guard.connection = NodeConnection(member, worker, plan.strategy, plan.evaluate_every)
+        connection.runner.wrong_gradients = wrong_gradients(plan.faults, node_spec.address)
         connection.snapshots.buffers = lambda: engine.buffers(node_spec.address)
         gradient = connection.home(np.zeros_like(params))
         ours, batches = connection.checkpoints, Batches(plan, node_spec.address)

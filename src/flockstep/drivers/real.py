@@ -53,11 +53,17 @@ class NodeConnection(Messenger):
         self._staging: FlatArray | None = None
         """Place in shared memory for arrays that a host's workers sum and that lie elsewhere."""
         self.runner.send_snapshot, self.runner.every, self.runner.stepped = self.send_snapshot, every, self._stepped
+        node.bad_gradients, self.runner.quarantine = member.node_spec.bad_gradients, self._quarantine
         if isinstance(node, Worker):
             self._meet(node)
         elif isinstance(node, Server):
             self.runner.progress = Progress(node.cluster, every) if every else None
             self.runner.script_requests = ScriptRequests(node, strategy)
+
+    def _quarantine(self, address: Address, reason: str) -> None:
+        """Ask the supervisor to remove a worker from the run; this process continues until it does."""
+        self.reports.flush()
+        self._member.tell("quarantine", None, {"address": address, "reason": reason})
 
     def home(self, gradients: FlatArray) -> FlatArray:
         """Array for a worker's gradients: in shared memory if sums over all workers can be computed there, else

@@ -7,22 +7,24 @@ move the messages; they call `give`, `deliver` and `wake`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flockstep.arrays.namespace import copied, to_device_of
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.fault_injector import WrongGradients
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.program_restart import CHANNEL, ProgramRestart, ScriptRequests
 from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
-from flockstep.errors import Diverged, PeerLost, RunError
+from flockstep.errors import CompositionError, Diverged, PeerLost, RunError
 from flockstep.messages import ANYTHING, LEAVE, Address, Message, Wanted, node_name
-from flockstep.nodes import Node, Server, Worker
+from flockstep.nodes import BadGradients, Node, Server, Worker
 from flockstep.programs import Effect, NeedGradient, Program
 from flockstep.strategies.base import Strategy
-from flockstep.strategies.finite import require_finite_gradient, require_finite_message
+from flockstep.strategies.finite import bad_gradient, require_finite_message
 
 
 class Driver(Protocol):
@@ -106,6 +108,11 @@ class Runner:
     at_rest: bool = False
     """Whether the program has done nothing since it last came to a point from which it can restart."""
 
+    quarantine: Callable[[Address, str], None] | None = None
+    """Removes a worker from the run, for a reason."""
+    wrong_gradients: WrongGradients | None = None
+    """Injected faults of the worker's gradients."""
+
     def __init__(self, node: Node, driver: Driver, metrics: NodeMetrics, clock: Callable[[], float]):
         self.node = node
         self.metrics = metrics
@@ -124,6 +131,9 @@ class Runner:
         """Time at which the node began its current activity: computing, waiting or running."""
         self._checked = 0
         self._settle: Callable[[], None] | None = None
+        self._checks: frozenset[str] = frozenset()
+        """Tags of messages whose arrays the program checks itself."""
+        self._strikes: Counter[Address] = Counter()
         node.port = self
 
     def begin(self, program: Program, then: Callable[[], Program] | None = None) -> None:
@@ -134,6 +144,7 @@ class Runner:
     def serve(self, strategy: Strategy, node: Server) -> None:
         """Run a server's program; it restarts whenever a script has replaced the model."""
         self._again = lambda: strategy.master(node)
+        self._checks = strategy.checks
         self.begin(self._again())
 
     def remember(self, history: History, save: Callable[[], bytes]) -> None:
@@ -271,8 +282,6 @@ class Runner:
             Diverged: the loss, or an element of the gradient, is not finite.
         """
         need, node = self.waiting, self.node
-        if self.history is not None and not self.replaying:
-            self.history.inputs.append(("gradient", copied(gradient), loss, begin))
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
         if self.recorded:
@@ -284,16 +293,46 @@ class Runner:
                     f"rate, now {node.lr:g}"
                 )
             node.loss = loss
+        first = begin
         # Elements before `begin` were not written, and a program may have changed parts that it has received.
         end = self._checked if self.partly else need.size(len(node.params)) if need.layers else len(node.params)
         if need.tentative and begin:
             begin = end  # checked with the last part
-        elif begin < end:
-            require_finite_gradient(node, gradient, begin, end)
+        elif begin < end and not self.replaying:
+            self._check(node, need, gradient, slice(begin, end))
+        if self.history is not None and not self.replaying:
+            self.history.inputs.append(("gradient", copied(gradient), loss, first))
         self._checked, self.partly = begin, need.share if need.share < 1 else 0.0
         if need.closes and self.recorded:
             self._step(loss)
         self.resume(gradient)
+
+    def _check(self, node: Worker, need: NeedGradient, gradient: FlatArray, part: slice) -> None:
+        """Check a part of the worker's own gradient before the program sees it; zeros take the place of a bad one.
+
+        Raises:
+            Diverged: the gradient is bad, and bad gradients end the run.
+            CompositionError: the program uses parts of a gradient before the whole is known to be good.
+        """
+        if self.wrong_gradients is not None:
+            if need.layers:
+                raise CompositionError(
+                    "wrong gradients cannot be injected into factors; use ps in place of factor_server"
+                )
+            self.wrong_gradients.change(gradient, node.step, part, hostile=False)
+        if part.start > 0 and node.bad_gradients != BadGradients():
+            raise CompositionError(
+                f"on_bad_gradient={node.bad_gradients.action} and max_gradient_norm need whole gradients, and this "
+                "strategy sends the first parts of a gradient before the last are computed; use all_reduce, or "
+                "on_bad_gradient=stop"
+            )
+        reason = bad_gradient(node, gradient, part.start, part.stop, packed=bool(need.layers))
+        if reason is not None:
+            node.refuse(node.address, reason)
+            gradient[part] = 0
+            node.revised = node.revised or need.tentative
+        if self.wrong_gradients is not None:
+            self.wrong_gradients.change(gradient, node.step, part, hostile=True)
 
     def needless(self) -> Message | None:
         """The message that makes the awaited gradient needless, if it has arrived."""
@@ -325,7 +364,7 @@ class Runner:
             ):
                 self._attend()
                 return
-            if message.array is not None:
+            if message.array is not None and message.tag not in self._checks:
                 require_finite_message(node, message)
             if self.progress is not None:
                 self.progress.heard(message)
@@ -388,6 +427,19 @@ class Runner:
         """Record updates that took effect on this node."""
         if self.recorded:
             self.metrics.updates(self.clock(), source, count, staleness, weight)
+
+    def refused(self, source: Address, reason: str) -> None:
+        """Record a refused gradient; after enough of them the worker is removed from the run."""
+        if self.replaying:
+            return
+        if self.recorded:
+            self.metrics.refused(self.clock(), source, reason)
+        policy = self.node.bad_gradients
+        self._strikes[source] += 1
+        if policy.action == "quarantine" and self._strikes[source] == policy.strikes and self.quarantine is not None:
+            self.quarantine(
+                source, f"{node_name(source)} is in quarantine after {policy.strikes} bad gradients: {reason}"
+            )
 
     def scalar(self, name: str, value: float) -> None:
         """Record a scalar of the strategy."""

@@ -23,6 +23,7 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
+from flockstep.strategies.finite import require_quarantine
 from flockstep.systems import catalog
 from flockstep.transports.base import Transport
 from flockstep.workloads.base import Workload
@@ -54,13 +55,22 @@ def check(config: RunConfig) -> Strategy:
     strategy.check(config.workers)
     canonical(config)
     choose_result(strategy, config.result)  # type: ignore[arg-type]
-    for fault in config.faults:
-        Fault.parse(fault).check(strategy.cluster(config.workers))
+    for fault in map(Fault.parse, config.faults):
+        fault.check(strategy.cluster(config.workers))
+        if config.kind == "train" and not fault.real:
+            raise ConfigurationError(
+                f"{fault} happens in virtual time only; use flockstep simulate, or one of {', '.join(_real_faults())}"
+            )
+    require_quarantine(strategy, config.bad_gradients, config.workers)
     for name in ("steps", "epochs", "batch", "lr", "evaluate_every"):
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigurationError(f"{name} must be > 0, got {value}; leave it out for the job's own")
     return strategy
+
+
+def _real_faults() -> list[str]:
+    return [name for name in registry.names("fault") if registry.load("fault", name).real]
 
 
 def canonical(config: RunConfig) -> RunConfig:
@@ -155,6 +165,7 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
     result = choose_result(strategy, config.result)  # type: ignore[arg-type]
     cluster = strategy.cluster(config.workers)
     plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every, timetable)
+    plan = dataclasses.replace(plan, bad_gradients=config.bad_gradients, faults=tuple(map(Fault.parse, config.faults)))
     resolved = dataclasses.replace(
         config,
         result=result,

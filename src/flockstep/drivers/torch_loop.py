@@ -22,6 +22,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
 from flockstep.frameworks.torch_state import set_unrounded
+from flockstep.nodes import BadGradientSettings
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
@@ -68,7 +69,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Whether the module holds the common model, inside of `consensus`."""
 
     def __init__(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, buffers: Policy = "mean"
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        buffers: Policy = "mean",
+        bad_gradients: BadGradientSettings = (None, None),
     ):
         # The base class is needed for isinstance checks (by schedulers); groups and state are the original's.
         self.inner = optimizer
@@ -83,7 +89,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer, self._prepare, holds=closures)
         flat = self.flat
-        self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed, True)
+        packed = self.buffers.packed
+        self.loop = Loop(
+            flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, packed, True, bad_gradients
+        )
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
         require_separate_statistics(module, self.loop.workers)
         self._take_first_buffers()

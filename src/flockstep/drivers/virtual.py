@@ -222,6 +222,7 @@ class Simulation:
             runner.every = plan.evaluate_every
             runner.source = partial(self._start_gradient, runner)
             runner.stepped = self._stepped
+            runner.wrong_gradients = self._fault_injector.wrong_gradients(rank)
         for index in range(plan.cluster.servers):
             runner = self._runner_of(self._make_server(index))
             runner.progress = Progress(plan.cluster, plan.evaluate_every)
@@ -239,6 +240,7 @@ class Simulation:
         facts = plan.strategy, plan.cluster, index, engine.initial(), engine.schema, plan.seed
         made = make_server(*facts, plan.optimizer)
         made.hosts = self._hosts
+        made.bad_gradients = plan.bad_gradients
         return made
 
     def _runner_of(self, node: Node) -> Runner:
@@ -246,6 +248,7 @@ class Simulation:
         runner = self.runners[node.address] = Runner(node, self, metrics, self._clock_of_run)
         runner.send_snapshot = partial(self._send_snapshot, runner)
         runner.ended = partial(self._ended, runner)
+        runner.quarantine = self._quarantine
         return runner
 
     def _facts(self, node: Node) -> Saved:
@@ -272,11 +275,20 @@ class Simulation:
         self._dead.add(address)
         self._drop_gradient(address)
 
-    def _notice(self, address: Address) -> None:
+    def _quarantine(self, address: Address, reason: str) -> None:
+        """Remove a worker from the run, for a reason, as soon as the current program waits."""
+
+        def remove() -> None:
+            self._die(address)
+            self._notice(address, reason)
+
+        self._queue.schedule(self.now, remove)
+
+    def _notice(self, address: Address, reason: str = "") -> None:
         """Notify the other nodes of a death, which ends the run if the strategy needs the dead node."""
         if address not in self._dead:
             return
-        self._emit(LostEvent(self.now, address, f"{node_name(address)} died"))
+        self._emit(LostEvent(self.now, address, reason or f"{node_name(address)} died"))
         self.tracker.lose(address)
         others = [runner for runner in self.runners.values() if not runner.done]
         if others and (address < 0 or not self.plan.strategy.traits.survives):

@@ -193,7 +193,8 @@ def compare(
         job: as in `run`, and so are all arguments that are not listed here.
         strategies: expressions or strategy objects.
         simulated: run in virtual time; otherwise on processes of this machine.
-        network: as in `simulate`, like `compute`, `cluster`, `faults` and `until_target`; refused without `simulated`.
+        network: as in `simulate`, like `compute`, `cluster` and `until_target`; refused without `simulated`.
+        faults: injected faults, as in `simulate`; runs on real processes take those of gradients only.
         seed: the first seed.
         seeds: number of seeds for each strategy; medians are ranked.
         lr_grid: learning rates to try for each strategy, which is ranked by the best one.
@@ -208,7 +209,7 @@ def compare(
         Interrupted: the comparison was interrupted; finished runs are in the report.
     """
     faults = listed("faults", faults)
-    _refuse_idle(simulated, network, compute, cluster, faults, until_target, transport, heartbeat, step_timeout)
+    _refuse_idle(simulated, network, compute, cluster, until_target, transport, heartbeat, step_timeout)
     shape = cluster_of(cluster, network, compute, listed("imports", imports))
     rates = checked_rates(listed("lr_grid", lr_grid), lr)
     texts = tuple(str(strategy) for strategy in listed("strategies", strategies))
@@ -249,14 +250,13 @@ def _refuse_idle(
     network: str | None,
     compute: str | None,
     cluster: str | Path | None,
-    faults: Sequence[str],
     until_target: bool,
     transport: str | None,
     heartbeat: float | None,
     step_timeout: float | None,
 ) -> None:
     """Refuse arguments without a meaning for that kind of run."""
-    modeled: dict[str, object] = {"network": network, "compute": compute, "cluster": cluster, "faults": faults or None}
+    modeled: dict[str, object] = {"network": network, "compute": compute, "cluster": cluster}
     modeled["until_target"] = until_target or None
     real: dict[str, object] = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
     for name, value in (real if simulated else modeled).items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flockstep.experiments.arguments import cluster_of, listed, usual
 from flockstep.experiments.folders import folder
+from flockstep.nodes import BadGradientAction
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
@@ -80,6 +81,10 @@ def run(
     target: float | None = None,
     evaluate_every: int | None = None,
     result: str | None = None,
+    faults: Sequence[str] = (),
+    on_bad_gradient: BadGradientAction = "stop",
+    max_gradient_norm: float | None = None,
+    strikes: int = 3,
     transport: str = "shared_memory",
     heartbeat: float = 5.0,
     step_timeout: float | None = None,
@@ -109,6 +114,11 @@ def run(
         target: metric that time-to-target refers to; None for the job's own.
         evaluate_every: steps per worker between two evaluations.
         result: policy that selects the resulting model.
+        faults: injected faults of gradients, such as "flips_sign(1)".
+        on_bad_gradient: what happens to a gradient that is not finite or too large: "stop" ends the run, "skip" puts
+            zeros in its place, "quarantine" also removes the worker after `strikes` of them.
+        max_gradient_norm: largest Euclidean norm of a gradient; None for no limit.
+        strikes: number of bad gradients of one worker until its quarantine.
         transport: how messages move between the processes.
         heartbeat: seconds without an answer after which a node counts as lost.
         step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
@@ -130,7 +140,9 @@ def run(
     config = RunConfig(
         kind="train", job=str(job), strategy=str(strategy), workers=workers, seed=seed, epochs=epochs, steps=steps,
         batch=batch, lr=lr, schedule=schedule, split=split, target=target, evaluate_every=evaluate_every,
-        result=result, transport=transport, heartbeat=heartbeat, step_timeout=step_timeout, threads=threads,
+        result=result, faults=listed("faults", faults), on_bad_gradient=on_bad_gradient,
+        max_gradient_norm=max_gradient_norm, strikes=strikes, transport=transport, heartbeat=heartbeat,
+        step_timeout=step_timeout, threads=threads,
         imports=listed("imports", imports),
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
     )  # fmt: skip
@@ -176,6 +188,9 @@ def simulate(
     until_target: bool = False,
     evaluate_every: int | None = None,
     result: str | None = None,
+    on_bad_gradient: BadGradientAction = "stop",
+    max_gradient_norm: float | None = None,
+    strikes: int = 3,
     threads: int = 1,
     imports: Sequence[str] = (),
     out: Path | str | None = None,
@@ -208,7 +223,8 @@ def simulate(
         kind="simulate", job=str(job), strategy=str(strategy), workers=workers, network=usual(network, USUAL_NETWORK),
         compute=usual(compute, USUAL_COMPUTE), faults=listed("faults", faults), seed=seed, epochs=epochs, steps=steps,
         batch=batch, lr=lr, schedule=schedule, split=split, target=target, until_target=until_target,
-        evaluate_every=evaluate_every, result=result, threads=threads, imports=listed("imports", imports),
+        evaluate_every=evaluate_every, result=result, on_bad_gradient=on_bad_gradient,
+        max_gradient_norm=max_gradient_norm, strikes=strikes, threads=threads, imports=listed("imports", imports),
     )  # fmt: skip
     return carry_out(on_cluster(config, shape), folder(out, f"{job}-{strategy}"), overwrite, watch=watch)
 

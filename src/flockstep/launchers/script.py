@@ -236,6 +236,7 @@ def supervise(
             step_timeout=config.step_timeout,
             seed=config.seed,
             imports=config.imports,
+            bad_gradients=config.bad_gradients,
             hosts=hosts,
             begin_call=begin_call,
             within=within,

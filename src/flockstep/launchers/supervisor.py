@@ -39,7 +39,7 @@ from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.wait_monitor import WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name, server
-from flockstep.nodes import Hosts, View
+from flockstep.nodes import BadGradients, Hosts, View
 from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint
@@ -98,6 +98,8 @@ class Supervisor:
     """Whether a later call has ended, and its sockets and files are closed."""
     _memory: SharedMemory | None = None
     """Segment of the workers, until all of them have attached to it."""
+    _condemned: dict[Address, str]
+    """Workers to remove from the run, with the reason."""
     _went: float | None = None
     """Time at which all nodes were ready, in seconds of the monotonic clock."""
 
@@ -116,6 +118,7 @@ class Supervisor:
         hosts: OtherHosts | None = None,
         seed: int = 0,
         imports: tuple[str, ...] = (),
+        bad_gradients: BadGradients | None = None,
         every: int = 0,
         begin_call: Callable[[Supervisor, int], Supervisor] | None = None,
         within: Supervisor | None = None,
@@ -146,6 +149,7 @@ class Supervisor:
         self._hosts = hosts or OtherHosts()
         self._seed = seed
         self._imports = imports
+        self._condemned, self._bad_gradients = dict[Address, str](), bad_gradients or BadGradients()
         self._every = every
         self._begin_call, self._checkpoints = begin_call, checkpoints
         self._calls: list[Supervisor] = [self] if within is None else within._calls
@@ -258,6 +262,7 @@ class Supervisor:
             os.getpid(),
             seed=self._seed,
             imports=self._imports,
+            bad_gradients=self._bad_gradients,
             secret=self._secret.hex(),
             call=self._number,
             checkpoint="" if (resumed := self._resumed()) is None else str(resumed.folder),
@@ -527,6 +532,8 @@ class Supervisor:
                 self._leave(address, message.tag, int(note["step"]))
             case "checkpoint" if self._checkpoints is not None:
                 self._checkpoints.hear(address, note)
+            case "quarantine":
+                self._condemned[int(note["address"])] = str(note["reason"])
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
 
@@ -596,6 +603,11 @@ class Supervisor:
         raise of_kind(kind, reason, f"In {node_name(address)}:\n{trace}" if trace else "")
 
     def _look_after_children(self) -> None:
+        while self._condemned:
+            address, reason = self._condemned.popitem()
+            if address >= 0 and address in self._links and address not in self._done:
+                self._hear(self._links[address])
+                self._lose(address, reason)
         for address in list(self.standings):
             how = None if address in self._gone else self._health.gone(address)
             link = self._links.get(address)

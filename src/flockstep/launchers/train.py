@@ -182,6 +182,7 @@ def _train(
         evaluation=evaluation,
         seed=config.seed,
         imports=config.imports,
+        bad_gradients=config.bad_gradients,
         every=every,
         hosts=hosts,
         checkpoints=checkpoints,

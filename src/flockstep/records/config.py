@@ -13,6 +13,7 @@ import msgspec
 import tomli_w
 
 from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.nodes import BadGradientAction, BadGradients
 
 Kind = Literal["train", "simulate", "launch"]
 ClockKind = Literal["real", "virtual"]
@@ -37,8 +38,9 @@ _OPTIONS = (
     "step_timeout",
     "checkpoint_every",
     "keep",
+    "max_gradient_norm",
 )
-_LAUNCH_OPTIONS = ("workers", "transport", "heartbeat", "step_timeout")
+_LAUNCH_OPTIONS = ("workers", "transport", "heartbeat", "step_timeout", "max_gradient_norm")
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
 """Largest heartbeat, in seconds. The limit of ZeroMQ's heartbeat options lies below twice this value."""
@@ -114,7 +116,13 @@ class RunConfig:
     model.
     """
     faults: tuple[str, ...] = ()
-    """Faults injected into a simulation, in virtual time."""
+    """Faults injected into the run; a real run takes wrong gradients only."""
+    on_bad_gradient: BadGradientAction = "stop"
+    """What happens to a gradient that is not finite or too large."""
+    max_gradient_norm: float | None = None
+    """Largest Euclidean norm of a gradient; None for no limit."""
+    strikes: int = 3
+    """Number of refused gradients after which `on_bad_gradient="quarantine"` removes a worker."""
     evaluate_every: float | None = None
     metric: str = "accuracy"
     """Display name of the job's metric."""
@@ -154,6 +162,7 @@ class RunConfig:
                 f"heartbeat must be >= 1 s and <= {LONGEST_HEARTBEAT} s, got {self.heartbeat:g}; 5 is usual"
             )
 
+        _ = self.bad_gradients  # refuses what is invalid
         if self.step_timeout is not None and not self.step_timeout > 0:
             raise ConfigurationError(
                 f"step_timeout must be > 0 s, got {self.step_timeout:g}; leave it out to wait as long as it takes"
@@ -168,6 +177,11 @@ class RunConfig:
     def checkpoint_interval(self) -> CheckpointInterval | None:
         """Interval of the checkpoints; None: only at a signal."""
         return None if self.checkpoint_every is None else CheckpointInterval.parse(self.checkpoint_every)
+
+    @property
+    def bad_gradients(self) -> BadGradients:
+        """What happens to a gradient that is not finite or too large."""
+        return BadGradients(self.on_bad_gradient, self.max_gradient_norm, self.strikes)
 
     @property
     def clock(self) -> ClockKind:
@@ -187,6 +201,9 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None:
                 options += [f"--{name.replace('_', '-')}", _word(value)]
+        for name, usual in (("on_bad_gradient", "stop"), ("strikes", 3)):
+            if getattr(self, name) != usual:
+                options += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
         if self.until_target:
             options.append("--until-target")
         for fault in self.faults:

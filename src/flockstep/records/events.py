@@ -137,6 +137,15 @@ class DivergedEvent(msgspec.Struct, tag="diverged", frozen=True, forbid_unknown_
     reason: str
 
 
+class RefusedEvent(msgspec.Struct, tag="refused", frozen=True, forbid_unknown_fields=True):
+    """`node` refused a gradient of worker `source`, and used zeros in its place."""
+
+    seconds: float
+    node: int
+    source: int
+    reason: str
+
+
 class ScalarEvent(msgspec.Struct, tag="scalar", frozen=True, forbid_unknown_fields=True):
     """A scalar that a strategy records, such as the number of lost updates."""
 
@@ -164,6 +173,7 @@ Event = (
     | NodeEvent
     | LostEvent
     | DivergedEvent
+    | RefusedEvent
     | ScalarEvent
     | ReplicaEvent
     | ResultEvent

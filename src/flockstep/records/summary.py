@@ -17,6 +17,7 @@ from flockstep.records.events import (
     Event,
     LostEvent,
     NodeEvent,
+    RefusedEvent,
     ReplicaEvent,
     ResultEvent,
     ScalarEvent,
@@ -77,6 +78,9 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Weights at which servers applied this worker's gradients, as multiples of the learning rate (1/n under `bsp`, 1
     under `asynchronous`): `count`, `mean`, `min` and `max`; None if no weight is on the record.
     """
+
+    refused: int = 0
+    """Number of this worker's gradients that were refused because they were not finite or too large."""
 
     @property
     def seconds(self) -> float:
@@ -192,6 +196,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     @property
+    def refusals(self) -> list[str]:
+        """For each worker whose gradients were refused, a sentence with the worker and the number."""
+        return [
+            f"{node_name(each.rank)}: {each.refused} bad gradient{'s' if each.refused > 1 else ''} refused, zeros used "
+            "instead"
+            for each in self.per_worker
+            if each.refused
+        ]
+
+    @property
     def useful(self) -> bool:
         """Whether the final model of the run may be relied on."""
         return self.status not in USELESS
@@ -234,7 +248,7 @@ def summarize(
         status, error = "diverged", reason
     nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
-    workers, effective_rate = _weighted(_with_replicas(workers, ordered), updates)
+    workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates)
     agree = _replicas_agree(config.workers, nodes)
     staleness, hit = _staleness(config.workers, updates), quality.hit
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
@@ -345,6 +359,11 @@ def _with_replicas(workers: list[WorkerTotals], events: Sequence[Event]) -> list
         else w
         for w in workers
     ]
+
+
+def _with_refused(workers: list[WorkerTotals], events: Sequence[Event]) -> list[WorkerTotals]:
+    counts = Counter(event.source for event in events if isinstance(event, RefusedEvent))
+    return [msgspec.structs.replace(w, refused=counts[w.rank]) if counts[w.rank] else w for w in workers]
 
 
 def _of_node(node: NodeEvent) -> WorkerTotals:

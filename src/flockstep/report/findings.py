@@ -158,6 +158,7 @@ def _quality(series: Sequence[Series]) -> list[str]:
     ]
     if partial:
         found.append(f"Not every update took effect everywhere: communication completeness was {_and(partial)}.")
+    found += [f"In {one.label}, {sentence}." for one in series for sentence in one.record.summary.refusals]
     lost = [one.label for one in series if one.record.summary.lost]
     if lost:
         found.append(f"Nodes were lost during {_and(lost)}; see below.")

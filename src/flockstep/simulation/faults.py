@@ -15,9 +15,11 @@ from flockstep.simulation import units
 
 
 class Fault(Component):
-    """A fault of a simulation. Nodes are numbered as in the record: workers from 0 up, servers from -1 down."""
+    """A fault to inject into a run. Nodes are numbered as in the record: workers from 0 up, servers from -1 down."""
 
     noun: ClassVar[str] = "fault"
+    real: ClassVar[bool] = False
+    """Whether the fault can also be injected into a real run of a declared job."""
 
     @abstractmethod
     def check(self, cluster: Cluster) -> None:

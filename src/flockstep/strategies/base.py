@@ -56,6 +56,10 @@ class Strategy(Component):
     """Types of the notes sent beside arrays. A key is a message tag ("push", "push/channel") or "reply to TAG"; the
     value is the `Note` class of all messages with that tag.
     """
+    checks: ClassVar[frozenset[str]] = frozenset()
+    """Tags of messages to servers that carry a gradient, which the program checks with `accepted`; the driver checks
+    that the arrays of all other messages to servers are finite.
+    """
     largest_message: ClassVar[int] = 0
     """Size in bytes of the largest array that a node sends, if larger than the model."""
 

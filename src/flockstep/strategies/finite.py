@@ -1,27 +1,35 @@
-"""Checks of gradients and messages: a value that is not finite ends the run before it reaches other nodes."""
+"""Checks of gradients and messages: what is not finite, or too large, is refused before it reaches others."""
 
 from __future__ import annotations
 
-from flockstep.arrays.namespace import first_not_finite
+import math
+
+from flockstep.arrays.namespace import first_not_finite, namespace, zeros
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import Diverged
+from flockstep.errors import CompositionError, Diverged
 from flockstep.messages import Message, node_name
-from flockstep.nodes import Node, Server
+from flockstep.nodes import BadGradients, Node, Server
+from flockstep.strategies.base import Strategy
 
 
-def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None) -> None:
-    """Check that the elements from `start` to `stop` of a worker's own gradient are finite.
+def bad_gradient(
+    node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None, packed: bool = False
+) -> str | None:
+    """Return why the elements from `start` to `stop` of a worker's own gradient are refused; None if they are not.
 
-    Raises:
-        Diverged: an element is infinite or not a number.
+    `packed`: the array holds factors, whose norm is not that of the gradient.
     """
-    where = first_not_finite(gradient[start:stop])
+    part = gradient[start:stop]
+    if not packed and _within_bound(node, part):
+        return None
+    where = first_not_finite(part)
     if where >= 0:
-        raise Diverged(
+        return (
             f"the gradient of {node_name(node.address)} must be finite, got {float(gradient[start + where])} in "
             f"{_tensor(node.schema, start + where)} at step {node.run_step}; lower the learning rate, clip the "
             "gradient, or fix the samples or the loss"
         )
+    return None if packed else _too_large(node, part, f"the gradient of {node_name(node.address)}", node.run_step)
 
 
 def require_finite_message(node: Node, message: Message) -> None:
@@ -31,22 +39,56 @@ def require_finite_message(node: Node, message: Message) -> None:
         Diverged: an element is infinite or not a number.
     """
     if isinstance(node, Server) and message.array is not None and getattr(message.array.dtype, "kind", "f") == "f":
-        require_finite_update(node, message, message.array if message.array.ndim == 1 else message.array.reshape(-1))
+        reason = _not_finite(node, message, message.array if message.array.ndim == 1 else message.array.reshape(-1))
+        if reason is not None:
+            raise Diverged(reason)
 
 
-def require_finite_update(node: Node, message: Message, update: FlatArray) -> None:
-    """Check that a decoded update is finite.
+def accepted(node: Node, message: Message, gradient: FlatArray) -> FlatArray:
+    """Return the gradient that a worker has sent, or zeros in its place if it is not finite or too large.
 
     Raises:
-        Diverged: an element is infinite or not a number.
+        Diverged: the gradient is refused, and bad gradients end the run.
     """
+    if _within_bound(node, gradient):
+        return gradient
+    what = f"the gradient that {node_name(message.source)} sends to {node_name(node.address)}"
+    reason = _not_finite(node, message, gradient) or _too_large(node, gradient, what, node.before + message.step)
+    if reason is None:
+        return gradient
+    node.refuse(message.source, reason)
+    return zeros(gradient, len(gradient))
+
+
+def _not_finite(node: Node, message: Message, update: FlatArray) -> str | None:
     where = first_not_finite(update)
-    if where >= 0:
-        raise Diverged(
-            f"what {node_name(message.source)} sends to {node_name(node.address)} must be finite, got "
-            f"{float(update[where])} at element {where} of its {message.tag!r} at step {node.before + message.step}; "
-            "lower the learning rate or clip the gradient"
-        )
+    if where < 0:
+        return None
+    return (
+        f"what {node_name(message.source)} sends to {node_name(node.address)} must be finite, got "
+        f"{float(update[where])} at element {where} of its {message.tag!r} at step {node.before + message.step}; "
+        "lower the learning rate or clip the gradient"
+    )
+
+
+def _too_large(node: Node, gradient: FlatArray, what: str, step: int) -> str | None:
+    most = node.bad_gradients.max_norm
+    if most is None or (norm := norm_of(gradient)) <= most:
+        return None
+    return (
+        f"{what} must have a norm <= {most:g}, got {norm:.4g} at step {step}; raise max_gradient_norm if that is usual"
+    )
+
+
+def _within_bound(node: Node, gradient: FlatArray) -> bool:
+    """Whether there is a bound and the norm is within it, so that one pass shows that every element is finite, too."""
+    most = node.bad_gradients.max_norm
+    return most is not None and norm_of(gradient) <= most
+
+
+def norm_of(gradient: FlatArray) -> float:
+    """Return the Euclidean norm of a finite array; infinite if the sum of squares overflows."""
+    return math.sqrt(float(namespace(gradient).vdot(gradient, gradient)))
 
 
 def _tensor(schema: Schema | None, place: int) -> str:
@@ -55,3 +97,13 @@ def _tensor(schema: Schema | None, place: int) -> str:
         entry.name for entry in (schema.entries if schema else ()) if entry.offset <= place < entry.offset + entry.size
     )
     return next((f"{name!r}" for name in names), f"element {place}")
+
+
+def require_quarantine(strategy: Strategy, bad_gradients: BadGradients, workers: int) -> None:
+    """Raise `CompositionError` if a worker in quarantine would end the run."""
+    if bad_gradients.action == "quarantine" and not strategy.traits.deaths(workers):
+        raise CompositionError(
+            f"quarantine removes a worker, without which {strategy} on {workers} workers does not continue; use "
+            "on_bad_gradient=skip, or a strategy that survives a lost worker, such as ps(consistency=ssp) or "
+            "gossip"
+        )

@@ -26,7 +26,7 @@ from flockstep.strategies.consistency import BulkSynchronous, Consistency, Consi
 from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
-from flockstep.strategies.finite import require_finite_update
+from flockstep.strategies.finite import accepted
 from flockstep.strategies.server_state import PushState, ServerState, without
 from flockstep.strategies.server_updates.base import ServerUpdate
 from flockstep.strategies.server_updates.plain import Plain
@@ -47,6 +47,7 @@ class ParameterServer(Strategy):
     withstand the attackers that the aggregation is made for, no gradient is applied.
     """
 
+    checks: ClassVar[frozenset[str]] = frozenset({"push"})
     notes: ClassVar[Notes] = {"push": Pushed, "reply to push": ParameterVersion, "reply to read": Fresh, "fresh": Fresh}
 
     consistency: Consistency = field(default_factory=BulkSynchronous, metadata=SHOWN)
@@ -202,10 +203,10 @@ class ParameterServer(Strategy):
         return data
 
     def decode(self, me: Server, message: Message) -> FlatArray:
-        """Return the gradient (K,) that a push contains.
+        """Return the gradient (K,) that a push contains, or zeros in its place if it is refused.
 
         Raises:
-            Diverged: a decoded element is infinite or not a number; gradients sent unchanged are checked on arrival.
+            Diverged: the gradient is not finite or too large, and bad gradients end the run.
             ProtocolError: the push has the wrong size or cannot be decoded.
         """
         if self._exact:
@@ -215,14 +216,13 @@ class ParameterServer(Strategy):
                     f"{node_name(message.source)} pushed {len(gradient)} × {gradient.dtype} to "
                     f"{node_name(me.address)}, which holds {len(me.params)} × {me.params.dtype}"
                 )
-            return gradient
+            return accepted(me, message, gradient)
         if self.filters:
             inbox, dtype = me.state.inboxes.setdefault(message.source, Inbox()), name_of(me.params)
             gradient = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, inbox)
         else:
             gradient = decoded(me, self.codec, self.feedback, message)
-        require_finite_update(me, message, gradient)
-        return gradient
+        return accepted(me, message, gradient)
 
     async def master(self, me: Server) -> None:
         """Collect pushes, apply the gradients that the rule releases, answer the reads it admits; at the end apply the
@@ -231,6 +231,8 @@ class ParameterServer(Strategy):
         state: ServerState = me.state
         state.reopen(me.version, me.departed)
         async for message in me.messages():
+            if message.source in me.lost and message.tag != LEAVE:
+                continue  # sent before its worker was lost, whose clock no longer counts
             if message.tag == "push":
                 self._push(me, state, message)
             elif message.tag == "read":

@@ -16,7 +16,7 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Pushed, PushPull
 from flockstep.strategies.base import Traits
 from flockstep.strategies.consistency import Asynchronous, Consistency
-from flockstep.strategies.finite import require_finite_update
+from flockstep.strategies.finite import accepted
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.strategies.server_state import PushState
 from flockstep.strategies.sufficient_factors import require_layers
@@ -91,8 +91,7 @@ class FactorServer(ParameterServer):
     def decode(self, me: Server, message: Message) -> FlatArray:
         """Return the gradient (K,), with the factors multiplied out."""
         gradient = unpacked(message, len(me.params))
-        require_finite_update(me, message, gradient)
-        return gradient
+        return accepted(me, message, gradient)
 
 
 def divided(

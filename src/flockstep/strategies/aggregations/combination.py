@@ -70,5 +70,8 @@ def weighted_sum(vectors: Sequence[FlatArray], weights: Weights) -> FlatArray:
     for vector, weight in zip(vectors, weights, strict=True):
         if weight:
             term = vector * float(weight)
-            total = term if total is None else total + term
+            if total is None:
+                total = term
+            else:
+                total += term
     return zeros(vectors[0], len(vectors[0])) if total is None else total

@@ -1,0 +1,146 @@
+"""Workers whose gradients are wrong, by accident or on purpose, in virtual time and on real processes."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.arrays.namespace import namespace
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Cluster
+from flockstep.simulation.faults import Fault
+
+Memory = dict[str, FlatArray]
+"""What an attacker keeps between two gradients, arrays of shape (K,) by name."""
+
+
+class WrongGradient(Fault):
+    """A worker whose gradients are wrong from gradient number `begin` on, counted from 0, up to and without `end`.
+
+    `end` 0 means forever.
+    """
+
+    real = True
+    hostile: ClassVar[bool] = True
+    """Whether the gradient is changed after the worker's own checks, as an attacker would."""
+    worker: int
+    begin: int
+    end: int
+
+    def check(self, cluster: Cluster) -> None:
+        """Check that the worker exists."""
+        if not 0 <= self.worker < cluster.workers:
+            raise ConfigurationError(
+                f"an attack needs a worker's rank, got {self.worker}; use 0 to {cluster.workers - 1}"
+            )
+        if self.begin < 0 or (self.end and self.end <= self.begin):
+            raise ConfigurationError(
+                f"begin must be >= 0 and end after it, got {self.begin} and {self.end}; end=0 means forever"
+            )
+
+    def strikes(self, step: int) -> bool:
+        """Whether gradient number `step` is wrong."""
+        return self.begin <= step < (self.end or math.inf)
+
+    @abstractmethod
+    def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
+        """Change a part of a gradient in place.
+
+        Args:
+            gradient: the part, of shape (part.stop - part.start,).
+            memory: kept between two gradients.
+            part: the slice of the flat array; parts of one gradient come from the end to the start.
+        """
+
+    def watch(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
+        """Take note of a gradient before it is changed."""
+
+
+@dataclass(frozen=True)
+class FlipsSign(WrongGradient):
+    """A worker sends -`factor` times its gradient: sign flip (Karimireddy et al. 2021), or a reversed gradient."""
+
+    worker: int
+    factor: float = 1.0
+    begin: int = 0
+    end: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 1 flips the sign alone")
+
+    def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
+        gradient *= -self.factor
+
+
+@dataclass(frozen=True)
+class Enlarges(WrongGradient):
+    """A worker sends `factor` times its gradient."""
+
+    worker: int
+    factor: float = 1000.0
+    begin: int = 0
+    end: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 1000 is usual")
+
+    def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
+        gradient *= self.factor
+
+
+@dataclass(frozen=True)
+class LittleIsEnough(WrongGradient):
+    """A worker sends mu - `z` sigma: "a little is enough" (Baruch, Baruch & Goldberg 2019, algorithm 3).
+
+    mu and sigma, mean and standard deviation of each element over the workers, are those of this worker's own
+    gradients, averaged over about 10 steps: no attacker sees the gradients of others. All attackers deviate in the same
+    direction. The paper uses z = 1.5 for most networks.
+    """
+
+    worker: int
+    z: float = 1.5
+    begin: int = 0
+    end: int = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.z):
+            raise ConfigurationError(f"z must be finite, got {self.z}; 1.5 is the paper's")
+
+    def watch(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
+        key = f"{part.start}:{part.stop}"
+        mean, square = memory.get(f"mean {key}"), memory.get(f"square {key}")
+        memory[f"mean {key}"] = 1.0 * gradient if mean is None else 0.9 * mean + 0.1 * gradient
+        squared = gradient * gradient
+        memory[f"square {key}"] = squared if square is None else 0.9 * square + 0.1 * squared
+
+    def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
+        key = f"{part.start}:{part.stop}"
+        mean = memory[f"mean {key}"]
+        variance = (memory[f"square {key}"] - mean * mean).clip(0)
+        gradient[:] = mean - self.z * namespace(gradient).sqrt(variance)
+
+
+@dataclass(frozen=True)
+class Miscomputes(WrongGradient):
+    """A worker computes NaN in place of element `element` of its gradient number `begin`, or of several up to `end`.
+
+    The worker is faulty, not hostile: its own checks see the gradient. `end` 0 means that one gradient alone.
+    """
+
+    hostile = False
+    worker: int
+    begin: int = 0
+    end: int = 0
+    element: int = 0
+
+    def strikes(self, step: int) -> bool:
+        return self.begin <= step < (self.end or self.begin + 1)
+
+    def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
+        if part.start <= self.element < part.stop:
+            gradient[self.element - part.start] = math.nan
