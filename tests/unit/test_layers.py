@@ -20,7 +20,7 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report trackers planning experiments testing claims bench doctor jax lightning accelerate transformers cli
+    report trackers planning experiments testing claims bench doctor jax lightning accelerate transformers keras cli
 """
 LAYERS = ORDER.split()
 HEAVY = (
@@ -314,6 +314,7 @@ def test_only_modules_for_jax_import_jax():
         "flockstep.frameworks.jax",
         "flockstep.frameworks.jax_tree",
         "flockstep.jax",
+        "flockstep.keras",
     }
 
 
