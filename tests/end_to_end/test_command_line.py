@@ -191,7 +191,7 @@ def test_a_comparison_ranks_writes_a_report_and_goes_on_where_it_stopped(capsys:
     arguments = ["compare", "softmax", "--simulate", "-n", "4", *FAST, "--out", "c"]
     code, out, err = outcome([*arguments, "-s", "bsp", "-s", "gossip"], capsys)
     assert code == 0
-    assert "ps(consistency=bsp)" in out
+    assert "1  bsp " in out or "2  bsp " in out  # as it was written
     assert "c/report.html" in out
     assert "<html" in Path("c/report.html").read_text()[:200]
     events = Path("c/gossip-p-0-1/events.jsonl") if Path("c/gossip-p-0-1").exists() else Path("c/gossip/events.jsonl")
@@ -387,3 +387,29 @@ def test_a_report_of_runs_recorded_earlier(capsys: pytest.CaptureFixture[str]) -
     code, out, _ = outcome(["report", "r", "--out", "both.html"], capsys)
     assert (code, out.strip()) == (0, "both.html")
     assert Path("both.html").stat().st_size > 10_000
+
+
+APART = "no worker sent or received a message in 20 steps: the workers trained apart"
+
+
+def test_workers_that_never_exchanged_are_told_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["-n", "4", "--steps", "20", "--simulate", "--out", "c"]
+    silent, shared = "local_sgd(period=100)", "hogwild"  # all workers of the second one write to the same array
+    code, out, _ = outcome(["compare", "softmax", "-s", silent, "-s", shared, *few], capsys)
+    assert code == 0
+    said = " ".join(out.split())
+    assert f"{silent}: {APART}" in said
+    assert said.count("trained apart") == 1
+    notes = [
+        run.read_summary().notes for run in map(RunFolder, sorted(Path("c").iterdir())) if run.config_file.exists()
+    ]
+    assert sorted(len(each) for each in notes) == [0, 1]
+    assert "trained apart" in Path("c/report.html").read_text()
+
+
+def test_a_single_run_explains_the_columns_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(["simulate", "softmax", "-s", "gossip(p=0.5)", "-n", "2", *FAST], capsys)
+    assert code == 0
+    said = " ".join(out.split())
+    assert "staleness: updates applied between reading the parameters and applying the gradient." in said
+    assert "trained apart" not in said

@@ -76,7 +76,8 @@ def test_the_report_goes_by_medians(capsys: pytest.CaptureFixture[str]) -> None:
     found = compared(
         capsys, "-s", "asgd", "-s", "bsp", "--seeds", "4", "--target", "0.3", "--compute", "exponential(1)"
     )
-    medians = {one["strategy"]: one["seconds_to_target"]["median"] for one in found["medians"]}
+    written = {"ps(consistency=asynchronous)": "asgd", "ps(consistency=bsp)": "bsp"}
+    medians = {written[one["strategy"]]: one["seconds_to_target"]["median"] for one in found["medians"]}
     page = " ".join(html.unescape(re.sub("<[^>]*>", "", Path("c/report.html").read_text().split("<script")[0])).split())
     first, second = sorted(medians, key=medians.__getitem__)
     sentence = re.search(r"What the figures show (\S+) reached .* first, after ([0-9.]+) virtual s", page)
@@ -147,7 +148,7 @@ def test_a_run_that_ended_without_a_usable_model_is_not_finished(capsys: pytest.
     assert run(["simulate", "job.py", "-s", "bsp", "-n", "2", "--steps", "3", "--out", "r", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["status"] == "diverged"
-    assert "ps(consistency=bsp) diverged: loss or metric of the last evaluation is not finite" in err
+    assert "flockstep: bsp diverged: loss or metric of the last evaluation is not finite" in err
 
 
 @pytest.mark.parametrize(

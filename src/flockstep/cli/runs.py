@@ -111,7 +111,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
     sentence = missed(summary)
     said = [*summary.refusals, *([sentence] if sentence is not None else [])]
     if summary.status == "diverged":
-        said.append(f"{summary.strategy} diverged: {summary.error}")
+        said.append(f"{summary.system or summary.strategy} diverged: {summary.error}")
     for text in [*said, *one_by_one([RunFolder(folder).read_config()])]:
         show.console.print(f"flockstep: {text}", markup=False, highlight=False, soft_wrap=True)
     if not summary.useful or (must_reach and sentence is not None):
@@ -123,10 +123,9 @@ def missed(summary: Summary) -> str | None:
     if summary.target is None or summary.seconds_to_target is not None or summary.best_metric is None:
         return None
     return (
-        f"{summary.strategy} did not reach the target {summary.target:g}: its best {summary.metric} was "
-        f"{formatting.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr if training "
-        "diverged, or "
-        "change --target"
+        f"{summary.system or summary.strategy} did not reach the target {summary.target:g}: its best "
+        f"{summary.metric} was {formatting.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr "
+        "if training diverged, or change --target"
     )
 
 

@@ -98,9 +98,11 @@ def canonical(config: RunConfig) -> RunConfig:
 
 
 def _system(strategy: str) -> str | None:
-    """The name of the system and its mode, if the strategy was given by a system's name."""
+    """The name by which the strategy was given, if that is an alias, or a system with its mode."""
     name, _, mode = strategy.partition(":")
-    if strategy in (*registry.names("strategy"), *registry.aliases("strategy")) or catalog.expression(name) is None:
+    if strategy in registry.aliases("strategy"):
+        return strategy
+    if strategy in registry.names("strategy") or catalog.expression(name) is None:
         return None
     return catalog.system(name).name + (f": {mode.strip()}" if mode else "")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flockstep import registry
 from flockstep.drivers.setup import canonical, check, prepare
 from flockstep.errors import ConfigurationError, Interrupted, RunError
 from flockstep.experiments.arguments import cluster_of, listed, usual
@@ -75,10 +76,13 @@ class Grid:
         configs = [on_cluster(dataclasses.replace(self.base, strategy=text), self.cluster) for text in self.strategies]
         for config in configs:
             check(config)
-        texts = [canonical(config).title for config in configs]
-        for text in texts:
-            if texts.count(text) > 1:
-                raise ConfigurationError(f"the strategy {text} is given {texts.count(text)} times; give each once")
+        named = list(map(canonical, configs))
+        texts = [config.title for config in named]
+        # A system may stand beside the strategy that it is composed of, but not an alias beside its expression.
+        same = [one.strategy if one.system in registry.aliases("strategy") else one.title for one in named]
+        for text in same:
+            if same.count(text) > 1:
+                raise ConfigurationError(f"the strategy {text} is given {same.count(text)} times; give each once")
         found = []
         for config, name in zip(configs, _names(texts), strict=True):
             for lr in self.rates or (self.base.lr,):

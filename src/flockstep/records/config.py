@@ -94,7 +94,7 @@ class RunConfig:
     strategy: str
     workers: int
     system: str | None = None
-    """Name of the system whose composition the strategy is; None if the strategy was given as an expression."""
+    """Name by which the strategy was given: a system, or an alias such as `asgd`; None for an expression."""
     seed: int = 0
     transport: str | None = None
     result: str | None = None
@@ -190,7 +190,7 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        """Display name of the strategy: the system's name if there is one, otherwise the expression."""
+        """Display name of the strategy: the name by which it was given if there is one, otherwise the expression."""
         return self.system or self.strategy
 
     @property

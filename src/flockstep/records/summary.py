@@ -102,7 +102,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     job: str
     strategy: str
     system: str | None = None
-    """Name of the system whose composition the strategy is; None if the strategy was given as an expression."""
+    """Name by which the strategy was given: a system, or an alias such as `asgd`; None for an expression."""
     workers: int
     seed: int
     network: str | None
@@ -252,13 +252,14 @@ def summarize(
     agree = _replicas_agree(config.workers, nodes)
     staleness, hit = _staleness(config.workers, updates), quality.hit
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
+    alone = _apart(workers, agree)
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         status=status,
         error=error,
         result_step=None if result is None else result.step,
         result_seconds=None if result is None else result.seconds,
-        notes=list(notes),
+        notes=[*notes, *([] if alone is None else [alone])],
         seconds=time_of(ordered[-1]) if ordered else 0.0,
         seconds_to_target=hit.seconds if hit else None,
         seconds_to_target_range=(quality.before, hit.seconds) if hit else None,
@@ -281,6 +282,32 @@ def summarize(
         per_worker=workers,
         scalars=_scalars(ordered),
         lost=_first_reports(ordered),
+    )
+
+
+def trained_apart(summary: Summary) -> str | None:
+    """Sentence on the workers of a run that exchanged nothing, as far as the record tells; None if all exchanged."""
+    return _apart(summary.per_worker, summary.replicas_agree)
+
+
+def _apart(workers: Sequence[WorkerTotals], agree: bool | None) -> str | None:
+    if len(workers) < 2 or agree is not False:  # equal parameters: one worker is left, or all write to one array
+        return None
+    silent = [one for one in workers if one.steps and not one.messages_sent + one.messages_received]
+    if not silent:
+        return None
+    steps = max(one.steps for one in silent)
+    taken = f"{steps} step{'s' * (steps > 1)}"
+    if len(silent) == len(workers):
+        return (
+            f"No worker sent or received a message in {taken}: the workers trained apart, and the result is not "
+            "that of the strategy; train longer (--epochs, --steps), or let the strategy exchange more often."
+        )
+    ranks = ", ".join(str(one.rank) for one in silent)
+    many = len(silent) > 1
+    return (
+        f"Worker{'s' * many} {ranks} sent and received no message in {taken}, and so trained apart from the others; "
+        "train longer (--epochs, --steps), or let the strategy exchange more often."
     )
 
 

@@ -18,7 +18,7 @@ from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, places, require_comparable
 from flockstep.report.style import ACTIVITIES, Series, by_rank
-from flockstep.report.table import cells, columns, one_by_one, ties
+from flockstep.report.table import apart, cells, columns, one_by_one, ties
 
 _FACTS = (
     ("workers", "workers"),
@@ -98,7 +98,11 @@ def render(
         title=_title(series),
         clock=ranked[0].summary.clock,
         facts=_facts(configs),
-        findings=[*findings(series, seeds), *(f"{text[:1].upper()}{text[1:]}." for text in notes)],
+        findings=[
+            *findings(series, seeds),
+            *apart([record.summary for record in ranked]),
+            *(f"{text[:1].upper()}{text[1:]}." for text in notes),
+        ],
         spread_headings=SPREAD,
         spread_title="" if spread is None else medians.title(*spread),
         spread=[] if spread is None else medians.rows(*spread),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 from flockstep.records.config import RunConfig
-from flockstep.records.summary import Summary
+from flockstep.records.summary import Summary, trained_apart
 from flockstep.report import formatting
 from flockstep.report.ranking import labels, places, rank
 from flockstep.report.terminal import TableColumn, TextTable
@@ -66,6 +65,15 @@ def _time(summary: Summary) -> str:
     return formatting.number(summary.seconds) if summary.target is None else f"> {formatting.number(summary.seconds)}"
 
 
+def apart(ranked: Sequence[Summary]) -> list[str]:
+    """Sentences on runs whose workers did not train together."""
+    return [
+        f"{label}: {sentence[:1].lower()}{sentence[1:]}"
+        for label, sentence in zip(labels(ranked), map(trained_apart, ranked), strict=True)
+        if sentence is not None
+    ]
+
+
 def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
     """Sentences on how certain the order of ranked runs is; `seeds` is the number of runs of each strategy."""
     said = []
@@ -113,15 +121,13 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
     first = ranked[0]
     rows = [cells(*row) for row in zip(places(ranked), labels(ranked), ranked, strict=True)]
     shown = columns(first)
-    if len(ranked) == 1:
-        shown = tuple(dataclasses.replace(one, note="") for one in shown)
     return TextTable(
         shown,
         rows,
         title=heading(ranked),
         styles={0: "bold"} if first.useful else {},
         marks=_STYLES,
-        notes=ties(ranked, seeds),
+        notes=[*apart(ranked), *ties(ranked, seeds)],
     )
 
 
