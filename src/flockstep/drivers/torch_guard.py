@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -90,11 +89,8 @@ class Guard:
         """Accept the current flat array, and write its values to the parameters that are narrower."""
         self._flat.write_parameters()
         self._versions = [parameter._version for parameter in self._flat.parameters]
-        sums, finite = list[Any](), list[Any]()
-        for index in range(-(-len(self._flat.params) // BLOCK)):
-            block = self._block(index)
-            sums.append(_digest(block))
-            finite += map(_finite, block)
+        blocks = map(self._block, range(-(-len(self._flat.params) // BLOCK)))
+        sums, finite = map(list, zip(*map(_digest, blocks), strict=True))
         found = _numbers([*sums, *finite])
         self._sums, self._finite = found[: len(sums)], all(found[len(sums) :])
 
@@ -111,7 +107,7 @@ class Guard:
         count = len(self._sums)
         looked = range(count) if every or count <= WINDOW else [(self._turn + i) % count for i in range(WINDOW)]
         self._turn = (self._turn + WINDOW) % max(count, 1)
-        for index, found in zip(looked, _numbers([_digest(self._block(i)) for i in looked]), strict=True):
+        for index, found in zip(looked, _numbers([_digest(self._block(i))[0] for i in looked]), strict=True):
             if found != self._sums[index]:
                 return self._first_written(index) if every else index * BLOCK
         return None
@@ -187,17 +183,21 @@ def _trained(module: torch.nn.Module) -> set[int]:
     return found
 
 
-def _digest(block: list[Any]) -> Any:
-    """Digest of the bits and positions of a block's arrays; a changed block has the same digest only by chance.
+def _digest(block: list[Any]) -> tuple[Any, Any]:
+    """Digest of the bits and positions of a block's arrays, and whether all their elements are finite.
 
-    The digest of tensors is computed on the tensors' device.
+    A changed block has the same digest only by chance. The digest of tensors is computed on the tensors' device.
     """
     if not isinstance(block[0], np.ndarray):
-        return sum(_weighed(as_bytes(part)) for part in block)
-    found = 0
+        return sum(_weighed(as_bytes(part)) for part in block), torch.stack(list(map(_finite, block))).all()
+    from flockstep.arrays.kernels.numpy_digest import digest
+
+    found, finite = 0, True
     for part in block:
-        found = zlib.crc32((part if isinstance(part, np.ndarray) else as_bytes(part).numpy()).data, found)
-    return found
+        array = isinstance(part, np.ndarray)
+        found, known = digest(part.view(np.uint8) if array else as_bytes(part).numpy(), found)
+        finite &= known if array and part.dtype == np.float32 else bool(_finite(part))
+    return found, finite
 
 
 def _weighed(bits: torch.Tensor) -> torch.Tensor:
