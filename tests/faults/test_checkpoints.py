@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import signal
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from flockstep.cli.app import run as run_command
 from flockstep.launchers.simulate import simulate
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
-from flockstep.records.events import EvaluationEvent, StepEvent
+from flockstep.records.events import EvaluationEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
 from support.disks import small_disk
@@ -121,6 +122,9 @@ def test_an_asynchronous_run_goes_on_from_its_checkpoint(strategy: str, tmp_path
     assert [event for event in after if event in made] == made
     summary = RunFolder(tmp_path / "run").read_summary()
     assert summary.steps == 2 * STEPS
+    if strategy == "asgd":
+        applied = [event for event in after if isinstance(event, UpdateEvent) and event.node < 0]
+        assert Counter(event.source for event in applied) == {0: STEPS, 1: STEPS}, "each gradient is applied once"
     assert summary.best_metric is not None
     assert summary.best_metric > 0.8
 

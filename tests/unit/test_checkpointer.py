@@ -1,0 +1,174 @@
+"""When all nodes have stopped and nothing is on its way: the supervisor's side of a checkpoint, without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flockstep.drivers.checkpoints import ENDED, RUNNING, STOPPED
+from flockstep.launchers import checkpoints
+from flockstep.launchers.checkpoints import Checkpointer
+from flockstep.launchers.node_progress import NodeProgress
+from flockstep.records import checkpoints as disk
+from flockstep.records.config import CheckpointInterval
+from flockstep.strategies.base import Strategy
+
+
+class Link:
+    """What one node is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def tell(self, tag: str, note: dict[str, Any]) -> None:
+        assert tag == "checkpoint"
+        self.told.append(note)
+
+
+class Run:
+    """Two workers and a server, whose answers a test gives."""
+
+    def __init__(self, record: Path):
+        self.links = {0: Link(), 1: Link(), -1: Link()}
+        self.checkpointer = Checkpointer(record, CheckpointInterval(steps=10), 2)
+        self.checkpointer.begin(self.links, Strategy.parse("asgd"))  # type: ignore[arg-type]
+
+    def begin(self) -> None:
+        self.checkpointer.look({0: NodeProgress(step=12), 1: NodeProgress(step=10)})
+
+    def answer(self, **nodes: tuple[int, int, int, int]) -> None:
+        """A wave: (state, step, sent, received) of the nodes a, b (workers) and s (the server)."""
+        for name, (state, step, sent, received) in nodes.items():
+            address = {"a": 0, "b": 1, "s": -1}[name]
+            wave = max(note.get("wave", 0) for note in self.links[address].told)
+            counts = {"sent": sent, "received": received}
+            self.checkpointer.hear(address, {"did": "count", "wave": wave, "state": state, "step": step, **counts})
+
+    def last(self, address: int) -> list[dict[str, Any]]:
+        """What a node was told since the last call."""
+        told, self.links[address].told = self.links[address].told, self.links[address].told[-1:]
+        return told
+
+    @property
+    def copies(self) -> bool:
+        return any(note["do"] == "copy" for link in self.links.values() for note in link.told)
+
+
+ALL = {"a": (STOPPED, 12, 12, 11), "b": (STOPPED, 10, 10, 10), "s": (STOPPED, 0, 21, 22)}
+
+
+def test_a_checkpoint_is_begun_when_the_slowest_worker_has_made_the_steps(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.checkpointer.look({0: NodeProgress(step=30), 1: NodeProgress(step=9)})
+    assert not run.checkpointer.busy
+    run.begin()
+    assert [note["do"] for note in run.links[0].told] == ["stop", "count"]
+
+
+def test_states_are_copied_after_two_equal_waves_with_as_many_messages_received_as_sent(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    run.answer(**ALL)
+    assert not run.copies, "one wave is not enough: a message may have overtaken it"
+    run.answer(**ALL)
+    assert run.copies
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"s": (STOPPED, 0, 22, 22)}, {"a": (STOPPED, 12, 13, 11)}, {"s": (RUNNING, 0, 21, 22)}],
+    ids=["reply on its way", "push on its way", "not all stopped"],
+)
+def test_states_are_not_copied_while_something_is_missing(
+    change: dict[str, tuple[int, int, int, int]], tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    for _ in range(3):
+        run.answer(**{**ALL, **change})
+    assert not run.copies
+    run.answer(**ALL)
+    assert not run.copies, "the counts have just changed"
+    run.answer(**ALL)
+    assert run.copies
+
+
+def test_the_worker_that_others_wait_for_goes_on_by_one_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    waits = {**ALL, "a": (RUNNING, 12, 12, 11)}
+    run.answer(**waits)
+    run.last(1)
+    run.answer(**waits)
+    assert {"do": "stop", "after": 11} in run.last(1)
+    assert {"do": "stop", "after": 13} not in run.last(0)
+
+
+def test_a_run_that_never_stops_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoints, "MOST_RELEASES", 3)
+    run = Run(tmp_path)
+    run.begin()
+    for _ in range(6):
+        run.answer(**{**ALL, "s": (RUNNING, 0, 21, 22)})
+    assert not run.checkpointer.busy
+    assert run.checkpointer.notes == [
+        "no checkpoints are taken, because server 0 did not come to a point at which it can stop"
+    ]
+    assert run.last(0)[-1] == {"do": "go on"}
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("how", ["ended", "lost"])
+def test_no_checkpoint_is_taken_once_a_worker_has_ended_or_is_lost(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    if how == "ended":
+        run.answer(**{**ALL, "a": (ENDED, 12, 12, 11)})
+    else:
+        run.checkpointer.lose(1)
+        assert run.checkpointer.notes == ["no more checkpoints are taken, because worker 1 was lost"]
+    assert not run.checkpointer.busy
+    assert disk.folders(tmp_path) == []
+    run.checkpointer.look({0: NodeProgress(step=50), 1: NodeProgress(step=50)})
+    assert not run.checkpointer.busy
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_manifest_is_written_once_all_nodes_have_written(
+    fails: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    run.answer(**ALL)
+    run.answer(**ALL)
+    (folder,) = disk.folders(tmp_path)
+    for address in run.links:
+        assert run.last(address)[-1]["do"] == "copy"
+        run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0 + address, "step": 10})
+    assert run.last(0)[-1] == {"do": "go on"}, "nodes go on while their states are written"
+    for address, step in ((0, 12), (1, 10)):
+        shard = disk.write_shard(folder, address, step, {"x": np.zeros(1)})
+        note = {"step": step, "nbytes": shard.nbytes, "sha256": shard.sha256}
+        run.checkpointer.hear(address, {"did": "write", **note})
+    assert not (folder / disk.MANIFEST).exists()
+    shard = disk.write_shard(folder, -1, 0, {"x": np.zeros(1)})
+    last = {"did": "write", "step": 0, "nbytes": shard.nbytes, "sha256": shard.sha256}
+    run.checkpointer.hear(-1, {"did": "fail", "why": "Input/output error"} if fails else last)
+    assert not run.checkpointer.busy
+    if fails:
+        assert disk.folders(tmp_path) == []
+        text = "no checkpoint was written, and the one before is kept: Input/output error"
+        assert run.checkpointer.notes == [text]
+        assert text in capsys.readouterr().err
+    else:
+        manifest = disk.newest(tmp_path).manifest
+        assert manifest.steps == {0: 12, 1: 10}
+        assert manifest.seconds == 2.0
