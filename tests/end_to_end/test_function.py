@@ -208,6 +208,7 @@ def with_kernel(folder: Path, script: Any) -> None:
 
 
 @in_a_notebook
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_function_of_a_notebook_runs_on_workers_until_the_kernel_is_interrupted(tmp_path: Path) -> None:
     from nbclient.exceptions import CellExecutionError
