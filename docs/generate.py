@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import proofs
 
 ROOT = Path(__file__).parents[1]
+ATTACKERS = ROOT / "benchmarks" / "attackers.json"
 SLOW_LINKS = ROOT / "benchmarks" / "slow_links.json"
 WORKERS, STEPS = 4, 100
 """The run that the traffic column is taken from."""
@@ -241,6 +242,17 @@ def _slow_cells(row: dict[str, Any]) -> Iterator[str]:
     yield " and ".join(str(sum(time is not None for time in rates.values())) for rates in row["rates"])
 
 
+def attackers() -> str:
+    """Accuracy of each aggregation under attack, and its cost: the rows that benchmarks/attackers.py has kept."""
+    rows = json.loads(ATTACKERS.read_text("utf-8"))
+    attacks = list(rows[0]["accuracy"])
+    heading = ("rule", "cost", *("no attacker" if attack == "none, 0" else attack for attack in attacks))
+    return table(
+        heading,
+        [(_code(row["rule"]), f"{row['cost']:g}", *(f"{row['accuracy'][a]:.0f}" for a in attacks)) for row in rows],
+    )
+
+
 def without_far_links(text: str) -> str:
     """`text` without links to headings that it does not have, other than those to the limits."""
     return re.sub(r"\[([^]]*)\]\(#(?!limits)[^)]*\)", r"\1", text)
@@ -404,6 +416,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "home": home,
     "limits": limits,
     "slow-links": slow_links,
+    "attackers": attackers,
     "events": event_fields,
     "summary": summary_fields,
     "workers": worker_fields,

@@ -168,6 +168,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "C19": "flockstep.claims.c19_resilience:Resilience",
         "C20": "flockstep.claims.c20_sparta:SpartaDiloco",
         "C21": "flockstep.claims.c21_largest_learning_rate:LargestLearningRate",
+        "C22": "flockstep.claims.c22_attackers:Attackers",
     },
     "topology": {
         "ring": "flockstep.topologies.ring:RingGraph",

@@ -249,7 +249,7 @@ def test_parameters_are_checked(text):
         ("ps(bsp, filters=(kkt(0.1),), aggregation=median)", "filters"),
         ("ps(bsp, server_update=staleness_scaled, aggregation=median)", "weighs.*plain"),
         ("scatter_reduce(aggregation=krum)", "compares whole gradients.*median"),
-        ("all_reduce(aggregation=median)", "an argument of ps, scatter_reduce, factor_server"),
+        ("all_reduce(aggregation=median)", "an argument of ps, dpsgd, scatter_reduce, factor_server"),
     ],
 )
 def test_what_does_not_compose_is_refused_with_what_does(text, words):
@@ -294,7 +294,8 @@ PROMISES = ["ps(bsp, aggregation=median)", "ps(bsp, shards=2, aggregation=trimme
             "ps(k_async(4), aggregation=multi_krum(0))", "ps(bsp, aggregation=geometric_median)",
             "ps(bsp, aggregation=centered_clipping(1))", "scatter_reduce(aggregation=median)",
             "ps(bsp, codec=half, server_update=with_optimizer(adagrad(0.05)), aggregation=median)",
-            "ps(bsp, codec=topk(0.2), feedback=residual, aggregation=multi_krum(1))"]  # fmt: skip
+            "ps(bsp, codec=topk(0.2), feedback=residual, aggregation=multi_krum(1))",
+            "dpsgd(aggregation=median)"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", few(PROMISES, "ps(bsp, aggregation=centered_clipping(1))"))
@@ -340,3 +341,62 @@ def test_the_oracle_notices_the_lower_median():
     x = sample(8)
     assert not np.allclose(LowerMedian().combine(list(x)).vector, np.median(x, axis=0))
     assert np.array_equal(middle([x[0], x[1]]), mean_of([x[0], x[1]]))
+
+
+# ---- neighbors
+
+
+def neighbors_oracle(n, mix, steps=STEPS):
+    """On a ring: w_i ← mix(own, left, right) - lr g_i at the old w_i."""
+    source = GradientSource(n)
+    w = np.stack([source.start() for _ in range(n)])
+    for _ in range(steps):
+        g = np.stack([source.gradient(rank, w[rank]) for rank in range(n)])
+        w = np.stack([mix(w[i], w[i - 1], w[(i + 1) % n]) for i in range(n)]) - np.float32(0.1) * g
+    return w
+
+
+def self_centered(tau, share=1 / 3):
+    def mix(own, *others):
+        return own + share * sum((x - own) * min(1, tau / max(np.linalg.norm(x - own), 1e-30)) for x in others)
+
+    return mix
+
+
+@pytest.mark.parametrize(
+    ("text", "mix", "wrong"),
+    [
+        ("centered_clipping(0.05)", self_centered(0.05), self_centered(0.06)),
+        ("median", lambda *models: np.median(models, axis=0), lambda *models: np.mean(models, axis=0)),
+    ],
+)
+def test_neighbors_are_combined_as_the_papers_say(text, mix, wrong):
+    replicas = run_strategy(f"dpsgd(aggregation={text})", 5, STEPS).replicas
+    np.testing.assert_allclose(replicas, neighbors_oracle(5, mix), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(replicas, neighbors_oracle(5, wrong), rtol=1e-4, atol=1e-5)
+
+
+def test_without_clipping_neighbors_average():
+    ours, theirs = (
+        run_strategy(f"dpsgd(aggregation={each})", 5, STEPS).replicas for each in ("centered_clipping(1e6)", "mean")
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_an_attackers_model_pulls_its_neighbors_by_a_bounded_step():
+    """The attacker's own model runs away; each neighbor moves by at most W_ij tau per step toward it."""
+    far = {
+        text: np.linalg.norm(
+            run_strategy(f"dpsgd(aggregation={text})", 6, STEPS, faults=["flips_sign(0, 1e6)"]).replicas[1:]
+        )
+        for text in ("mean", "centered_clipping(0.05)", "trimmed_mean(1)")
+    }
+    assert far["mean"] > 1e4
+    assert far["centered_clipping(0.05)"] < 20
+    assert far["trimmed_mean(1)"] < 20
+
+
+def test_a_neighborhood_must_be_large_enough():
+    with pytest.raises(ConfigurationError, match="n=3 and f=1"):
+        Strategy.parse("dpsgd(aggregation=krum(1))").check(6)
+    Strategy.parse("dpsgd(complete, aggregation=krum(1))").check(6)

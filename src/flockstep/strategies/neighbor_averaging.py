@@ -13,6 +13,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import LEAVE, Notes, node_name
 from flockstep.nodes import Worker
+from flockstep.strategies.aggregations import Aggregation, Mean
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.rewiring import Bridge, Bridges, within_reach
 from flockstep.topologies.base import Topology
@@ -31,11 +32,16 @@ class NeighborAveraging(Strategy):
     longer of computing and communicating. The mean of the replicas moves as in synchronous SGD; the replicas agree only
     in the limit. The graph may change from step to step. The neighbors of a dead worker keep the weight they gave to
     it, and on a graph that does not change they are connected to each other; the paper has no failures.
+
+    An `aggregation` takes the place of Σ_j W_ij w_j: centered_clipping as self-centered clipping (He, Karimireddy &
+    Jaggi 2022), with W; the others over the models of a worker and its neighbors, without W (BRIDGE: Yang & Bajwa 2019,
+    for trimmed_mean and median). The mean of the replicas is then not that of synchronous SGD.
     """
 
     notes: ClassVar[Notes] = {"bridge": Bridge}
 
     topology: Topology = field(default_factory=RingGraph)
+    aggregation: Aggregation = field(default_factory=Mean)
 
     # Updates spread along the graph's edges; neighbors of a dead worker are connected.
     traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"), equal_steps=True)
@@ -58,6 +64,9 @@ class NeighborAveraging(Strategy):
         """
         require_doubly_stochastic(self.topology, workers, f"dpsgd on {self.topology}")
         require_symmetric(self.topology, workers, f"dpsgd on {self.topology}")
+        for weights in {} if self.aggregation.linear else mixing(self.topology, workers):
+            for rank in range(workers):
+                self.aggregation.check(1 + len(hearing(weights, rank)))
 
     def worker_state(self, me: Worker) -> Bridges:
         return Bridges()
@@ -85,6 +94,12 @@ class NeighborAveraging(Strategy):
 
     async def _mix(self, me: Worker, shares: Sequence[tuple[int, float]]) -> None:
         """w_i ← Σ_j W_ij w_j, with w_i in place of the model of a dead neighbor j."""
+        if not self.aggregation.linear:
+            others = [(await _heard(me, j), share) for j, share in shares if j != me.rank]
+            if others:
+                models, weights = zip(*others, strict=True)
+                me.params[:] = self.aggregation.mix(me.params, models, weights)
+            return
         mixed: FlatArray | None = None
         for j, share in shares:
             model = me.params if j == me.rank else await _heard(me, j)

@@ -65,3 +65,13 @@ class Aggregation(Component):
             vectors: the vectors of different workers, each of shape (K,), all elements finite.
             previous: the previous result (K,), if there is one and the aggregation `remembers`.
         """
+
+    def mix(self, own: FlatArray, others: Sequence[FlatArray], shares: Sequence[float]) -> FlatArray:
+        """Combine a worker's own model with those of its neighbors; by default without weights.
+
+        Args:
+            own: the worker's model (K,).
+            others: the neighbors' models, each of shape (K,).
+            shares: W_ij of each neighbor j in the mixing matrix.
+        """
+        return self.combine([own, *others]).vector

@@ -14,7 +14,14 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
 from flockstep.optimizers.base import require
 from flockstep.strategies.aggregations.base import Combined
-from flockstep.strategies.aggregations.combination import Combination, Gram, Weights, distances_from
+from flockstep.strategies.aggregations.combination import (
+    Combination,
+    Gram,
+    Weights,
+    distances_from,
+    inner_products,
+    weighted_sum,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class CenteredClipping(Combination):
     v ← v + mean_i (v_i - v) min(1, tau / ||v_i - v||), `iterations` times (L in the paper). The center v begins as the
     previous result, the first one as 0. An attacker moves the result by at most tau / n per iteration. `tau` is in
     units of the gradient's norm: if tau is larger than all differences, the result is the mean; if tau is far smaller,
-    every step is short.
+    every step is short. Between neighbors the center is a worker's own model (He, Karimireddy & Jaggi 2022).
     """
 
     tau: float = field(default=10.0, metadata=SHOWN | searched(0.01, 100.0, whole=False))
@@ -39,6 +46,13 @@ class CenteredClipping(Combination):
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
         center = zeros(vectors[0], len(vectors[0])) if previous is None else previous
         return super().combine(vectors, center)
+
+    def mix(self, own: FlatArray, others: Sequence[FlatArray], shares: Sequence[float]) -> FlatArray:
+        """Return x_i + sum_j W_ij (x_j - x_i) min(1, tau / ||x_j - x_i||): self-centered clipping (He et al. 2022)."""
+        models = [own, *others]
+        itself = np.append(1.0, np.zeros(len(others)))
+        factors = np.asarray(shares) * clip_factors(distances_from(inner_products(models), itself)[1:], self.tau)
+        return weighted_sum(models, np.append(1 - factors.sum(), factors))
 
     def coefficients(self, gram: Gram) -> Weights:
         """Return the coefficients of the vectors, and as the last element the coefficient of the center."""

@@ -1,0 +1,110 @@
+"""One attacker ruins a mean; robust aggregations withstand the attackers that they are made for, with one exception."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.digits_perceptron import digits_job
+from flockstep.claims.spans import median, ranged
+from flockstep.errors import Diverged
+from flockstep.testing.strategies import run_strategy
+
+WORKERS, STEPS, BATCH, OPTIMIZER = 8, 150, 16, "sgd(lr=0.1, momentum=0.9)"
+SMALL = "a little is enough"
+RULES = (
+    "mean", "median", "trimmed_mean(2)", "krum(2)", "multi_krum(2)", "geometric_median", "centered_clipping(1.0)",
+)  # fmt: skip
+"""Aggregations made for two attackers of eight; tau of centered clipping is about the norm of an honest gradient."""
+ATTACKS = {"sign flip": "flips_sign({})", "×1000": "enlarges({})", SMALL: "little_is_enough({}, z=1.5)"}
+ATTACKERS = (1, 2)
+GUESS = 10.0
+"""Accuracy in percent of a guess, and of a model that diverged."""
+ROOM, LOST, GUESSED = 10.0, 20.0, 25.0
+"""ROOM: percentage points below its own accuracy without attackers within which a rule counts as withstanding.
+
+LOST: points that the coordinate-wise rules lose at least to a small attack.
+GUESSED: largest accuracy of a ruined model.
+"""
+
+
+@dataclass(frozen=True)
+class Attackers(Claim):
+    """Accuracy of each aggregation under each attack."""
+
+    seeds: int = 3
+    statement = (
+        "One of eight workers ruins the mean by sending too much; median, trimmed mean, Krum, multi-Krum, geometric "
+        "median and centered clipping withstand two; a small attack within the spread of honest gradients defeats the "
+        "coordinate-wise rules"
+    )
+    source = (
+        "Blanchard et al. 2017, lemma 1 and section 4; Yin et al. 2018; Karimireddy et al. 2021; Pillutla et al. 2022; "
+        "Baruch et al. 2019 for the small attack, with statistics of the attacker's own gradients"
+    )
+    setting = (
+        f"digits on a perceptron, synchronous parameter server with {WORKERS} workers in virtual time, {STEPS} steps "
+        f"of {BATCH} samples, {OPTIMIZER}; 0, 1 and 2 attackers in all steps; {seeds} seeds"
+    )
+    tolerance = (
+        f"median accuracy of the seeds: mean under ×1000 <= {GUESSED:g} %; every robust rule under sign flip and ×1000 "
+        f"within {ROOM:g} points of its own accuracy without attackers; median and trimmed mean "
+        f"lose >= {LOST:g} points to two attackers that send a little"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Train with every rule under every attack."""
+        found = accuracies(self.seeds, say)
+        rows = [
+            _row(f"{rule}, {f} of 8, {attack}", found[rule, attack, f], median(found[rule, "none", 0]) - ROOM)
+            for rule in RULES[1:]
+            for attack in ("sign flip", "×1000")
+            for f in ATTACKERS
+        ]
+        rows += [
+            _row(f"control: {rule}, {f} of 8, ×1000", found[rule, "×1000", f], most=GUESSED)
+            for rule, f in (("mean", 1), ("mean", 2), ("trimmed_mean(1)", 2))
+        ]
+        rows += [
+            _row(f"{rule}, 2 of 8, {SMALL}", found[rule, SMALL, 2], most=median(found[rule, "none", 0]) - LOST)
+            for rule in ("median", "trimmed_mean(2)")
+        ]
+        figures = {f"{rule}, {f} of 8, {attack}": median(got) for (rule, attack, f), got in found.items()}
+        reason = (
+            "A sign flip of one or two costs the mean little, because six honest gradients outweigh two; Krum trains "
+            "on one worker's samples, which costs accuracy also without attackers"
+        )
+        return Verdict(tuple(rows), reason, figures)
+
+
+def _row(what: str, got: list[float], least: float = 0.0, most: float = 100.0) -> ClaimRow:
+    wanted = f">= {least:.0f}" if least else f"<= {most:.0f}"
+    return ClaimRow(f"{what}: accuracy in %", wanted, ranged(got, 1), least <= median(got) <= most)
+
+
+def accuracies(seeds: int, say: Say) -> dict[tuple[str, str, int], list[float]]:
+    """Return (rule, attack, number of attackers) → final test accuracies in percent, one per seed."""
+    found = {}
+    for rule in RULES:
+        found[rule, "none", 0] = [accuracy(rule, [], seed) for seed in range(seeds)]
+        for attack, text in ATTACKS.items():
+            for f in ATTACKERS:
+                faults = [text.format(rank) for rank in range(f)]
+                found[rule, attack, f] = [accuracy(rule, faults, seed) for seed in range(seeds)]
+        own = {key: ranged(got) for key, got in found.items() if key[0] == rule}
+        say(f"{rule}: " + ", ".join(f"{attack} {f}: {got}" for (_, attack, f), got in own.items()))
+    enlarged = [ATTACKS["×1000"].format(rank) for rank in range(2)]
+    found["trimmed_mean(1)", "×1000", 2] = [accuracy("trimmed_mean(1)", enlarged, seed) for seed in range(seeds)]
+    return found
+
+
+def accuracy(rule: str, faults: list[str], seed: int) -> float:
+    """Return the final test accuracy in percent."""
+    try:
+        run = run_strategy(
+            f"ps(bsp, aggregation={rule})", WORKERS, STEPS, job=digits_job(OPTIMIZER, BATCH), compute="constant(0.01)",
+            network="ideal", seed=seed, faults=faults,
+        )  # fmt: skip
+    except Diverged:
+        return GUESS
+    return 100 * run.evaluation.metric
