@@ -97,8 +97,8 @@ class Packing:
         return self.total(packed[: self.rest], [packed[self.rest :]])
 
     def total(self, rest: FlatArray, factors: Sequence[FlatArray]) -> FlatArray:
-        """Return the flat gradient (K,) with the given rest, and layers that sum the products of several packed
-        gradients.
+        """Return the flat gradient (K,) from `rest`, its elements outside of factored layers, and from the factors of
+        several packed gradients, whose products are summed in each layer.
         """
         xp, out = namespace(rest), empty(rest, self.parts[-1].stop)
         position = 0

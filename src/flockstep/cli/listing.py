@@ -197,7 +197,7 @@ def listing(noun: str) -> list[dict[str, str]]:
     """One row for each component of `noun`: how to write it, with its defaults, and its docstring's first line.
 
     Raises:
-        UnknownName: there is no list of that.
+        UnknownName: there is no kind of component with this name.
     """
     if noun not in nouns():
         raise UnknownName.among("kind", noun, nouns())

@@ -119,7 +119,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
 
 
 def missed(summary: Summary) -> str | None:
-    """Sentence about a missed target; None if the target was reached or there is none."""
+    """Sentence about a missed target; None if the run has no target, or has reached it."""
     if summary.target is None or summary.seconds_to_target is not None or summary.best_metric is None:
         return None
     return (

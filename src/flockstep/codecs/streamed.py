@@ -27,7 +27,7 @@ def refuse(codec: Codec, value: float, place: int) -> Diverged:
 
 
 class Streamed(Codec):
-    """Decodes from indices and values. A payload as long as the array is the uncompressed array itself."""
+    """Decodes an array from indices and values. A payload as long as the array is the uncompressed array itself."""
 
     @abstractmethod
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:

@@ -142,7 +142,7 @@ def check_ratio(name: str, ratio: float) -> None:
     """Check that a ratio lies in (0, 1].
 
     Raises:
-        ConfigurationError: the ratio does not.
+        ConfigurationError: the ratio lies outside of (0, 1].
     """
     if not 0 < ratio <= 1:
         raise ConfigurationError(

@@ -47,7 +47,7 @@ class Calls:
         """Check that there is a rank of that number.
 
         Raises:
-            ConfigurationError: there is none.
+            ConfigurationError: there is no such rank.
         """
         if not 0 <= rank < self.workers:
             raise ConfigurationError(f"a rank must be one of 0..{self.workers - 1}, got {rank!r}")

@@ -292,7 +292,7 @@ def require_scale(batch: int, workers: int) -> None:
     """Check a batch size and a number of workers.
 
     Raises:
-        ConfigurationError: one of them is below 1.
+        ConfigurationError: the batch size or the number of workers is below 1.
     """
     for name, value in (("batch", batch), ("workers", workers)):
         if value < 1:

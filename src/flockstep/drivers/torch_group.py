@@ -96,7 +96,7 @@ def broadcast_value(value: T, source: int, framework: str) -> T:
     """Return the value of rank `source`: text, numbers, None, or lists and dicts of them. All ranks call this.
 
     Raises:
-        ConfigurationError: the value is of another kind.
+        ConfigurationError: the value has another type.
     """
     if not dist.is_initialized():
         return value

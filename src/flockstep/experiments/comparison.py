@@ -380,7 +380,7 @@ def runs_in(folder: Path) -> list[Path]:
     """The run folders that `folder` is or contains.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no run folder.
     """
     if RunFolder(folder).config_file.exists():
         return [folder]

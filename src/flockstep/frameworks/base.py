@@ -243,7 +243,7 @@ class Engine(ABC):
         squared difference of the outputs. Returns the mean loss without the distance.
 
         Raises:
-            CompositionError: this framework or model does not support it.
+            CompositionError: this framework or model does not support distillation.
         """
         raise CompositionError("this framework cannot learn from the predictions of other models; use torch")
 

@@ -71,7 +71,7 @@ def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep:
     Without `keep`, for workers whose optimizer steps in the parameters' dtypes, a rounded value is refused instead.
 
     Raises:
-        ConfigurationError: `keep` is false, and a value was rounded to another one.
+        ConfigurationError: `keep` is false, and a value was rounded to another value.
     """
     keys = [key for group in state["param_groups"] for key in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

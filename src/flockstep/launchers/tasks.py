@@ -67,7 +67,7 @@ class TaskSpec:
 
 
 def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
-    """Run the agent of a host until the run ends; `own` is the samples of this host's only worker.
+    """Run the agent of a host until the run ends; `own` describes the samples of this host's only worker.
 
     Raises:
         ConfigurationError: the coordinator refused, or cannot be reached.

@@ -147,7 +147,7 @@ def require_known(requirements: Iterable[str]) -> None:
     """Refuse a requirement that does not exist.
 
     Raises:
-        UnknownName: a need does not exist.
+        UnknownName: a requirement does not exist.
     """
     for name in requirements:
         if name not in REQUIREMENTS:

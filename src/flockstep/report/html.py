@@ -80,7 +80,7 @@ def render(
             group stands in `records` as one record, whose summary is the group's median.
 
     Raises:
-        ConfigurationError: the runs cannot be compared, or there are none.
+        ConfigurationError: the runs cannot be compared, or the list of runs is empty.
     """
     if not records:
         raise ConfigurationError("a report needs at least one run, got none; name the folder of a run")

@@ -64,7 +64,7 @@ def check_positive(who: str, **values: float) -> None:
     """Check that all `values` are positive and finite.
 
     Raises:
-        ConfigurationError: a value is not; the message names the first one.
+        ConfigurationError: a value is not positive or not finite; the message names the first such value.
     """
     for name, value in values.items():
         if not 0 < value < float("inf"):

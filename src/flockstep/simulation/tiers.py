@@ -60,7 +60,7 @@ class Tiers(Network):
         """The links of `among`.
 
         Raises:
-            ConfigurationError: one is another network.
+            ConfigurationError: `among` contains a network that is not a link.
         """
         found = tuple(one for one in self.among if isinstance(one, Link | FairLink))
         if len(found) < len(self.among):

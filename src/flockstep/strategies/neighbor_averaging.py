@@ -60,7 +60,7 @@ class NeighborAveraging(Strategy):
         """Check that the mixing matrix is symmetric and doubly stochastic, so that mixing keeps the mean.
 
         Raises:
-            ConfigurationError: the topology's matrix is not.
+            ConfigurationError: the topology's mixing matrix is not symmetric or not doubly stochastic.
         """
         require_doubly_stochastic(self.topology, workers, f"dpsgd on {self.topology}")
         require_symmetric(self.topology, workers, f"dpsgd on {self.topology}")

@@ -14,7 +14,7 @@ def require_doubly_stochastic(topology: Topology, n: int, who: str) -> None:
     """Check that the mixing matrix is doubly stochastic at every step, so that mixing keeps the mean.
 
     Raises:
-        ConfigurationError: at some step it is not.
+        ConfigurationError: the matrix of some step is not doubly stochastic.
     """
     if not facts(topology, n).doubly_stochastic:
         raise ConfigurationError(
@@ -27,7 +27,7 @@ def require_symmetric(topology: Topology, n: int, who: str) -> None:
     """Check that the mixing matrix is symmetric at every step.
 
     Raises:
-        ConfigurationError: at some step it is not.
+        ConfigurationError: the matrix of some step is not symmetric.
     """
     found = facts(topology, n)
     if not found.symmetric:
@@ -42,7 +42,7 @@ def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
     """Check that the mixing matrix is column-stochastic at every step, so that mixing keeps the sum.
 
     Raises:
-        ConfigurationError: at some step it is not.
+        ConfigurationError: the matrix of some step is not column-stochastic.
     """
     if not facts(topology, n).column_stochastic:
         raise ConfigurationError(

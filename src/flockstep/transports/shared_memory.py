@@ -46,7 +46,7 @@ class SharedMemory:
         """Create a segment of `size` bytes.
 
         Raises:
-            ConfigurationError: this system has no shared memory, or not enough of it.
+            ConfigurationError: this system has no shared memory, or too little.
         """
         if sys.platform != "linux":
             raise ConfigurationError(f"shared memory needs Linux, got {sys.platform}; choose a strategy with messages")

@@ -48,7 +48,7 @@ def require_at_least(least: float, /, **values: float) -> None:
     """Check that all `values` are at least `least`.
 
     Raises:
-        ConfigurationError: a value is not; the message names the first one.
+        ConfigurationError: a value is below `least`; the message names the first such value.
     """
     for name, value in values.items():
         if not value >= least:

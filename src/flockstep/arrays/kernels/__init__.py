@@ -24,7 +24,7 @@ def of(array: Any) -> Any:
     """Return the module of primitives for `array`, a numpy array or a torch tensor.
 
     Raises:
-        TypeError: `array` is neither.
+        TypeError: `array` is of another type.
     """
     if isinstance(array, (np.ndarray, np.generic)):
         return _loaded("flockstep.arrays.kernels.on_numpy")

@@ -11,7 +11,7 @@ def check_slices(aggregation: Aggregation, codec: Codec, slices: int) -> None:
     """Check that an aggregation combines vectors that are sent with `codec` to the owners of `slices` slices.
 
     Raises:
-        CompositionError: the aggregation cannot combine such vectors; the message names a composition that does.
+        CompositionError: the aggregation cannot combine such vectors; the message names a composition that can.
     """
     if slices != 1 and not aggregation.coordinatewise:
         raise CompositionError(

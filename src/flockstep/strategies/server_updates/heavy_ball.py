@@ -52,7 +52,7 @@ def heavy_ball(optimizer: Optimizer) -> SGD:
     """Return the optimizer if it is sgd with heavy-ball momentum.
 
     Raises:
-        CompositionError: the optimizer is not.
+        CompositionError: the optimizer is not sgd with heavy-ball momentum.
     """
     if not isinstance(optimizer, SGD) or optimizer.nesterov or optimizer.dampening:
         raise CompositionError(
