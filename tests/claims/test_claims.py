@@ -75,7 +75,7 @@ def test_free_messages_leave_the_times_of_gradients() -> None:
 
 def test_only_real_stages_are_missing_of_pipelines() -> None:
     verdict = Claim.parse("A14").check(lambda line: None)
-    assert [row.what for row in verdict.rows if not row.holds] == ["stages in processes of their own"]
+    assert [row.what for row in verdict.rows if not row.holds] == ["stages in separate real processes"]
 
 
 def test_a_pipeline_without_its_dependencies_has_no_bubble() -> None:

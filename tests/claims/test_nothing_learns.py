@@ -28,7 +28,7 @@ RUNS = {
 """What runs a claim's training, and what that would give if every model guessed."""
 REFERENCES = {
     "B1": ["synchronous", "1-softsync, alpha", "15-softsync, alpha / 15", "30-softsync, alpha / 30"],
-    "B2": ["EASGD, tau 1,", "EASGD, tau 16", "EASGD, tau 64", "Downpour, tau 1,"],
+    "B2": ["EASGD, tau 1:", "EASGD, tau 16", "EASGD, tau 64", "Downpour, tau 1:"],
     "B4": ["dense"],
     "B7": ["synchronous, mixed", "synchronous, sorted", "sgp", "dpsgd", "local_sgd(10)", "local_sgd(50)"],
     "B8": ["full", "deferred, share 0.5", "deferred, share 0.05"],

@@ -224,33 +224,33 @@ class Elsewhere(Identity):
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        (WrongSize, "wire_bytes says 1, encode gives 0"),
-        (AboveItsLimit, "wire_bytes says 1, encode gives 2"),
-        (Grows, "takes 65 bytes, the array only 0"),
-        (Words, "not as bytes"),
+        (WrongSize, "wire_bytes promises 1 bytes, but encode returns 0"),
+        (AboveItsLimit, "wire_bytes promises 1 bytes, but encode returns 2"),
+        (Grows, "takes 65 bytes, but the array itself only 0"),
+        (Words, "instead of bytes"),
         (OtherType, "decoded to float64"),
-        (Scribbles, "changes the"),
+        (Scribbles, "changes the input"),
         (Aliases, "returns the memory"),
-        (Unseeded, "differs for the same seed"),
-        (AsItLies, "differs from the same array in one piece"),
+        (Unseeded, "encodings with the same seed differ"),
+        (AsItLies, "the encoding depends on how the array lies"),
         (TakesAnything, "decodes .* bytes"),
         (Crashes, "damaged bytes for .* with ValueError"),
         (AddsOnce, "add_decoded with scale 0.5"),
-        (AddsAnything, "add_decoded takes .* that decode refuses"),
-        (Forgets, "encode_residual loses something|keeps something other"),
+        (AddsAnything, "add_decoded accepts .* that decode refuses"),
+        (Forgets, "encode_residual loses part of a value|the kept error"),
         (KeepsAll, "keeps an error of"),
-        (Claims, "error_bound says"),
-        (Varies, "variance says"),
-        (NotLossless, "declared lossless|encode_residual loses|keeps something other"),
+        (Claims, "error_bound promises"),
+        (Varies, "variance promises"),
+        (NotLossless, "declared lossless|encode_residual loses|the kept error"),
         (NotUnbiased, "declared unbiased"),
         (NotLinear, "declared linear"),
-        (Bound, "do not arrive as they are"),
+        (Bound, "although the codec sends them exactly"),
         (Negates, "not below their squared norm"),
-        (Shifts, "does not keep zero|loses something"),
-        (Mute, "raise Diverged"),
-        (Vague, "does not say 'element 0'"),
-        (Descends, "do not ascend"),
-        (Elsewhere, "differs from what decode gives"),
+        (Shifts, "changes zeros|loses part of a value"),
+        (Mute, "instead of raising Diverged"),
+        (Vague, "does not name 'element 0'"),
+        (Descends, "not in ascending order"),
+        (Elsewhere, "returns other values than decode"),
     ],
 )
 def test_a_wrong_codec_is_caught(wrong, complaint):
@@ -319,7 +319,11 @@ class Explodes(Residual):
 
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
-    [(Touches, "changes the array"), (Counts, "a copy of the memory sends something else"), (Explodes, "inf at step")],
+    [
+        (Touches, "changes the array"),
+        (Counts, "a copy of the feedback memory leads to different bytes"),
+        (Explodes, "inf at step"),
+    ],
 )
 def test_a_wrong_feedback_is_caught(wrong, complaint):
     with pytest.raises(AssertionError, match=complaint):
@@ -339,7 +343,9 @@ class NumpyOnly(Half):
         return super().encode(np.asarray(array.reshape(-1)), random)
 
 
-@pytest.mark.parametrize(("wrong", "complaint"), [(OtherBytes, "differs from the array's"), (NumpyOnly, "as ndarray")])
+@pytest.mark.parametrize(
+    ("wrong", "complaint"), [(OtherBytes, "between the tensor and the equal array"), (NumpyOnly, "as ndarray")]
+)
 def test_a_codec_that_treats_tensors_otherwise_is_caught(wrong, complaint):
     pytest.importorskip("torch", reason="torch is not installed")
     check_tensors(Half())

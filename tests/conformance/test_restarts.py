@@ -138,9 +138,9 @@ class Holds(AllReduce):
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        (Counts(), "ends differently|belongs in me.state|has other events|was lost|deadlock"),
-        (Remembers(), "belongs in me.state"),
-        (Collects(), "belongs in me.state|deadlock"),
+        (Counts(), "ends differently|in me.state|has other events|was lost|deadlock"),
+        (Remembers(), "in me.state"),
+        (Collects(), "in me.state|deadlock"),
         (Holds(), r"state\.state is builtins\.range_iterator, which cannot be saved"),
     ],
 )

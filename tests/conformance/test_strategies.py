@@ -115,7 +115,7 @@ def test_conforms_with_settings_that_differ_alone(text):
 
 @pytest.mark.parametrize("name", DIFFERS_ALONE)
 def test_what_differs_alone_is_noticed(name):
-    with pytest.raises(AssertionError, match="with one worker differs"):
+    with pytest.raises(AssertionError, match="with one worker gives another result"):
         checks.check_alone(Strategy.parse(name))
 
 
@@ -330,14 +330,14 @@ class Asynchronous(Sound):
         (Deadlocks(), r"on 4 workers fails: deadlock.*'never' from anyone"),
         (WaitsForTheGone(), r"on 2 workers fails: worker \d has left"),
         (StopsEarly(), "takes {1: 19} steps"),
-        (Explodes(), "leaves worker 1 not finite"),
-        (Unseeded(), "two runs of one seed differ on worker 0"),
-        (UnseededTraffic(), "two runs of one seed have other events"),
-        (NeverExchanges(), r"declared synchronous, but workers \[1\] of 2"),
-        (SumsFromItself(), r"declared synchronous, but workers \[.*\] of 4"),
-        (Asynchronous(), r"declared synchronous, but workers"),
-        (ForgetsAtRestart(), "ends differently on worker 0; state that it keeps between steps belongs in me.state"),
-        (DoublesTheStep(), "with one worker differs"),
+        (Explodes(), "the parameters of worker 1 are not finite"),
+        (Unseeded(), "with the same seed differ on worker 0"),
+        (UnseededTraffic(), "with the same seed have different events"),
+        (NeverExchanges(), r"declared synchronous, but the parameters of workers \[1\] of 2"),
+        (SumsFromItself(), r"declared synchronous, but the parameters of workers \[.*\] of 4"),
+        (Asynchronous(), r"declared synchronous, but the parameters of workers"),
+        (ForgetsAtRestart(), "ends differently on worker 0; keep all state between steps in me.state"),
+        (DoublesTheStep(), "with one worker gives another result"),
         (KeepsSome(), "is declared complete, but 10 of 20 updates of worker 1 take effect on worker 0"),
         (CountsTwice(), "21 updates of worker 1 take effect on worker 0"),
         (LeavesUnread(), "leaves messages unread"),
@@ -346,8 +346,8 @@ class Asynchronous(Sound):
             AnswersTooFew(),
             "on 2 workers fails: deadlock.*: worker 1 for a reply from server 0 at step 20; server 0 for",
         ),
-        (NoResult(), "names no policy"),
-        (NoSuchServer(), "takes its result from a server, but has none"),
+        (NoResult(), "name no policy"),
+        (NoSuchServer(), "is server, but the strategy has no server"),
         (RefusesAll(), "refuses every number of workers"),
         (Sound(), "is not registered as a strategy"),
     ],

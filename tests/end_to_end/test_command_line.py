@@ -378,7 +378,7 @@ def test_what_a_plan_takes_is_listed(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_list_of_claims_explains_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outcome(["reproduce"], capsys)
     assert code == 0
-    assert "quick: a few seconds at most" in out
+    assert "quick: takes a few seconds at most" in out
 
 
 def test_a_report_of_runs_recorded_earlier(capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,9 +169,9 @@ def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None
 
 
 JOINS = [
-    ("flockstep.join(1000 + rank)", 2, "joins with max_bytes=100"),
+    ("flockstep.join(1000 + rank)", 2, "every worker must join with the same max_bytes, got 100"),
     ("if rank == 0: flockstep.join()", 0, "worker 1 exited with code 0 without joining the run"),
-    ("flockstep.join(); flockstep.join()", 2, "this process has already joined; call flockstep.join once"),
+    ("flockstep.join(); flockstep.join()", 2, "this process has joined the run already; call flockstep.join once"),
 ]
 
 

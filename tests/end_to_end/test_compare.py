@@ -97,8 +97,8 @@ def test_what_a_grid_does_not_settle_is_said(capsys: pytest.CaptureFixture[str])
     assert run([*grid, "0.002,0.01", "--out", "low"]) == 0
     err = " ".join(capsys.readouterr().err.split())
     assert "were chosen on these same runs" in err
-    assert "all_reduce: the best learning rate 0.01 is the largest of the grid; extend it" in err
-    assert "is the largest of the grid; extend it." in Path("low/report.html").read_text()
+    assert "all_reduce: the best learning rate 0.01 is the largest of the grid; extend the grid" in err
+    assert "is the largest of the grid; extend the grid." in Path("low/report.html").read_text()
     assert run([*grid, "0.002,0.3,20", "--out", "middle"]) == 0
     err = capsys.readouterr().err
     assert "were chosen on" in err
@@ -109,7 +109,7 @@ def test_medians_over_different_seeds_are_said_not_to_compare(capsys: pytest.Cap
     compared(capsys, "-s", "asgd", "-s", "bsp", "--seeds", "2")
     runs = [RunFolder(one).read_summary() for one in runs_in(Path("c"))]
     made = [RepeatedRuns(tuple(r for r in runs if r.strategy == s)) for s in dict.fromkeys(r.strategy for r in runs)]
-    differ = "medians are over different seeds, from "
+    differ = "medians are over different numbers of seeds, from "
     assert not any(said.startswith(differ) for said in caveats(made, made))
     said = caveats([made[0], RepeatedRuns(made[1].runs[:1])], made)[-1]
     assert said.startswith(f"{differ}1 to 2 runs each")
@@ -199,10 +199,13 @@ def test_every_workers_own_model_is_evaluated_at_the_end(capsys: pytest.CaptureF
     ("options", "said"),
     [
         (["--nodes", "2"], "--nodes 2 is for hosts that you start yourself"),
-        (["--node-rank", "1"], "where a comparison has several; use --hosts a:4,b:4, --on slurm or --on ray"),
-        (["--simulate", "--on", "ray"], "--on ray is for real processes only; leave it or --simulate out"),
+        (["--node-rank", "1"], "but a comparison has several runs; use --hosts a:4,b:4, --on slurm or --on ray"),
+        (
+            ["--simulate", "--on", "ray"],
+            "--on ray is for real processes only; leave out either this option",
+        ),
         (["--simulate", "--hosts", "a:2"], "--hosts a:2 is for real processes only"),
-        (["--slurm-options", "--hold"], "--slurm-options --hold is for a job of Slurm; add --on slurm"),
+        (["--slurm-options", "--hold"], "--slurm-options --hold is for a Slurm job; add --on slurm"),
     ],
 )
 def test_hosts_that_a_comparison_cannot_have(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,7 +258,7 @@ def test_a_process_group_within_a_host_is_refused_over_several(two: list[Host], 
     ended = on_all(two, *arguments, first=["--out", tmp_path / "run"])
     require(ended, 2, 2)
     for one in ended:
-        assert "torch_distributed(backend=gloo) makes a group within one host, and the workers are on 2" in one.err
+        assert "torch_distributed(backend=gloo) makes a group only within one host, but the workers are on 2" in one.err
 
 
 def start_two(two: list[Host], tmp_path: Path, *arguments: str) -> list[Any]:
@@ -282,7 +282,7 @@ def test_a_host_that_vanishes_ends_the_run_with_a_sentence(two: list[Host], tmp_
     two[1].cut()
     ended = [Ended.of(process) for process in processes]
     require(ended, 1, 1)
-    assert re.search(r"node 1 \(.*\) is lost: it has not answered for 1 s", ended[0].err)
+    assert re.search(r"node 1 \(.*\) is lost: no answer for 1 s", ended[0].err)
     assert re.search(r"flockstep: worker [23] was lost with its host", ended[0].err)
     assert "has not answered for 1 s; its host is stopped, or the network is down" in ended[1].err
     assert summary(tmp_path / "run")["status"] == "failed"
@@ -338,7 +338,7 @@ def refused(two: list[Host], tmp_path: Path, second: list[str], **environment: s
         ),
         pytest.param(
             ["--nodes", "2", "--node-rank", "1", "-n", "4", "--seed", "7"],
-            "seed is 7 there and 0 at the coordinator",
+            "seed is 7 on that host and 0 at the coordinator",
             marks=pytest.mark.full,
         ),
     ],
@@ -356,7 +356,7 @@ def test_another_script_is_refused_at_both_ends(two: list[Host], tmp_path: Path)
     other = tmp_path / "other" / "script.py"
     other.write_text("import flockstep  # in another version\n")
     for err in refused(two, tmp_path, ["--nodes", "2", "--node-rank", "1", "-n", "4", str(other)]):
-        assert re.search(r"job is script.py \(SHA-256 \w+\) there and script.py \(SHA-256 \w+\) at", err)
+        assert re.search(r"job is script.py \(SHA-256 \w+\) on that host and script.py \(SHA-256 \w+\) at", err)
 
 
 def test_a_wrong_secret_is_refused_at_both_ends(two: list[Host], tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_who_has_come_already_or_is_missing_is_told(two: list[Host], tmp_path: P
     wait_until(lambda: second.poll() is not None or joined(two[1]), PATIENCE, "node 1 has joined")
     twice = Ended.of(two[1].start("launch", "--node-rank", "1", *where))
     assert twice.code == 2
-    assert "has joined already; give every host its own --node-rank" in twice.err
+    assert "has joined already; give every host a different --node-rank" in twice.err
     first.send_signal(signal.SIGINT)
     assert Ended.of(first).code
     assert Ended.of(second).code
@@ -397,10 +397,10 @@ def test_a_coordinator_that_never_comes_and_hosts_that_never_come(two: list[Host
     assert alone.code == 2
     for option in ("--json", "--out"):
         assert f"{option} has no effect on node 1: the coordinator writes the record" in alone.err
-    assert f"no coordinator answers at {two[0].address}:{PORT} within 1 s" in alone.err
+    assert f"no coordinator answered at {two[0].address}:{PORT} within 1 s" in alone.err
     first = Ended.of(two[0].start("launch", "--node-rank", "0", "--out", tmp_path / "run", *where))
     assert first.code == 2
-    assert "node 1 of 2 did not come within 1 s" in first.err
+    assert "node 1 of 2 did not join within 1 s" in first.err
 
 
 def separately(hosts: list[Host], *arguments: str | Path, out: Path) -> list[Ended]:
@@ -458,8 +458,8 @@ def test_what_a_separate_coordinator_ends_with(tmp_path: Path) -> None:
         assert "or add --separate-coordinator" in refused.err
         for words, said in (
             (["simulate", "softmax"], "write launch or train"),
-            (["train", "softmax", "-s", "bsp", "--nodes", "2"], "as on one host, without --nodes"),
-            (["train", "softmax", "-s", "bsp", "--ssh", "ssh -v"], "as on one host, without --ssh"),
+            (["train", "softmax", "-s", "bsp", "--nodes", "2"], "as for one host, without --nodes"),
+            (["train", "softmax", "-s", "bsp", "--ssh", "ssh -v"], "as for one host, without --ssh"),
         ):
             refused = Ended.of(hosts[0].start("coordinate", "--nodes", "2", "--port", str(PORT), *words))
             assert refused.code == 2

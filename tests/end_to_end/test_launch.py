@@ -243,7 +243,7 @@ def test_a_script_that_never_calls_distribute(who: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_workers_that_ask_for_different_strategies(tmp_path: Path) -> None:
     ended = outcome("start('gossip' if rank else 'all_reduce'); steps(5)", tmp_path)
-    pattern = r"worker \d asks for \w+ where others ask for \w+; give every worker the same strategy"
+    pattern = r"every worker must use the same strategy, got \w+ from worker \d and \w+ from another worker"
     failed(ended, pattern, code=2)
 
 

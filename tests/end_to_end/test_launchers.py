@@ -333,7 +333,7 @@ def test_a_killed_worker_ends_a_run_by_ssh(hosts: tuple[Host, ...], ssh_config: 
             "ssh d0 ended with exit code 12[67] before the run .*/no/python",
         ),
         ("d0:x", (), "--hosts must list hosts, each with its number of workers, got 'd0:x'"),
-        ("d0:1,d0:1", (), "--hosts names a host twice"),
+        ("d0:1,d0:1", (), "--hosts must name every host once"),
         ("d0:2", ("-n", "3"), "--hosts d0:2 has 2 workers, and -n says 3; leave -n out"),
         ("d0:2", ("--nodes", "2"), "--nodes 2 does not go with --hosts"),
     ],
@@ -403,7 +403,7 @@ def test_what_a_run_over_hosts_needs(hosts: tuple[Host, ...], srun: list[str], s
     launcher = [*ROOT, beside("mpirun"), *agent, "-x", "TMPDIR", "--host", "d0:1,d1:1", "-n", "2"]
     code, said = hosts[0].ended(*trial.words(launcher, "all_reduce"))
     assert code != 0
-    assert "flockstep: mpirun does not tell on which host rank 0 is; let it pass FLOCKSTEP_COORDINATOR" in said
+    assert "flockstep: mpirun does not tell which host runs rank 0; pass FLOCKSTEP_COORDINATOR" in said
 
 
 def on_slurm(srun: list[str], *more: str, command: str = "launch") -> list[str]:
@@ -481,17 +481,17 @@ def test_a_job_that_waits_is_canceled_and_slurm_does_not_know_the_secret(
 @pytest.mark.parametrize(
     ("more", "code", "expected"),
     [
-        (("--slurm-options", "--partition=none"), 2, "Slurm did not take the job: .*[Ii]nvalid partition name"),
+        (("--slurm-options", "--partition=none"), 2, "Slurm did not accept the job: .*[Ii]nvalid partition name"),
         (("--slurm-options", "'"), 2, "--slurm-options must be words as in a shell, got "),
         (
             ("--slurm-options", "--requ"),
             2,
             "--slurm-options cannot have --requeue, got '--requ': a job that Slurm starts",
         ),
-        (("--nodes", "3"), 2, "--nodes must be at least 1 and at most 2, the number of workers"),
+        (("--nodes", "3"), 2, "--nodes must be >= 1 and <= 2, the number of workers"),
         (("--cpus-per-worker", "0.5"), 2, "--cpus-per-worker must be a whole number >= 1 on Slurm, got 0.5"),
-        (("--coordinator", "d0:29400"), 2, "--coordinator d0:29400 does not go with --on slurm"),
-        (("--out", "/run/one"), 2, "the host d[01] of job .* does not see .* and /run; work, and keep the record"),
+        (("--coordinator", "d0:29400"), 2, "--coordinator d0:29400 cannot be combined with --on slurm"),
+        (("--out", "/run/one"), 2, "the host d[01] of job .* cannot see .* and /run; work in a folder"),
         (("--remote-python", "/no/python"), 127, "/no/python: not found"),
     ],
 )
@@ -551,7 +551,7 @@ def test_a_job_that_somebody_else_cancels_says_so(hosts: tuple[Host, ...], srun:
     ("option", "harm", "expected"),
     [
         ("--comment=none", "update nodename=d1 state=down reason=test", "lost a host"),
-        ("--time=1", "", "reached its time limit; give it more with --slurm-options"),
+        ("--time=1", "", "reached its time limit; allow more time with --slurm-options"),
     ],
     ids=["a lost host", "the time limit"],
 )
@@ -602,4 +602,4 @@ for one in examine(test for test in usual() if test.name in ("srun", "sbatch")).
 @pytest.mark.full
 def test_doctor_tries_slurm(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
     said = hosts[0].run(*trial.words([*srun[:-1], sys.executable, "-c", DOCTOR], python=False)[:-1])
-    assert said.splitlines() == ["srun works 2 processes know their ranks", "sbatch works would take a job"]
+    assert said.splitlines() == ["srun works 2 processes know their ranks", "sbatch works would accept a job"]

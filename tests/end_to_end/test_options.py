@@ -56,8 +56,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--network", "100mbit"], "--network 100mbit matters in virtual time only; add --simulate"),
-        (["--compute", "constant(1)"], "--compute constant(1) matters in virtual time only; add --simulate"),
+        (["--network", "100mbit"], "--network 100mbit has an effect in virtual time only; add --simulate"),
+        (["--compute", "constant(1)"], "--compute constant(1) has an effect in virtual time only; add --simulate"),
         (["--fault", "dies(0, 1)"], "dies(node=0, at=1.0) happens in virtual time only; use flockstep simulate, or"),
         (["--simulate", "--transport", "tcp"], "--transport tcp is for real processes only"),
         (["--simulate", "--heartbeat", "4"], "--heartbeat 4.0 is for real processes only"),

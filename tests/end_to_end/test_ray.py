@@ -136,4 +136,4 @@ def test_without_a_cluster_the_run_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     ended = RealRun(["train", "softmax", "-s", "bsp", "-n", "2", *ON], tmp_path / "run").end()
     assert ended.code == 2
-    assert ended.err.startswith("flockstep: no Ray cluster runs on this machine; begin one with: ray start --head")
+    assert ended.err.startswith("flockstep: no Ray cluster runs on this machine; start a cluster with: ray start")

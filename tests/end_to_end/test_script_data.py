@@ -58,8 +58,8 @@ optimizer.finish()
 torch.save([p.detach() for p in model.parameters()], HERE / f"model-{flockstep.rank()}")
 """
 WARNING = (
-    r"flockstep: workers {ranks} computed the same gradient at step 1, so they draw the same batches; seed the drawing "
-    r"of batches by flockstep\.rank\(\), or give each worker its part with flockstep\.shard\n"
+    r"flockstep: workers {ranks} computed the same gradient at step 1, so they draw the same batches; seed the random "
+    r"order of the data with flockstep\.rank\(\), or give each worker a part of the data with flockstep\.shard\n"
 )
 
 
@@ -209,7 +209,7 @@ def test_a_script_of_another_launcher_does_not_train_once_per_process(
 ) -> None:
     for name, value in FOREIGN[launcher].items():
         environment.setenv(name, value)
-    said = rf"this process is one of 4 that {launcher} started.*flockstep launch -n 4 SCRIPT"
+    said = rf"{launcher} started 4 processes.*flockstep launch -n 4 SCRIPT"
     with pytest.raises(ConfigurationError, match=said):
         CALLS[call]()
 
@@ -240,4 +240,4 @@ def test_ranks_do_not_wait_for_all_where_steps_wait_for_some(rule: str, tmp_path
     ended = launched(body.replace("loop.finish()", "loop.common()\nloop.finish()"), tmp_path, 3)
     waits = rule in ("k_async(2)", "backup(1)", "k_sync(2)")
     assert ended.code == (2 if waits else 0), ended.err
-    assert ("(servers) that would hold them up; use it before the first step()" in ended.err) == waits, ended.err
+    assert ("would delay the step; call it before the first step()" in ended.err) == waits, ended.err

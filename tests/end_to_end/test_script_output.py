@@ -161,6 +161,6 @@ flockstep.join()
     ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
     assert ended.code == 1
     assert re.search(
-        r"ConfigurationError: this process has left the run; call flockstep\.join after .*finish\(\)", ended.err
+        r"ConfigurationError: this process has left the run already; call flockstep\.join after .*finish\(\)", ended.err
     )
     assert "ZMQError" not in ended.err

@@ -111,12 +111,12 @@ def test_data_frames_vectors_uneven_partitions_and_what_is_refused(tmp_path: Pat
     assert "partitions have 40 to 300 rows" in ended.err
     starts = (
         "ConfigurationError: partition 1 of 2 has no rows",
-        "ConfigurationError: 3 partitions need as many tasks at once, and the cluster runs 2",
+        "ConfigurationError: 3 partitions need 3 tasks at the same time, but the cluster runs only 2",
         "CompositionError: workers of gradient_coding",
         "ConfigurationError: partition 0: the inputs must have one shape",
         "ConfigurationError: partition 0: the inputs must be finite numbers",
         "UnknownName: no column of the DataFrame is called 'kindd'; did you mean 'kind'?",
-        "RunError: the stage on Spark failed: partition",
+        "RunError: the Spark stage failed: partition",
     )
     assert len(lines) == 2 + len(starts), lines
     for line, start in zip(lines[2:], starts, strict=True):

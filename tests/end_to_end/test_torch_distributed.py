@@ -205,12 +205,14 @@ def test_workers_of_several_hosts_are_refused(tmp_path: Path) -> None:
         "run", tmp_path, 0, 2, lambda work: pytest.fail("it waits for the others"), lambda *given: None
     )
     me: Any = SimpleNamespace(rendezvous=meeting, hosts=((0,), (1,)), workers=2)
-    with pytest.raises(ConfigurationError, match="makes a group within one host, and the workers are on 2; leave"):
+    with pytest.raises(
+        ConfigurationError, match="makes a group only within one host, but the workers are on 2 hosts; leave"
+    ):
         TorchDistributed()._group(me)
 
 
 def test_virtual_time_refuses() -> None:
-    with pytest.raises(CompositionError, match="use ring, which costs the same"):
+    with pytest.raises(CompositionError, match="use ring, which has the same cost"):
         run_strategy("all_reduce(collective=torch_distributed)", 2, 1)
     with pytest.raises(ConfigurationError, match="backend must be one of gloo, nccl, mpi"):
         run_strategy("all_reduce(collective=torch_distributed(backend=ucc))", 2, 1)

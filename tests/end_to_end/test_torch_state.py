@@ -162,7 +162,10 @@ def test_other_policies_for_buffers_on_other_ranks_are_refused(tmp_path: Path) -
     """Without the check the ranks would wait for each other forever."""
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers=["mean", "local"][rank]'), tmp_path)
     assert ended.code == 2
-    assert "must pass the same buffers to distribute, got 'local' on rank 1 and 'mean' on rank 0; pass" in ended.err
+    assert (
+        "must pass the same buffers argument to distribute, got 'local' on rank 1 and 'mean' on rank 0; pass"
+        in ended.err
+    )
 
 
 TAKEN_UP = """

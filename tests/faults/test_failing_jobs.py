@@ -138,7 +138,8 @@ def test_workers_with_different_models_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "small").exists()
     assert ended.code == 2
     pattern = (
-        r"flockstep: the model of worker \d differs: .* where others have .*; build the same model on every worker\n"
+        r"flockstep: the model of worker \d differs from the models of other workers: .* instead of .*; "
+        r"build the same model on every worker\n"
     )
     assert re.fullmatch(pattern, ended.err), ended.err
     assert ended.summary is None

@@ -49,7 +49,7 @@ def test_a_run_on_a_small_disk_goes_on_and_says_where_its_result_is(command: str
             )
             assert said is not None, ended.err
             assert file.resolve() == Path(said[1])
-        assert "events are missing from the record from now on" in ended.err
+        assert "later events are missing from the record" in ended.err
         summary = record.read_summary()
         assert (summary.status, summary.error) == ("finished", None)
         params = record.read_result()[0]
@@ -58,4 +58,4 @@ def test_a_run_on_a_small_disk_goes_on_and_says_where_its_result_is(command: str
         assert "without a summary" not in (tmp_path / "report.html").read_text()
         if record.summary_file in kept:
             record.summary_file.resolve().unlink()
-            assert f"it was in {record.summary_file.readlink()}" in str(record.read_summary().error)
+            assert f"it was stored in {record.summary_file.readlink()}" in str(record.read_summary().error)

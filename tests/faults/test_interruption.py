@@ -110,7 +110,7 @@ def test_an_interrupted_search_keeps_what_is_finished_and_goes_on(
     run.fault(signal.SIGINT, "main")
     ended = run.end()
     assert ended.code == 130
-    assert f"interrupted; finished trials are kept: repeat the command with --keep {kept.parent}" in ended.err
+    assert f"interrupted; finished trials were saved: repeat the command with --keep {kept.parent}" in ended.err
     assert "2 of 200000: all_reduce, trial 1 of 100000" in ended.err
     assert "best found" in ended.out
     assert "one worker reached the target" in ended.out

@@ -59,7 +59,7 @@ def test_the_worker_whose_gradient_it_is_is_named(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ps", "epoch_server(0.5, 4)", "easgd(period=1)"])
 def test_a_server_looks_before_it_applies(strategy: str) -> None:
-    said = "what worker 1 sends to server 0 must be finite, got nan at element 2 of its '.*' at step 3; lower"
+    said = "an update from worker 1 to server 0 must be finite, got nan at element 2 of message '.*' at step 3; lower"
     with pytest.raises(Diverged, match=said):
         run_strategy(strategy, 3, 12, simulation=_OnItsWay)
 

@@ -27,7 +27,7 @@ def test_a_folder_in_use_is_refused_and_its_loss_ends_the_run(
     before = (folder / "config.toml").read_bytes()
     for options in ([], ["--overwrite"]):
         assert run_command([*SHORT, *options, "--out", str(folder)]) == 2
-        assert f"is in use: process {run.main.pid} writes its record there; wait" in capsys.readouterr().err
+        assert f"is in use: process {run.main.pid} writes the record of a run there; wait" in capsys.readouterr().err
     assert (folder / "config.toml").read_bytes() == before
     shutil.rmtree(folder, ignore_errors=True)  # a worker may write in between
     ended = run.end()

@@ -33,7 +33,8 @@ GARBAGE = [
     b"",
 ]
 REFUSED = (
-    r"flockstep: (?:worker|server) \d refused a connection from 127\.0\.0\.1: [^\n]*; further ones are only counted\n"
+    r"flockstep: (?:worker|server) \d refused a connection from 127\.0\.0\.1: [^\n]*; "
+    r"later refused connections are only counted\n"
 )
 
 
@@ -209,10 +210,10 @@ MACHINE = "use an address of this machine, such as 127.0.0.1"
         [
             ("host='192.0.2.1'", f"cannot listen on tcp://192.0.2.1:.: Cannot assign requested address; {MACHINE}"),
             ("host='nowhere.invalid'", f"host 'nowhere.invalid' does not resolve: .*; {MACHINE}, or interface=NAME"),
-            ("interface=nowhere", "this machine has no interface 'nowhere'; it has .*"),
+            ("interface=nowhere", "interface must be one of the interfaces of this machine, .*, got 'nowhere'"),
             ("ports={port}", "cannot listen on tcp://127.0.0.1:[0-9]+: no free port is left; give a range .*"),
         ],
-        ("interface=nowhere", "this machine has no interface 'nowhere'; it has .*"),
+        ("interface=nowhere", "interface must be one of the interfaces of this machine, .*, got 'nowhere'"),
     ),
 )
 def test_where_no_node_can_listen_the_run_ends_with_one_sentence(transport: str, sentence: str, tmp_path: Path) -> None:

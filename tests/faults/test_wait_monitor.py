@@ -47,7 +47,7 @@ def test_who_hangs_is_named_every_ten_seconds_with_what_the_others_wait_for() ->
     assert len(said) == 3
     assert said[0] == (
         "waiting for worker 1 (after step 7): no step for 10 s; worker 0 at step 8 waits for 'reduce' from worker -1; "
-        "worker 2 at step 8 waits for 'reduce' from worker 1; --step-timeout SECONDS ends such a run"
+        "worker 2 at step 8 waits for 'reduce' from worker 1; add --step-timeout SECONDS to end such a run"
     )
     assert "no step for 30 s" in said[2]
 
@@ -59,7 +59,7 @@ def test_long_steps_for_which_nobody_waits_are_no_news() -> None:
     assert monitored.until(60, moving=(0, 2)) == []
     monitored.ended.add(0)
     assert monitored.until(61, moving=(2,)) == [
-        "waiting for worker 1 (after step 0): no step for 61 s; --step-timeout SECONDS ends such a run"
+        "waiting for worker 1 (after step 0): no step for 61 s; add --step-timeout SECONDS to end such a run"
     ]
 
 
@@ -68,8 +68,8 @@ def test_who_has_not_joined_is_named() -> None:
     monitored.joined = {0, 2}
     assert monitored.until(59, moving=(0, 2)) == []
     assert monitored.until(70, moving=(0, 2)) == [
-        f"worker 1 has not joined the run after {seconds} s: it is still importing, or has not reached "
-        "flockstep.distribute or flockstep.join; --step-timeout SECONDS ends such a run"
+        f"worker 1 has not joined the run after {seconds} s: it is still importing modules, or has not reached "
+        "flockstep.distribute or flockstep.join; add --step-timeout SECONDS to end such a run"
         for seconds in (60, 70)
     ]
 
@@ -113,7 +113,7 @@ def test_a_worker_that_has_waited_and_now_computes_has_its_time_from_then_on() -
 def test_a_limit_ends_the_run() -> None:
     monitored = Monitored(limit=4.0)
     assert monitored.until(3, 0, 2) == []
-    said = r"waiting for worker 1 \(after step 0\): no step for 4 s; .*longer than --step-timeout 4: fix what hangs"
+    said = r"waiting for worker 1 \(after step 0\): no step for 4 s; .*exceeds --step-timeout 4: fix the cause"
     with pytest.raises(RunError, match=said):
         monitored.until(4, 0, 2)
     monitored = Monitored(limit=4.0)
@@ -126,7 +126,7 @@ def test_a_limit_on_steps_is_none_for_workers_that_take_none() -> None:
     monitored.waits.begin(stepping=False)
     assert monitored.until(40) == []
     monitored.joined = {0, 2}
-    with pytest.raises(RunError, match=r"worker 1 has not joined .*longer than --step-timeout 4"):
+    with pytest.raises(RunError, match=r"worker 1 has not joined .*exceeds --step-timeout 4"):
         monitored.until(45)
 
 
@@ -180,7 +180,7 @@ def test_a_worker_that_hangs_is_named_and_ends_the_run_in_time(strategy: str, tm
     ended = run.end()
     assert ended.code == 1
     assert re.search(r"waiting for worker 1 \(after step \d+\): no step for \d+ s; worker [02] at step", ended.err)
-    assert "longer than --step-timeout 8" in ended.err
+    assert "exceeds --step-timeout 8" in ended.err
     assert ended.summary is not None
     assert ended.summary["status"] == "failed"
     assert "worker 1" in ended.summary["error"]
@@ -210,7 +210,7 @@ def test_a_rank_that_never_joins_ends_the_run_in_time(tmp_path: Path) -> None:
     assert ended.code == 1
     assert "worker 1 has not joined the run after" in ended.err
     assert ended.summary is not None
-    assert "longer than --step-timeout 6" in ended.summary["error"]
+    assert "exceeds --step-timeout 6" in ended.summary["error"]
 
 
 @pytest.mark.parametrize("kind", few([signal.SIGTERM, signal.SIGHUP], signal.SIGHUP))

@@ -257,12 +257,12 @@ def test_only_a_small_variance_makes_qsgd_a_contraction_and_damping_does_otherwi
 @pytest.mark.parametrize(
     ("made", "complaint"),
     [
-        (lambda: Int8(block=0), "at least 1"),
+        (lambda: Int8(block=0), "block of int8 must be >= 1"),
         (lambda: Qsgd(levels=0), "1 to 127"),
         (lambda: Qsgd(levels=128), "1 to 127"),
         (lambda: Qsgd(bucket=12), "multiple of 8"),
-        (lambda: TernGrad(clip=0.5), "1 or more"),
-        (lambda: TernGrad(clip=math.nan), "1 or more"),
+        (lambda: TernGrad(clip=0.5), "clip of terngrad must be >= 1"),
+        (lambda: TernGrad(clip=math.nan), "clip of terngrad must be >= 1"),
     ],
 )
 def test_impossible_settings_are_refused(made, complaint):

@@ -69,7 +69,7 @@ def test_copies_travel_once_a_period():
 
 
 def test_a_model_without_classes_is_refused():
-    with pytest.raises(CompositionError, match="QuadraticModel has no classes to learn from"):
+    with pytest.raises(CompositionError, match="QuadraticModel has no classes and cannot learn from"):
         run_strategy("codistillation(1)", 2, 8, job=bowl_job())
 
 

@@ -195,7 +195,7 @@ def test_the_checks_above_notice_a_broken_collective(broken):
     "note", [{}, {"2": 2}, {"2": 2, "3": "x"}, {"2": -1, "3": 5}, {"2": 2, "3": 3}, {"2": 2.0, "3": 2}]
 )
 def test_a_message_that_is_not_of_the_arrays_that_it_announces_is_refused(note):
-    with pytest.raises(ProtocolError, match="worker 2 sent 4 elements as the arrays of the ranks 2, 3"):
+    with pytest.raises(ProtocolError, match="worker 2 sent 4 elements as the arrays of ranks 2, 3"):
         recursive_doubling._sizes(Message(2, "double", np.zeros(4), note), [2, 3])
     good = Message(2, "double", np.zeros(4), {"2": 1, "3": 3, "call": 7})
     assert recursive_doubling._sizes(good, [2, 3]) == {2: 1, 3: 3}

@@ -215,11 +215,11 @@ def listed(*indices):
 @pytest.mark.parametrize(
     ("payload", "rule"),
     [
-        (np.zeros(7, np.uint8), "no stream of 9 float32 has 7 bytes of uint8"),
-        (np.zeros(10, np.float32), "no stream of 9 float32 has 40 bytes of float32"),
-        (np.zeros(8, np.int64), "no stream of 9 float32 has 64 bytes of int64"),
-        (listed(3, 3), "the indices of a stream must ascend and be less than 9"),
-        (listed(2, 9), "the indices of a stream must ascend and be less than 9"),
+        (np.zeros(7, np.uint8), "7 bytes of uint8 cannot be a stream of 9 elements of float32"),
+        (np.zeros(10, np.float32), "40 bytes of float32 cannot be a stream of 9 elements of float32"),
+        (np.zeros(8, np.int64), "64 bytes of int64 cannot be a stream of 9 elements of float32"),
+        (listed(3, 3), "the indices of a stream must be in ascending order and less than 9"),
+        (listed(2, 9), "the indices of a stream must be in ascending order and less than 9"),
     ],
 )
 def test_what_is_no_stream_is_refused(payload, rule):

@@ -272,7 +272,7 @@ def test_an_adaptive_optimizer_moves_as_far_however_many_gradients_are_pushed_at
 def test_what_goes_by_reads_is_refused_where_gradients_are_of_the_workers_own_steps(text):
     """DC-ASGD compensates from the parameters that were read; the gradient of these was computed somewhere else."""
     rule = "server_update=delay_compensated"
-    with pytest.raises(CompositionError, match=r"depends on what workers have read.*use downpour"):
+    with pytest.raises(CompositionError, match=r"needs gradients at parameters that workers have read.*use downpour"):
         Strategy.parse(f"{text[:-1]}, {rule})" if "(" in text else f"{text}({rule})")
 
 

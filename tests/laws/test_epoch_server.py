@@ -115,7 +115,7 @@ def test_the_last_epoch_may_be_shorter():
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(ConfigurationError, match=r"share must be in \(0, 1\], got 0; Project Adam's is 0.75"):
+    with pytest.raises(ConfigurationError, match=r"share must be in \(0, 1\], got 0; Project Adam uses 0.75"):
         EpochServer(0)
     with pytest.raises(ConfigurationError, match="length must be >= 1 steps, got 0"):
         EpochServer(0.75, 0)

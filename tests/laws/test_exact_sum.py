@@ -88,7 +88,7 @@ def test_the_range_ends_where_exactness_does():
 def test_leaving_the_range_is_an_error(total):
     exact_sum, params = ExactSum.of(np.zeros(3)), np.zeros(3)
     exact_sum.add(np.array([0, total, 0]))
-    with pytest.raises(Diverged, match=r"not below 8192 in magnitude; lower the learning rate"):
+    with pytest.raises(Diverged, match=r"must be below 8192 in magnitude, got a larger one; lower the learning rate"):
         exact_sum.write(params)
 
 

@@ -170,9 +170,9 @@ def test_composition_and_settings():
     with pytest.raises(CompositionError, match="momentum"):
         check_composition(Wild(), Momentum())
     for wrong, rule in (
-        ("momentum(1.0)", "m from 0 to below 1, got 1.0"),
-        ("momentum(-0.1)", "m from 0 to below 1, got -0.1"),
-        ("momentum(clip=0.0)", "a clip above 0, got 0.0"),
+        ("momentum(1.0)", "0 <= m < 1, got 1.0"),
+        ("momentum(-0.1)", "0 <= m < 1, got -0.1"),
+        ("momentum(clip=0.0)", "clip > 0, got 0.0"),
     ):
         with pytest.raises(ConfigurationError, match=f"momentum needs {rule}"):
             Feedback.parse(wrong)

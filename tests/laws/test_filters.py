@@ -234,17 +234,17 @@ def test_damage_is_refused():
     swapped[5:13] = np.array([3, 0], "<u4").view(np.uint8)
     beyond = np.concatenate([listed[:5], np.full(17, SIZE, "<u4").view(np.uint8), listed[-68:]])
     for data, inbox, rule in [
-        (hashed, Inbox(), "names the list of keys .*, which was never sent"),
-        (hashed[:5], line.inbox, "does not say which of 50 entries it holds"),
-        (hashed[:-1], line.inbox, "identity needs 68 bytes for 17 float32, got 67"),
-        (listed[:-1], Inbox(), "identity needs 68 bytes for 17 float32, got 67"),
+        (hashed, Inbox(), "refers to the list of keys .*, which was never sent"),
+        (hashed[:5], line.inbox, "does not say which of 50 elements it contains"),
+        (hashed[:-1], line.inbox, "identity needs 68 bytes for 17 elements of float32, got 67"),
+        (listed[:-1], Inbox(), "identity needs 68 bytes for 17 elements of float32, got 67"),
         (listed[:20], Inbox(), "of 20 bytes is shorter than its list of keys"),
-        (listed[:3], Inbox(), "does not say which of 50 entries it holds"),
-        (listed[:0], Inbox(), "does not say which of 50 entries it holds"),
-        (np.full(9, 7, np.uint8), Inbox(), "does not say which of 50 entries it holds"),
-        (np.zeros(3, np.uint8), Inbox(), "does not say which of 50 entries it holds"),
-        (swapped, Inbox(), r"must ascend below 50, got \[3, 0"),
-        (beyond, Inbox(), r"must ascend below 50, got \[50, 50"),
+        (listed[:3], Inbox(), "does not say which of 50 elements it contains"),
+        (listed[:0], Inbox(), "does not say which of 50 elements it contains"),
+        (np.full(9, 7, np.uint8), Inbox(), "does not say which of 50 elements it contains"),
+        (np.zeros(3, np.uint8), Inbox(), "does not say which of 50 elements it contains"),
+        (swapped, Inbox(), r"must be in ascending order below 50, got \[3, 0"),
+        (beyond, Inbox(), r"must be in ascending order below 50, got \[50, 50"),
     ]:
         with pytest.raises(ProtocolError, match=rule):
             unpack(line.filters, Identity(), data, SIZE, "float32", inbox)
@@ -275,7 +275,7 @@ def test_every_promise_of_a_strategy(text):
         ("random_skip(1)", r"share of random_skip must be in \[0, 1\), got 1"),
         ("kkt(1, 2)", r"slack of kkt must be in \[0, l1\], got 2"),
         ("kkt(-1)", "l1 of kkt must be >= 0 and finite, got -1"),
-        ("key_caching(0)", "remembered must be >= 1 lists, got 0"),
+        ("key_caching(0)", "remembered must be >= 1 lists of keys, got 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, rule):

@@ -307,7 +307,9 @@ def test_the_mass_notices_a_cheat():
 
 
 def test_a_graph_with_one_way_and_undirected_edges_is_refused():
-    with pytest.raises(ConfigurationError, match=r"an edge list reads like '0-1 1-2:0.25', or '0>1 1>0' one-way, got"):
+    with pytest.raises(
+        ConfigurationError, match=r"edges must be a list like '0-1 1-2:0.25', or '0>1 1>0' for one direction, got"
+    ):
         run_strategy("sgp(graph('0>1:0.2 1>2:0.3 2>3:0.4 3>0:0.5 0-0:1'))", 4, 2)
 
 
@@ -328,9 +330,7 @@ def test_rows_are_not_enough():
 
 def test_a_worker_that_gives_everything_away_is_refused():
     everything = "graph('0>1:1 1>2:0.5 2>3:0.5 3>0:0.5')"
-    with pytest.raises(
-        ConfigurationError, match=r"needs workers that keep part of their mass, got one .* that sends all"
-    ):
+    with pytest.raises(ConfigurationError, match=r"needs workers that keep part of their own weight, got .* sends all"):
         run_strategy(f"sgp({everything})", 4, 2)
 
 

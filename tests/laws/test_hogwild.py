@@ -181,7 +181,7 @@ def test_without_a_lock_increments_are_lost():
 def test_memory_of_another_host_or_of_a_dead_process_is_refused():
     memory = SharedMemory.create(64)
     host, _, path = memory.address.partition(":")
-    with pytest.raises(CompositionError, match="it lies on another host; start all workers on one host"):
+    with pytest.raises(CompositionError, match="the memory is on another host; start all workers on one host"):
         SharedMemory.attach(f"elsewhere:{path}")
     with pytest.raises(CompositionError, match=r"cannot attach to shared memory: .*No such file"):
         SharedMemory.attach(f"{host}:/proc/{2**22 + 1}/fd/3")

@@ -87,7 +87,7 @@ def test_conforms(text):
 def test_refuses_what_makes_no_sense():
     with pytest.raises(ConfigurationError, match=r"momentum must be in \[0, 1\), got 1"):
         MajorityVote(momentum=1.0)
-    with pytest.raises(ProtocolError, match="9 signs take 2 bytes, got 1 of uint8"):
+    with pytest.raises(ProtocolError, match="9 signs need 2 bytes, got 1 of uint8"):
         unpacked(np.zeros(1, np.uint8), 9)
 
 
@@ -95,5 +95,7 @@ def test_refuses_what_makes_no_sense():
 def test_does_not_vote_with_what_has_no_sign(value):
     me = SimpleNamespace(state=MajorityVoteState(None))
     gradient = np.array([1, -1, value, 0], np.float32)
-    with pytest.raises(Diverged, match=f"cannot vote with {value} at element 2; lower the learning rate"):
+    with pytest.raises(
+        Diverged, match=f"signs can only be counted for numbers, got {value} at element 2; lower the learning rate"
+    ):
         MajorityVote()._mean(me, gradient)

@@ -144,7 +144,7 @@ def test_bad_settings_are_refused(text):
 
 
 def test_more_portions_than_samples_are_refused():
-    with pytest.raises(ConfigurationError, match=r"portions must be <= the number of training samples, 240, got 241"):
+    with pytest.raises(ConfigurationError, match=r"portions must be <= 240, the number of training samples, got 241"):
         run_strategy("sandblaster(241)", 2, 500)
 
 

@@ -262,7 +262,7 @@ def test_a_resolved_configuration_says_the_same_run_again():
 
 
 def test_factors_of_gradients_need_batches_of_one_size():
-    with pytest.raises(CompositionError, match="batches of one size, got the schedule batch_increase"):
+    with pytest.raises(CompositionError, match="batches of a constant size, got the schedule batch_increase"):
         run_strategy("sufficient_factors", 2, 10, schedule="batch_increase")
     run_strategy("sufficient_factors", 2, 10, schedule="goyal")
 
@@ -272,7 +272,7 @@ def test_factors_of_gradients_need_batches_of_one_size():
     [
         ("goyal(0)", "workers of goyal must be >= 1, got 0"),
         ("goyal(warmup=-1)", "warmup of goyal must be >= 0 epochs"),
-        ("goyal(at=(0.6, 0.5))", "at of goyal must be shares of the run that ascend"),
+        ("goyal(at=(0.6, 0.5))", "at of goyal must be shares of the run in ascending order"),
         ("step_decay(at=(0.5, 1.0))", "at of step_decay"),
         ("step_decay(decay=0)", "decay of step_decay must be > 0"),
         ("constant(scale=-1)", "scale of constant must be > 0"),

@@ -325,7 +325,7 @@ def test_where_late_gradients_are_dropped_there_is_nothing_to_compensate(consist
 
 @pytest.mark.parametrize("consistency", ["essp(2)", "cached_ssp(2)"])
 def test_what_copies_hold_cannot_be_compensated(consistency):
-    with pytest.raises(CompositionError, match="depends on what workers have read"):
+    with pytest.raises(CompositionError, match="needs the parameters that workers have read"):
         Strategy.parse(f"ps({consistency}, server_update=delay_compensated)")
 
 

@@ -129,7 +129,7 @@ def test_rows_of_a_layer_within_a_part():
 def test_what_has_no_factors_is_refused():
     for job in (bowl_job(), wide_job(l2=0.1)):
         for strategy in ("sufficient_factors", "factor_server"):
-            with pytest.raises(CompositionError, match="none that can be factored"):
+            with pytest.raises(CompositionError, match="no layer that can be factored"):
                 run_strategy(strategy, 2, STEPS, job=job)
     for text in ("factor_server(essp)", "factor_server(backup(1))", "factor_server(codec=half)"):
         with pytest.raises(CompositionError, match="use ps"):
@@ -156,7 +156,7 @@ def test_packing_is_undone():
     assert equal_bits(packing.dense(out[: packing.size]), expected)
     for wrong, rule in (
         ([FactoredWeight(0, 2, 2, 1), FactoredWeight(3, 1, 1, 1)], "overlaps another layer or is empty"),
-        ([FactoredWeight(20, 2, 2, 1)], "does not lie in 23 elements"),
+        ([FactoredWeight(20, 2, 2, 1)], "must lie within the 23 elements"),
         ([FactoredWeight(0, 0, 2, 1)], "overlaps another layer or is empty"),
     ):
         with pytest.raises(ConfigurationError, match=rule):
@@ -173,7 +173,7 @@ def test_factors_that_do_not_fit_are_refused(layer):
 def test_a_push_whose_layers_are_no_rectangles_is_refused(layer):
     peer, me = (SenderIdentity("run", address, "s", 100, notes=FactorServer.notes) for address in (1, 2))
     header = encode(Message(1, "push", None, {"version": 0, "lr": 0.1, "layers": [layer]}, number=1), peer)
-    with pytest.raises(ProtocolError, match=r"worker 1 sent 'push' with a note that is no Factored: .*layers"):
+    with pytest.raises(ProtocolError, match=r"worker 1 sent 'push' with a note that is not of type Factored: .*layers"):
         decode(header, None, 1, me)
 
 

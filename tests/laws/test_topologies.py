@@ -291,15 +291,15 @@ def test_networkx_graphs_and_files_give_the_same_weights(tmp_path, weighted, kin
         ("graph('0-1 1-2')", 4, "has 3 nodes, got 4 workers; use -n 3"),
         ("graph('0-1 2-3')", 4, "not connected; add edges"),
         ("graph('0>1 1>2 0>2')", 3, "not connected; add edges"),
-        ("graph('0-1:0.9 1-2:0.9')", 3, "worker 1 sum to 1.8, more than one"),
+        ("graph('0-1:0.9 1-2:0.9')", 3, "worker 1 must sum to at most one, got 1.8"),
         ("graph('0-1:0.5 1-2')", 3, "give every edge a finite weight > 0"),
         ("graph('0-1:0.5 1-2:0')", 3, "give every edge a finite weight > 0"),
         ("graph('0>1:0.5 1>2:0 2>0:0.5')", 3, "give every edge a finite weight > 0"),
         ("graph('0-1:-1')", 2, "give every edge a finite weight > 0"),
-        ("random_regular", 5, "an even number of edge ends n d, got n = 5; use an even n"),
+        ("random_regular", 5, "an even product of n and d, got n = 5; use an even n"),
         ("random_regular(4)", 4, "more than d = 4 workers, got n = 4"),
         ("random_regular(1)", 4, "no connected graph with d = 1"),
-        ("hierarchical(4)", 3, r"4 groups need as many workers, got 3; use hierarchical\(3\)"),
+        ("hierarchical(4)", 3, r"4 groups need at least 4 workers, got 3; use hierarchical\(3\)"),
     ],
 )
 def test_what_does_not_exist_is_refused_with_a_way_out(text, n, complaint):
@@ -310,9 +310,9 @@ def test_what_does_not_exist_is_refused_with_a_way_out(text, n, complaint):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("graph('nonsense')", "reads like '0-1 1-2:0.25'"),
-        ("graph('0-1 1>0')", "reads like '0-1 1-2:0.25'"),
-        ("graph('0-1:0.3 1-0:0.4')", "an edge has one weight, got two"),
+        ("graph('nonsense')", "must be a list like '0-1 1-2:0.25'"),
+        ("graph('0-1 1>0')", "must be a list like '0-1 1-2:0.25'"),
+        ("graph('0-1:0.3 1-0:0.4')", "an edge may have only one weight, got two"),
         ("graph('0-1:heavy')", "a weight must be a number"),
         ("graph(edges='0-1', path='x.json')", "edges or a path, got both"),
         ("tree(0)", "branching must be >= 1, got 0"),

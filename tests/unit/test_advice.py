@@ -115,7 +115,7 @@ def test_where_nothing_fits_it_is_said_and_why() -> None:
     assert advice.choice is None
     assert advice.document()["choice"] is None
     said = advice.sentences[0]
-    assert said.startswith("No strategy meets the needs: one worker needs 8.00 MB and has 1.00 MB; ")
+    assert said.startswith("No strategy meets the requirements: one worker needs 8.00 MB and has 1.00 MB; ")
     assert len(advice.excluded) == len(advice.worths)
     only = plan(TASK, cluster("1gbit"), strategies=("all_reduce", "gossip"), further=False)
     advice = advise(plan(TASK, cluster("1gbit"), strategies=("all_reduce",), further=False), ("private", "elastic"))
@@ -170,7 +170,7 @@ def test_how_to_measure_is_the_same_command_with_options() -> None:
     said = advice.changes[-1]
     assert all(f"-s {shlex.quote(one.name)}" in said for one in two)
     assert len(two) == 2
-    assert said.startswith("their time to target, measured: the same command with --simulate -s ")
+    assert said.startswith("the measured time to target of both strategies: repeat the command with --simulate -s ")
     only = advise(plan(task_of("softmax"), cluster("1gbit"), strategies=("ps",), further=False)).changes[-1]
     assert "--simulate -s 'ps(consistency=bsp)'" in only
 

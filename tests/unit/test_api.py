@@ -96,9 +96,9 @@ def test_a_comparison_tells_what_diverged() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"network": "100mbit"}, "network='100mbit' matters in virtual time only; add simulated=True"),
-        ({"cluster": "edge"}, "cluster='edge' matters in virtual time only"),
-        ({"until_target": True}, "until_target=True matters in virtual time only"),
+        ({"network": "100mbit"}, "network='100mbit' has an effect in virtual time only; add simulated=True"),
+        ({"cluster": "edge"}, "cluster='edge' has an effect in virtual time only"),
+        ({"until_target": True}, "until_target=True has an effect in virtual time only"),
         ({"simulated": True, "transport": "tcp"}, "transport='tcp' is for real processes only"),
         ({"simulated": True, "heartbeat": 4.0}, "heartbeat=4.0 is for real processes only"),
         ({"simulated": True, "lr": 0.1, "lr_grid": (0.1, 0.2)}, "contradict each other"),
@@ -159,7 +159,7 @@ def test_a_simulation_and_a_comparison_take_the_links_and_times_of_a_cluster(
 @pytest.mark.parametrize("name", ["network", "compute"])
 def test_a_cluster_says_network_and_compute_model_already(name: str) -> None:
     given = {"network": "1gbit", "compute": "constant(0.01)"}[name]
-    with pytest.raises(ConfigurationError, match="is what cluster edge says already; give one of them"):
+    with pytest.raises(ConfigurationError, match="and cluster edge both describe the cluster; give only one of them"):
         flockstep.simulate("quadratic", "ps", cluster="edge", **{name: given})  # type: ignore[arg-type]
 
 
@@ -188,7 +188,7 @@ def test_an_unguarded_comparison_leaves_one_folder_and_a_sentence() -> None:
 def test_a_program_from_standard_input_is_refused(program: str) -> None:
     ended = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
     assert ended.stderr.count("Traceback") == 1
-    assert "must be a file, got <stdin>; write it into a .py file" in ended.stderr
+    assert "must be a file, got <stdin>; write the program into a .py file" in ended.stderr
     assert not Path("runs").exists()
 
 

@@ -127,7 +127,9 @@ def test_a_run_over_hosts_is_predicted_on_their_machines_and_other_machines_are_
     assert not any("workers on its hosts" in note for note in found.notes)
     apart = check(run, read_cluster(MACHINES.format(count=4, workers=1)))
     assert abs(apart.error) > 0.1
-    assert "the run had [2, 2] workers on its hosts, cluster has [1, 1, 1, 1] on its machines" in " ".join(apart.notes)
+    assert "the run had [2, 2] workers on its hosts, but cluster has [1, 1, 1, 1] on its machines" in " ".join(
+        apart.notes
+    )
 
 
 def test_two_tiers_are_rehearsed(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["plan", "softmax", "--check", str(folder)]) == 0
     assert "predicted and measured" in capsys.readouterr().out
     assert run(["plan", "digits", "--check", str(folder)]) == 2
-    assert "must be of digits" in capsys.readouterr().err
+    assert "must hold a run of digits" in capsys.readouterr().err
 
 
 JOB = """
@@ -184,7 +186,7 @@ def test_job_files_are_compared_by_content(
         assert run(["plan", same, "--check", "run"]) == 0, (same, capsys.readouterr().err)
     (tmp_path / "mine.py").write_text(JOB.replace("60", "70"))
     assert run(["plan", "mine.py", "--check", "run"]) == 2
-    assert "run must be of mine.py, got mine.py of other content" in capsys.readouterr().err
+    assert "run must hold a run of mine.py, got a run of mine.py of other content" in capsys.readouterr().err
     assert run(["plan", "copies/mine.py", "--check", "run"]) == 0
 
 

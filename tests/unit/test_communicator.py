@@ -118,7 +118,7 @@ def test_a_handler_answers_on_a_thread_of_its_own_and_its_errors_travel_back(thr
     with pytest.raises(RunError, match="worker 2 could not answer 'twice': KeyError: 'nothing to double'"):
         three.ranks[0].request(2, "twice", timeout=PATIENCE)
     assert set(where) == {"flockstep-serve-twice"}
-    with pytest.raises(ConfigurationError, match="'twice' is already served; choose another name"):
+    with pytest.raises(ConfigurationError, match="already serves requests named 'twice'; choose another name"):
         three.ranks[2].serve("twice", twice)
 
 
@@ -177,11 +177,11 @@ def test_misuse_is_named(three: Group) -> None:
         (lambda: comm.send(1, "x", np.array([None])), "an array must be one of .*, got object; convert it"),
         (lambda: comm.send(1, "x", np.zeros(MOST)), "at most 1048576 bytes, got 8388608; send it in parts"),
         (lambda: comm.send(1, "x", np.ones(1), codec="haff"), "did you mean 'half'"),
-        (lambda: comm.send(1, "x", np.arange(3), codec="half"), "codec half takes float16, .*, got int64; leave"),
+        (lambda: comm.send(1, "x", np.arange(3), codec="half"), "codec half encodes only float16, .*, got int64; send"),
         (lambda: comm.send(1, "n" * 300, np.ones(1)), "a name has at most 200 characters, got 300"),
         (lambda: comm.all_reduce(np.arange(3), average=True), "a mean needs floating-point numbers, got int64"),
         (lambda: comm.all_reduce(np.ones(3), collective="rnig"), "did you mean 'ring'"),
-        (lambda: comm.window("w", np.ones((4, 4))[::2, ::2]), "contiguous and writable; pass a copy"),
+        (lambda: comm.window("w", np.ones((4, 4))[::2, ::2]), "contiguous and writable numpy array; pass a copy"),
     ]
     for call, text in wrong:
         with pytest.raises(ConfigurationError, match=text):
@@ -202,17 +202,17 @@ HALF = {"shape": [4], "codec": "half", "dtype": "float32"}
     [
         ({"codec": "__import__('os')"}, "announced a codec that cannot be used here"),
         ({"codec": "quarter"}, "announced a codec that cannot be used here: no codec is called 'quarter'"),
-        ({"codec": "half" + " " * 600}, "no Encoded: Expected `str` of length <= 500"),
+        ({"codec": "half" + " " * 600}, "not of type Encoded: Expected `str` of length <= 500"),
         ({"dtype": "object"}, "worker 1 announced an encoded array of 'object'"),
         ({"shape": [4000, 4000]}, "announced an array of 64000000 bytes; at most 1048576 are allowed"),
         ({"shape": [5]}, "half needs 10 bytes for 5 elements, got 8"),
-        ({"shape": [-4]}, "no Encoded: Expected `int` >= 0"),
-        ({"shape": [1] * 40}, "no Encoded: Expected `array` of length <= 32"),
-        ({"shape": 4.0}, "no Encoded: Expected `array`, got `float`"),
-        ({"shape": [0, 10**14, 10**14]}, "announced the shape .* which no array can have"),
+        ({"shape": [-4]}, "not of type Encoded: Expected `int` >= 0"),
+        ({"shape": [1] * 40}, "not of type Encoded: Expected `array` of length <= 32"),
+        ({"shape": 4.0}, "not of type Encoded: Expected `array`, got `float`"),
+        ({"shape": [0, 10**14, 10**14]}, "announced the impossible shape"),
         ({"shape": [0, 4000, 4000]}, "announced an array of 64000000 bytes; at most 1048576 are allowed"),
-        ({"at": -1}, "no Encoded: Expected `int` >= 0"),
-        ({"more": 1}, "no Encoded: Object contains unknown field `more`"),
+        ({"at": -1}, "not of type Encoded: Expected `int` >= 0"),
+        ({"more": 1}, "not of type Encoded: Object contains unknown field `more`"),
     ],
 )
 def test_what_a_note_says_is_checked(changes: dict[str, Any], text: str) -> None:
@@ -249,7 +249,7 @@ def test_plain_arrays_are_checked_too() -> None:
     for data in (np.ones(4), np.ones(4, np.int64)):
         with pytest.raises(ProtocolError, match=f"worker 1 sent 4 × {data.dtype} for 4 × float32"):
             add_unpacked(arrived({"shape": [4], "dtype": "float32"}, data), np.zeros(4, np.float32), 1.0, MOST)
-    with pytest.raises(ProtocolError, match="which no array can have"):
+    with pytest.raises(ProtocolError, match="announced the impossible shape"):
         unpacked(arrived({"shape": [0, 10**14, 10**14]}, np.empty(0)), MOST)
     with pytest.raises(ProtocolError, match="without an array"):
         unpacked(Message(1, "x", None, Encoded()), MOST)
@@ -259,7 +259,9 @@ def test_plain_arrays_are_checked_too() -> None:
     "changes", [{"offset": -1}, {"offset": "0"}, {"scale": "1"}, {"what": "drop"}, {"size": 1 << 50}, {"size": None}]
 )
 def test_what_a_window_is_asked_is_checked(changes: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="worker 1 sent 'window:w/' with a note that is no WindowOperation"):
+    with pytest.raises(
+        ProtocolError, match="worker 1 sent 'window:w/' with a note that is not of type WindowOperation"
+    ):
         arrived({"what": "put", "shape": [4], **changes}, np.ones(4), "window:w/")
 
 
@@ -274,7 +276,7 @@ def test_a_lost_rank_is_named_to_all_who_need_it() -> None:
             assert isinstance(error, PeerLost)
             assert str(error) == f"worker 2 was killed by SIGKILL; worker {rank} waited for 'grad'"
         assert all(isinstance(future.exception(PATIENCE), PeerLost) for future in summing)
-        with pytest.raises(PeerLost, match="worker 2 was killed by SIGKILL; worker 0 has a message for it"):
+        with pytest.raises(PeerLost, match="worker 2 was killed by SIGKILL; worker 0 has a message for that worker"):
             group.ranks[0].send(2, "x", np.ones(1))
         with pytest.raises(PeerLost, match="worker 2 was killed"):
             group.ranks[0].request(2, "x")
@@ -289,7 +291,7 @@ def test_who_has_left_is_missed_but_serves_until_all_have() -> None:
         closing = group.start(lambda comm: comm.close(), 1)
         with pytest.raises(PeerLost, match="worker 1 has left; worker 0 waited for 'x'"):
             group.ranks[0].receive("x", 1, PATIENCE)
-        with pytest.raises(PeerLost, match="all other workers have left while worker 0 waited for 'x'"):
+        with pytest.raises(PeerLost, match="all other workers have left the run while worker 0 waited for 'x'"):
             group.ranks[0].receive("x")
         with pytest.raises(PeerLost, match="worker 1 has left"):
             group.ranks[0].send(1, "x", np.ones(1))
@@ -377,7 +379,7 @@ def test_what_cannot_be_delivered_before_the_end_is_said(monkeypatch: pytest.Mon
         with pytest.raises(TimedOut, match=r"worker 0 waited 0\.001 s for 'x'"):
             group.ranks[0].receive("x", 1, 0.001)  # the engine has come to what was sent before
         more = group.start(lambda rank: rank.send(1, "more", np.zeros(100)), 0)
-        with pytest.raises(TimedOut, match=r"to receive all messages.*; 800 bytes for worker 1 were not delivered"):
+        with pytest.raises(TimedOut, match=r"to receive their messages.*; 800 bytes were not delivered to worker 1"):
             group.ranks[0].close(0.05)
         assert "this communicator is closed" in str(more[0].exception(PATIENCE))
 

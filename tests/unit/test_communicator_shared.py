@@ -144,7 +144,7 @@ def test_local_keeps_others_out(group):
         window = comm.window("w", comm.shared(2))
         with window.local() as array:
             array += 1
-            with pytest.raises(ConfigurationError, match=r"local\(\) that is held here"):
+            with pytest.raises(ConfigurationError, match=r"window that this rank holds with local\(\)"):
                 window.put(0, np.zeros(1))
         window.fence()
         return window.array.tolist()
@@ -158,7 +158,7 @@ def test_wrong_shapes_and_types_are_refused(group):
             with pytest.raises(ConfigurationError, match=rule):
                 comm.shared(shape, dtype)
         window = comm.window("w", comm.shared(3))
-        with pytest.raises(ConfigurationError, match="stay inside"):
+        with pytest.raises(ConfigurationError, match="choose a range inside"):
             window.put(0, np.zeros(4))
         with pytest.raises(ConfigurationError, match="a rank must be one of"):
             window.get(9)
@@ -197,7 +197,7 @@ def test_a_rank_that_is_closing_ends_the_wait():
         waiting = pair.start(lambda comm: comm.all_reduce(arrays[0], out=arrays[0]), 0)
         error = waiting[0].exception(PATIENCE)
         assert isinstance(error, PeerLost)
-        assert "worker 1 has left; worker 0 waited for it in an all-reduce" in str(error)
+        assert "worker 1 has left; worker 0 waited for that worker in an all-reduce" in str(error)
         assert not closing[0].done()
 
 
@@ -216,9 +216,9 @@ def test_who_leaves_right_after_its_last_sum_took_part_in_it(group):
 def test_a_sum_ends_after_its_timeout_and_leaves_the_array_useless():
     with communicators(2) as pair:
         arrays = pair.run(lambda comm: comm.shared(5))
-        with pytest.raises(TimedOut, match=r"worker 0 waited 0\.05 s for the others in an all-reduce"):
+        with pytest.raises(TimedOut, match=r"worker 0 waited 0\.05 s for the other workers in an all-reduce"):
             pair.ranks[0].all_reduce(arrays[0], out=arrays[0], timeout=0.05)
-        with pytest.raises(TimedOut, match=r"given up before.*make a new one on all ranks"):
+        with pytest.raises(TimedOut, match=r"sum of this shared array failed.*create a new shared array on all ranks"):
             pair.ranks[0].all_reduce(arrays[0], out=arrays[0])
 
 
@@ -260,7 +260,7 @@ def test_inside_local_nothing_waits_for_itself():
         def program():
             with window.local():
                 for call in (lambda: window.get(0), lambda: comm.close(), lambda: window.put(0, np.zeros(1))):
-                    with pytest.raises(ConfigurationError, match=r"local\(\) that is held here"):
+                    with pytest.raises(ConfigurationError, match=r"window that this rank holds with local\(\)"):
                         call()
             done.set()
 
@@ -299,7 +299,7 @@ def test_where_one_rank_cannot_attach_all_hear_of_it(group, monkeypatch):
 
     def attached(address, size):
         if failing and failing.pop():
-            raise CompositionError("cannot attach to shared memory: it lies on another host")
+            raise CompositionError("cannot attach to shared memory: the memory is on another host")
         return attach(address, size)
 
     monkeypatch.setattr("flockstep.communicator.communicator.attached", attached)

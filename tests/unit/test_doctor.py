@@ -92,7 +92,7 @@ def test_processes_that_do_not_know_their_ranks_fail() -> None:
 
 def test_what_hangs_is_ended() -> None:
     assert outcomes(python("hung", "import threading; threading.Event().wait()"), limit=0.5) == {
-        "hung": ("fails", "no end after 0.5 s")
+        "hung": ("fails", "did not end within 0.5 s")
     }
 
 
@@ -114,7 +114,7 @@ def test_what_a_test_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pyt
         found = outcomes(python("left", LEAVING.format(fifo)), limit=2.0)
         os.set_blocking(said.fileno(), True)
         assert said.read() == b""  # read to the end, which comes when no process can write any more
-    assert found == {"left": ("fails", "no end after 2 s")}
+    assert found == {"left": ("fails", "did not end within 2 s")}
     assert list(place.iterdir()) == []
 
 
@@ -122,7 +122,7 @@ def test_a_run_with_other_bits_than_its_simulation_fails() -> None:
     judges = {one.name: one.judge for one in usual()}
     judges["virtual time"](json.dumps({"status": "finished", "result_hash": "a"}))
     assert "the same result" in judges["ipc"](json.dumps({"status": "finished", "result_hash": "a"}))
-    with pytest.raises(ValueError, match="other parameters"):
+    with pytest.raises(ValueError, match="different parameters"):
         judges["ipc"](json.dumps({"status": "finished", "result_hash": "b"}))
     with pytest.raises(ValueError, match="diverged"):
         judges["ipc"](json.dumps({"status": "diverged", "result_hash": "a"}))

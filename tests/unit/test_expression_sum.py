@@ -31,12 +31,12 @@ def test_a_sum_of_three_refines_the_innermost():
 
 def test_what_cannot_be_refined_is_refused():
     with pytest.raises(
-        ConfigurationError, match=r"codec must be a codec, got half \+ topk; a sparse codec comes first"
+        ConfigurationError, match=r"codec must be a codec, got half \+ topk; only a sparse codec can be followed"
     ):
         Codec.parse("half + topk")
     with pytest.raises(ConfigurationError, match=r"must be a feedback, got residual \+ none"):
         Feedback.parse("residual + none")
-    with pytest.raises(CompositionError, match=r"encodes its values already; write topk"):
+    with pytest.raises(CompositionError, match=r"so no second codec can be added; write topk"):
         Codec.parse("topk(values=half) + half")
     with pytest.raises(ConfigurationError, match="codec must be given by name, got topk - half; write it like"):
         Codec.parse("topk - half")

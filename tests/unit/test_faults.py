@@ -66,7 +66,7 @@ def test_a_slow_worker_is_slow_for_the_time_given():
     "fault", ["dies(3, 1)", "dies(-1, 1)", "drops(0, 5)", "drops(-2, 0)", "slows(9, 2)", "narrows(-2, 2)"]
 )
 def test_faults_of_nodes_that_take_no_part_are_refused(fault):
-    with pytest.raises(ConfigurationError, match=r"does not take part: there are 3 workers .* and 0 servers"):
+    with pytest.raises(ConfigurationError, match=r"does not exist in this run: there are 3 workers .* and 0 servers"):
         run_strategy("gossip", 3, 2, faults=[fault])
 
 

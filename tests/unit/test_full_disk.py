@@ -104,8 +104,8 @@ def test_a_full_standard_output_is_named_and_the_record_is_whole(unbuffered: str
         )
     assert ended.returncode == 1
     assert ended.stderr == (
-        "flockstep: cannot write to standard output: No space left on device; free its disk, or send the output to "
-        "another place\n"
+        "flockstep: cannot write to standard output: No space left on device; free space on its disk, or send the "
+        "output to another place\n"
     )
     assert RunFolder(tmp_path / "run").read_summary().status == "finished"
 

@@ -146,7 +146,9 @@ def test_a_learning_rate_that_optax_tells_is_used() -> None:
     strategy = "decoupled_momentum"
     by_text, by_optax = stepped("sgd(lr=0.25)", strategy, 4), stepped(told, strategy, 4)
     assert close(by_optax, by_text)
-    with pytest.raises(ConfigurationError, match="needs the learning rate, which optax's optimizers do not tell"):
+    with pytest.raises(
+        ConfigurationError, match="needs the learning rate, which cannot be read from an optax optimizer"
+    ):
         stepped(optax.sgd(0.25), strategy, 4)
 
 
@@ -171,13 +173,23 @@ def test_values_that_are_not_finite_are_told() -> None:
 @pytest.mark.parametrize(
     ("params", "optimizer", "strategy", "said"),
     [
-        ({"w": jnp.zeros(2)}, optax.sgd(0.1), "ps(bsp)", "servers of .* got one of optax, whose settings cannot be"),
+        (
+            {"w": jnp.zeros(2)},
+            optax.sgd(0.1),
+            "ps(bsp)",
+            "servers of .* got an optax optimizer, whose settings cannot be",
+        ),
         ({"w": jnp.zeros(2)}, "lamb(lr=0.1)", "ps(bsp)", "which needs whole layers"),
         ({"w": jnp.zeros(2)}, 0.1, "all_reduce", "must be an optax.GradientTransformation or an expression .* float"),
         ({"w": jnp.zeros(2, "int32")}, optax.sgd(0.1), "all_reduce", "parameter w must be an array of .*, is int32"),
         ({"a.b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}, optax.sgd(0.1), "all_reduce", "own, got 'a.b' twice"),
         ({}, optax.sgd(0.1), "all_reduce", "no trainable parameter"),
-        ({"w": jnp.zeros(2)}, optax.sgd(0.1), "sandblaster", "gradients that a script's own loop cannot give"),
+        (
+            {"w": jnp.zeros(2)},
+            optax.sgd(0.1),
+            "sandblaster",
+            "gradients that a training loop in a script cannot provide",
+        ),
     ],
 )
 def test_what_cannot_be_distributed_is_refused(params: Any, optimizer: Any, strategy: str, said: str) -> None:
@@ -188,7 +200,7 @@ def test_what_cannot_be_distributed_is_refused(params: Any, optimizer: Any, stra
 @pytest.mark.parametrize(
     ("grads", "said"),
     [
-        ({"v": jnp.zeros(2)}, "the gradients must be a tree like the parameters"),
+        ({"v": jnp.zeros(2)}, "the gradients must be a tree with the structure of the parameters"),
         ({"w": jnp.zeros(3)}, r"must have w of shape \(2,\), got \(3,\)"),
     ],
 )
@@ -200,7 +212,7 @@ def test_gradients_of_another_model_are_refused(grads: Any, said: str) -> None:
 
 def test_a_step_inside_jit_is_refused() -> None:
     trainer = flockstep.jax.distribute({"w": jnp.zeros(2)}, optax.sgd(0.1), "all_reduce")
-    with pytest.raises(ConfigurationError, match="w is being traced; call flockstep outside jax"):
+    with pytest.raises(ConfigurationError, match="w must be an array, got a traced value; call flockstep outside jax"):
         jax.jit(lambda grads: trainer.step(grads))({"w": jnp.zeros(2)})
 
 
@@ -214,4 +226,4 @@ flockstep.jax.distribute({"w": params}, optax.sgd(0.1), "all_reduce")
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     environment |= os.environ
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert "parameter w must be on one device, is on 2" in done.stderr
+    assert "parameter w must be on one device, got 2" in done.stderr

@@ -98,9 +98,9 @@ def test_what_kubernetes_would_refuse_is_refused_here(change: dict[str, Any], wh
     ("words", "why"),
     [
         (["simulate", "digits", "-s", "bsp"], "got 'simulate'"),
-        (["launch", "--node-rank", "1", "train.py"], "gives every pod its own --node-rank"),
-        (["launch", "--nodes=2", "train.py"], "gives every pod its own --nodes"),
-        (["launch", "-n", "1", "train.py"], "2 pods needs at least as many workers, got 1"),
+        (["launch", "--node-rank", "1", "train.py"], "gets its value from the manifest: --node-rank"),
+        (["launch", "--nodes=2", "train.py"], "gets its value from the manifest: --nodes"),
+        (["launch", "-n", "1", "train.py"], "2 pods needs at least 2 workers, got 1"),
         (["train", "digits", "-s", "bsp", "--wrong"], "no option of flockstep train is called '--wrong'"),
         (["train", "digits"], "strategy"),
     ],

@@ -67,5 +67,7 @@ def test_a_worker_that_has_left_after_fewer_steps_does(tmp_path: Any) -> None:
 
 def test_a_connection_that_broke_though_both_live_ends_the_wait(tmp_path: Any) -> None:
     """Two heartbeats after it broke: by then the supervisor would have said who has died."""
-    with pytest.raises(PeerLost, match="the connection to worker 1 broke, though both live; worker 0 at step 3 waited"):
+    with pytest.raises(
+        PeerLost, match="the connection to worker 1 broke, although both processes are alive; worker 0 at step 3 waited"
+    ):
         waiting(tmp_path, [], 1, broken=frozenset({1}))

@@ -54,11 +54,11 @@ def test_lower_metrics_are_the_better_ones_where_the_job_says_so() -> None:
 def test_the_table_of_ranges_says_what_it_shows_and_keeps_its_columns_apart() -> None:
     one, two = RepeatedRuns((ran(0, 0.9), ran(1, 0.9))), RepeatedRuns((ran(0, 0.9, lr=0.3), ran(1, 0.9, lr=0.3)))
     text = shown(spreads([one], [one]))
-    assert text.splitlines()[0].strip() == "Medians over 2 seeds [smallest to largest]"
+    assert text.splitlines()[0].strip() == "Medians over 2 seeds [smallest to largest value]"
     assert "0.1*" not in text
     assert re.search("at target {2,}diverged or failed", text)
     grid = shown(spreads([one, two], [one]))
-    assert "[smallest to largest]; * marks the learning rate that is ranked" in grid
+    assert "[smallest to largest value]; * marks the learning rate that is ranked" in grid
     assert "0.1*" in grid
     assert "0.3*" not in grid
     assert title([RepeatedRuns(one.runs[:1]), RepeatedRuns(two.runs[:1])], [one]).startswith("Every learning rate; *")

@@ -154,7 +154,7 @@ def test_accuracy_counts_the_largest_output() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"loss": lambda o, t: 0.0}, "SoftmaxRegression has a loss of its own"),
+        ({"loss": lambda o, t: 0.0}, "SoftmaxRegression defines its own loss"),
         ({"optimizer": lambda params: None}, "must be an expression such as"),
         ({"metric": "auc"}, "metric must be 'accuracy' or a function"),
         ({"model": dict}, "needs a flockstep.frameworks.numpy.Model, got dict"),
@@ -178,7 +178,7 @@ def test_unknown_optimizer_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (lambda: QuadraticModel(np.ones((2, 3))), r"must be \(d,\) or \(d, d\), got \(2, 3\)"),
+        (lambda: QuadraticModel(np.ones((2, 3))), r"must have shape \(d,\) or \(d, d\), got \(2, 3\)"),
         (lambda: QuadraticModel(np.array([[1.0, 2], [0, 1]])), "must be symmetric"),
         (lambda: QuadraticModel(np.ones(2), start=np.ones(3)), r"start must have shape \(2,\)"),
         (lambda: SoftmaxRegression(0, 2), "features >= 1 and classes >= 2, got 0 and 2"),

@@ -67,7 +67,7 @@ def test_a_run_that_failed_before_its_first_step_is_replaced(tmp_path: Path) -> 
 def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with folder.created(CONFIG):
-        with pytest.raises(ConfigurationError, match=f"in use: process {os.getpid()} writes its record there"):
+        with pytest.raises(ConfigurationError, match=f"in use: process {os.getpid()} writes the record of a run there"):
             made(folder, overwrite=True)
         folder.check_whole()
     assert [path.name for path in folder.path.iterdir()] == ["config.toml"]
@@ -113,7 +113,9 @@ def test_a_run_whose_kept_file_is_gone_is_replaced_on_request_only(name: str, tm
         (folder.path / name).symlink_to(target)
         with pytest.raises(ConfigurationError, match="or replace it with --overwrite"):
             made(folder)
-        with pytest.raises(ConfigurationError, match="is gone: it was in" if name == "result.npy" else "no result"):
+        with pytest.raises(
+            ConfigurationError, match="was lost: it was stored in" if name == "result.npy" else "no result"
+        ):
             folder.read_result()
         assert folder.read_summary().status == "interrupted"
         assert folder.unfinished == (name == "result.npy")  # else a comparison would replace it

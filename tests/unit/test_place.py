@@ -64,7 +64,7 @@ def test_a_coordinator_that_is_no_address_is_refused(given: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "said"),
     [
-        (0, r"1 of 2 processes of this host did not come within 0\.5 s; .*give these a longer timeout"),
+        (0, r"1 of 2 processes of this host did not join within 0\.5 s; .*give these functions a longer timeout"),
         (1, r"rank 1 has waited 0\.5 s for the process with local rank 0 of this host"),
     ],
 )
@@ -140,9 +140,9 @@ def test_every_variable_is_needed(launcher: str) -> None:
         ("srun", {"SLURM_LOCALID": "3"}, "SLURM_LOCALID=3 contradicts SLURM_STEP_TASKS_PER_NODE=3,1"),
         ("srun", {"SLURM_NODEID": "1"}, "SLURM_LOCALID=1 contradicts"),
         ("srun", {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "must have one number for each host"),
-        ("srun", {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "with the sum of SLURM_STEP_NUM_TASKS=4"),
-        ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3;1"}, "'3;1' is no list of numbers of tasks"),
-        ("srun", {"SLURM_STEP_NODELIST": "d[0-1"}, r"'d\[0-1' is no list of hosts"),
+        ("srun", {"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "their sum must be SLURM_STEP_NUM_TASKS=4"),
+        ("srun", {"SLURM_STEP_TASKS_PER_NODE": "3;1"}, "'3;1' is not a list of task counts"),
+        ("srun", {"SLURM_STEP_NODELIST": "d[0-1"}, r"'d\[0-1' is not a list of hosts"),
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(launcher: str, wrong: dict[str, str], said: str) -> None:
@@ -152,7 +152,7 @@ def test_variables_that_contradict_each_other_are_refused(launcher: str, wrong: 
 
 def test_unknown_launchers_are_refused() -> None:
     for name in ("MV2_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
-        with pytest.raises(ConfigurationError, match=rf"one of 4 that .* started \({name}=4\).*or unset {name}"):
+        with pytest.raises(ConfigurationError, match=rf"started 4 processes \({name}=4\).*or unset {name}"):
             place_from({name: "4"})
 
 
@@ -178,7 +178,7 @@ def test_names_of_hosts(text: str, names: list[str]) -> None:
 
 def test_no_names_of_hosts() -> None:
     for text in ("", ",", "a,", "a b", "d[0-1", "d]", "d[]", "d[a-b]", "d[1-2-3]", "d[-1]", "d[1,]"):
-        with pytest.raises(ValueError, match="is no list of"):
+        with pytest.raises(ValueError, match="is not a list of"):
             list(host_names(text))
 
 
@@ -186,5 +186,5 @@ def test_numbers_of_tasks() -> None:
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
     assert tasks_per_node("4") == [4]
     for text in ("", "2(x)", "2x3", "2,", "a"):
-        with pytest.raises(ValueError, match="is no list of numbers of tasks"):
+        with pytest.raises(ValueError, match="is not a list of task counts"):
             tasks_per_node(text)

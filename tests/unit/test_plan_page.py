@@ -73,7 +73,7 @@ def test_ticks_are_powers_of_ten_in_words() -> None:
 
 def test_everything_drawn_is_explained_and_listed(outlook: Outlook) -> None:
     text = plan_page(outlook, advise(outlook)).render()
-    for heading in ("How it scales", "Best strategy by bandwidth and parameters", "Predictions", "Criteria"):
+    for heading in ("How it scales", "Best strategy by bandwidth and number of parameters", "Predictions", "Criteria"):
         assert f"<h2>{heading}" in text or f'-title">{heading}</h2>' in text
     for block in re.findall(r'<script type="application/json" id="[a-z]+-data">(.*?)</script>', text, re.DOTALL):
         assert json.loads(block)["layout"]["xaxis"]["title"]["text"]
@@ -119,5 +119,5 @@ def test_without_anything_that_fits_there_is_no_map() -> None:
     assert advice.choice is None
     assert best_map(outlook, advice) is None
     text = plan_page(outlook, advice).render()
-    assert "No strategy meets the needs" in text
+    assert "No strategy meets the requirements" in text
     assert '<tr class="chosen">' not in text

@@ -126,5 +126,5 @@ def test_a_broken_record_is_told_in_a_sentence(name: str, old: str, new: str, ru
 def test_steps_that_take_no_time_are_compared_with_nothing(record: Path) -> None:
     file = record / "events.jsonl"
     file.write_text(re.sub(r'"(compute|wait|comm)_seconds":[^,]*', r'"\1_seconds":0.0', file.read_text()))
-    with pytest.raises(ConfigurationError, match="must take time"):
+    with pytest.raises(ConfigurationError, match="must take more than 0 s"):
         measure(RunFolder(record).read_events(), 3)

@@ -250,7 +250,7 @@ def test_a_finished_run_is_found_again(tmp_path: Path) -> None:
 
 def test_files_that_are_no_run_are_never_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigurationError, match="holds files but no run"):
+    with pytest.raises(ConfigurationError, match="contains files but no run"):
         made(RunFolder(tmp_path))
     with pytest.raises(ConfigurationError, match="is a file"):
         made(RunFolder(tmp_path / "thesis.tex"))
@@ -262,7 +262,7 @@ def test_a_summary_survives_the_file(tmp_path: Path) -> None:
     finish(folder, CONFIG)
     assert folder.read_summary() == summarize(CONFIG, EVENTS, "finished")
     folder.summary_file.write_text("{")
-    with pytest.raises(ConfigurationError, match="delete it"):
+    with pytest.raises(ConfigurationError, match="delete this file"):
         folder.read_summary()
 
 
@@ -299,14 +299,14 @@ def test_the_result_survives_with_its_schema(tmp_path: Path) -> None:
 def test_a_result_that_does_not_fit_its_schema_is_refused(tmp_path: Path) -> None:
     schema = Schema.of({"w": (3,)})
     folder = RunFolder(tmp_path)
-    with pytest.raises(ConfigurationError, match="holds no result"):
+    with pytest.raises(ConfigurationError, match="contains no result"):
         folder.read_result()
     for wrong in (np.zeros(4, np.float32), np.zeros(3, np.float64)):
         with pytest.raises(SchemaMismatch, match="the schema says"):
             folder.write_result(wrong, schema)
     folder.write_result(np.zeros(3, np.float32), schema)
     np.save(tmp_path / "result.npy", np.zeros(5, np.float32))
-    with pytest.raises(SchemaMismatch, match=r"has shape \(5,\) and dtype float32 where the schema says \(3,\)"):
+    with pytest.raises(SchemaMismatch, match=r"has shape \(5,\) and dtype float32, but the schema says \(3,\)"):
         folder.read_result()
     np.save(tmp_path / "result.npy", np.array([print], dtype=object), allow_pickle=True)
     with pytest.raises(ConfigurationError, match=r"result\.npy is damaged: .*allow_pickle.*; repeat the run"):

@@ -99,7 +99,7 @@ def test_the_strategies_of_the_documents_are_values(text):
 
 @pytest.mark.parametrize(("text", "full"), [("gosgd(p=0.5)", "gossip"), ("BigDL(1)", "scatter_reduce")])
 def test_a_short_name_with_arguments_is_refused_with_what_it_stands_for(text, full):
-    with pytest.raises(ConfigurationError, match=rf"is short for {full}.* and takes no arguments"):
+    with pytest.raises(ConfigurationError, match=rf"stands for {full}.* and takes no arguments"):
         parse(text, Strategy)
 
 
@@ -173,8 +173,8 @@ def test_an_unregistered_class_goes_by_its_own_name():
 @pytest.mark.parametrize(
     ("noun", "name", "message"),
     [
-        ("topology", "ring", "'ring' is taken by flockstep.topologies.ring:RingGraph; choose another"),
-        ("strategy", "bsp", r"'bsp' is taken by ps\(consistency=bsp\); choose another"),
+        ("topology", "ring", "'ring' is already used by flockstep.topologies.ring:RingGraph; choose another"),
+        ("strategy", "bsp", r"'bsp' is already used by ps\(consistency=bsp\); choose another"),
         ("topology", "my-ring", "must be an identifier, got 'my-ring'"),
         ("topology", "lambda", "must be an identifier, got 'lambda'"),
         ("topology", "", "must be an identifier, got ''"),
@@ -237,14 +237,14 @@ class Stranger(Loose):
 @pytest.mark.parametrize(
     ("component", "complaint"),
     [
-        (Forgets(note="x"), "leaves note out"),
+        (Forgets(note="x"), "leaves the fields note out"),
         (Halves(1.0), "does not equal a copy"),
         (Bare(), "the repr of"),
         (Thawed(), "not frozen"),
-        (Inherits(), "lacks a @dataclass"),
+        (Inherits(), "add @dataclass"),
         (Loose(), "no dataclass"),
         (Stranger(), "not registered"),
-        (Tells(2), "is written as 'tells', which is read as"),
+        (Tells(2), "is written as 'tells', which is parsed as"),
     ],
 )
 def test_a_broken_component_is_caught(component, complaint):

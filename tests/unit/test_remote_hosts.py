@@ -96,7 +96,7 @@ def test_a_host_is_let_in_once(hosts: RemoteHosts) -> None:
     assert not hosts.has(1)
     refused = answer(hosts, second, JOIN)
     assert isinstance(refused, Refused)
-    assert refused.reason == "node 1 (there) has joined already; give every host its own --node-rank"
+    assert refused.reason == "node 1 (there) has joined already; give every host a different --node-rank"
     hosts.meet()
     first.close()
     second.close()
@@ -107,12 +107,12 @@ def test_a_host_is_let_in_once(hosts: RemoteHosts) -> None:
     [
         ({"version": "0.0"}, "install the same version on every host"),
         ({"protocol": PROTOCOL + 1}, "install the same version on every host"),
-        ({"node": 0}, "is not one of the other hosts, which are 1 to 1"),
-        ({"node": 2}, "is not one of the other hosts"),
-        ({"workers": 5}, "was started for 2 hosts and 5 workers, the coordinator for 2 and 4"),
-        ({"settings": {"seed": "1"}}, "seed is 1 there and 0 at the coordinator"),
-        ({"settings": {}}, "seed is missing there"),
-        ({"settings": {"seed": "0", "lr": "1"}}, "lr is 1 there and missing at the coordinator"),
+        ({"node": 0}, "must be one of 1 to 1"),
+        ({"node": 2}, "must be one of 1 to 1"),
+        ({"workers": 5}, "was started for 2 hosts and 5 workers, the coordinator for 2 hosts and 4"),
+        ({"settings": {"seed": "1"}}, "seed is 1 on that host and 0 at the coordinator"),
+        ({"settings": {}}, "seed is missing on that host"),
+        ({"settings": {"seed": "0", "lr": "1"}}, "lr is 1 on that host and missing at the coordinator"),
     ],
 )
 def test_a_host_that_differs_is_refused(hosts: RemoteHosts, change: dict[str, object], reason: str) -> None:
@@ -131,7 +131,7 @@ def test_a_host_without_the_secret_is_turned_away_and_named_once(hosts: RemoteHo
             knock(hosts, b"another secret, as long as ours")
         rejected = hosts.rejected
         wait_until(lambda before=rejected: hosts.pump() or hosts.rejected > before, PATIENCE, "it is turned away")  # type: ignore[misc, func-returns-value]
-    assert hosts.said == ["turned away 127.0.0.1: it does not know the secret of this run"]  # type: ignore[attr-defined]
+    assert hosts.said == ["turned away 127.0.0.1: the other end does not know the secret of this run"]  # type: ignore[attr-defined]
 
 
 def test_a_thousand_idle_strangers_hold_few_handles_and_keep_no_host_out(hosts: RemoteHosts) -> None:
@@ -185,7 +185,7 @@ def test_a_payload_before_the_join_is_not_stored(hosts: RemoteHosts) -> None:
     with contextlib.suppress(PeerLost):
         channel.flush()
     wait_until(lambda: hosts.pump() or hosts.rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
-    assert "a message of 1 and [1048576] bytes was announced" in hosts.said[-1]  # type: ignore[attr-defined]
+    assert "announced a message of 1 and [1048576] bytes" in hosts.said[-1]  # type: ignore[attr-defined]
     channel.close()
 
 
@@ -244,7 +244,7 @@ def test_what_a_host_announces_is_bounded(hosts: RemoteHosts) -> None:
     with contextlib.suppress(PeerLost):
         channel.flush()
     wait_until(lambda: hosts.pump() or hosts.rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
-    assert "was announced" in hosts.said[-1]  # type: ignore[attr-defined]
+    assert "announced a message of" in hosts.said[-1]  # type: ignore[attr-defined]
     channel.close()
 
 
@@ -278,7 +278,7 @@ def test_a_recorded_session_cannot_be_replayed(hosts: RemoteHosts) -> None:
     with socket.create_connection(("127.0.0.1", port(hosts))) as stranger:
         stranger.sendall(sent)  # a join that was understood would be refused by another sentence
         wait_until(lambda: hosts.pump() or hosts.rejected > rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
-    assert hosts.said[-1] == "turned away 127.0.0.1: it does not know the secret of this run"  # type: ignore[attr-defined]
+    assert hosts.said[-1] == "turned away 127.0.0.1: the other end does not know the secret of this run"  # type: ignore[attr-defined]
 
 
 def test_a_channel_carries_messages_whole_and_in_order() -> None:
@@ -420,7 +420,9 @@ def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyP
         )
         with pytest.raises(PeerLost, match="secret"):
             knock(hosts, b"another secret, as long as ours")
-        told = r"node 2 of 3 did not come within 0\.5 s \(turned away 127\.0\.0\.1: it does not know the secret"
+        told = (
+            r"node 2 of 3 did not join within 0\.5 s \(turned away 127\.0\.0\.1: the other end does not know the secret"
+        )
         with pytest.raises(ConfigurationError, match=told):
             hosts.meet()
         said: list[str] = []
@@ -438,9 +440,10 @@ def test_a_host_says_that_the_coordinator_does_not_answer(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as silent:
         meeting = Meeting("127.0.0.1", silent.getsockname()[1], SECRET, 0.5)
         agent = HostAgent(meeting, JOIN, nothing, nothing, 5.0, say=said.append)
-        with pytest.raises(ConfigurationError, match=r"it did not answer for 0\.5 s"):
+        with pytest.raises(ConfigurationError, match=r"no answer within 0\.5 s"):
             agent.run()
-    assert said[0] == f"waiting for the coordinator at {meeting.where} (connected, and it has not answered yet)"
+    where = f"waiting for the coordinator at {meeting.where}"
+    assert said[0] == f"{where} (connected, but the coordinator has not answered yet)"
 
 
 def test_hosts_are_told_how_the_run_has_ended(hosts: RemoteHosts) -> None:
@@ -528,7 +531,7 @@ def test_a_secret_is_long_and_nobody_else_may_read_it(tmp_path: Path, monkeypatc
     file = tmp_path / "secret"
     file.write_text("0123456789abcdef\n")
     file.chmod(0o644)
-    with pytest.raises(ConfigurationError, match="others may read the secret"):
+    with pytest.raises(ConfigurationError, match="other users can read the secret"):
         read_secret(file)
     file.chmod(0o600)
     assert read_secret(file) == read_secret(None)

@@ -77,7 +77,7 @@ def test_the_array_of_several_dtypes_has_the_widest(dtypes, whole, narrower):
 def test_models_of_other_dtypes_mismatch():
     mine = Schema.of(SHAPES)
     theirs = Schema.of(SHAPES, dict(zip(SHAPES, ["float32", "bfloat16", "float32"], strict=True)))
-    with pytest.raises(SchemaMismatch, match=r"\('bias', \(3,\), 'bfloat16'\) where others have \('bias', \(3,\)\)"):
+    with pytest.raises(SchemaMismatch, match=r"\('bias', \(3,\), 'bfloat16'\) instead of \('bias', \(3,\)\)"):
         mine.require(theirs, "worker 3")
 
 
@@ -95,12 +95,12 @@ def test_the_hash_is_16_digits_and_lasts():
 @pytest.mark.parametrize(
     ("other", "dtype", "difference"),
     [
-        ({"weight": (4, 3), "bias": (3,), "scale": ()}, "float32", r"\('weight', \(4, 3\)\) where others have"),
+        ({"weight": (4, 3), "bias": (3,), "scale": ()}, "float32", r"\('weight', \(4, 3\)\) instead of"),
         ({"weight": (3, 4), "bios": (3,), "scale": ()}, "float32", "'bios'"),
         ({"bias": (3,), "weight": (3, 4), "scale": ()}, "float32", "'bias'"),
-        (SHAPES, "float64", "float64 where others have float32"),
-        ({"weight": (3, 4), "bias": (3,)}, "float32", "has 2 tensors where others have 3"),
-        (SHAPES | {"more": (1,)}, "float32", "has 4 tensors where others have 3"),
+        (SHAPES, "float64", "float64 instead of float32"),
+        ({"weight": (3, 4), "bias": (3,)}, "float32", "has 2 tensors, but the models of other workers have 3"),
+        (SHAPES | {"more": (1,)}, "float32", "has 4 tensors, but the models of other workers have 3"),
     ],
 )
 def test_a_mismatch_names_who_and_the_first_difference(other, dtype, difference):

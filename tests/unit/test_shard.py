@@ -261,9 +261,7 @@ def test_batches_that_are_left_out_are_told_of_once(as_rank: Become) -> None:
             assert [len(list(mine)) for _ in range(2)] == [batches // WORKERS] * 2
         told.append([str(one.message) for one in caught])
     assert [len(one) for one in told] == [1, 0, 0]
-    assert told[0][0].startswith(
-        "flockstep.shard leaves out 1 of the last batches of an epoch, which are fewer than the 3"
-    )
+    assert told[0][0].startswith("flockstep.shard leaves out the last 1 batches of an epoch because all 3")
 
 
 def test_lengths(as_rank: Become) -> None:
@@ -293,7 +291,9 @@ REFUSED = {
 def test_a_sampler_that_says_what_is_drawn_is_refused(name: str, as_rank: Become) -> None:
     as_rank(0)
     data = Numbers()
-    with pytest.raises(ConfigurationError, match=rf"the loader has a {name} of its own.*flockstep\.rank"):
+    with pytest.raises(
+        ConfigurationError, match=rf"the loader must have no custom sampler, got a {name}; .*flockstep\.rank"
+    ):
         flockstep.shard(DataLoader(data, sampler=REFUSED[name](data)))
 
 
@@ -422,9 +422,7 @@ def test_a_worker_without_data_of_its_own_is_told(as_rank: Become) -> None:
     as_rank(1)
     once = flockstep.shard((number for number in range(3)), private=True)
     assert list(once) == [0, 1, 2]
-    with pytest.raises(
-        ConfigurationError, match=r"worker 1 has no batch of its own in epoch 1; .* a generator is empty"
-    ):
+    with pytest.raises(ConfigurationError, match=r"worker 1 has no batch in epoch 1; .* a generator is empty"):
         list(once)
 
 
@@ -432,7 +430,9 @@ def test_a_worker_without_data_of_its_own_is_told(as_rank: Become) -> None:
 def test_parts_smaller_than_a_batch_that_is_dropped_are_refused(samples: int, as_rank: Become) -> None:
     as_rank(1)
     size = 8 if samples == 20 else 1
-    with pytest.raises(ConfigurationError, match=rf"each of 3 workers gets {samples // 3} of the {samples} samples"):
+    with pytest.raises(
+        ConfigurationError, match=rf"each of 3 workers gets only {samples // 3} of the {samples} samples"
+    ):
         flockstep.shard(DataLoader(Numbers(samples), batch_size=size, drop_last=True))
     assert len(listed(flockstep.shard(DataLoader(Numbers(samples), batch_size=size)))) == 1
     larger = DataLoader(Numbers(samples), batch_size=samples + 1, drop_last=True)
@@ -442,7 +442,10 @@ def test_parts_smaller_than_a_batch_that_is_dropped_are_refused(samples: int, as
 @pytest.mark.parametrize("rank", [0, 2])
 def test_fewer_batches_than_workers_are_refused_on_every_worker(rank: int, as_rank: Become) -> None:
     as_rank(rank)
-    with pytest.raises(ConfigurationError, match=r"an epoch of 2 batches cannot feed 3 workers.* at most 2 workers"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"each of 3 workers equally many batches, but the epoch has only 2; use at most 2 workers",
+    ):
         list(flockstep.shard(DataLoader(Stream(4), batch_size=2)))
     assert list(flockstep.shard([])) == []
 
@@ -484,6 +487,6 @@ def test_loading_processes_that_read_the_same_are_told_of(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         list(flockstep.shard(DataLoader(data, batch_size=2, num_workers=loading)))
-    assert [str(one.message) for one in caught if "2 processes read the same batches" in str(one.message)] == (
-        [str(caught[0].message)] if told else []
-    )
+    assert [
+        str(one.message) for one in caught if "the 2 processes of the loader read the same batches" in str(one.message)
+    ] == ([str(caught[0].message)] if told else [])

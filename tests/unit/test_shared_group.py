@@ -237,9 +237,9 @@ def test_the_segment_has_no_name_to_leave_behind():
 
 def test_a_segment_that_is_too_small_is_refused():
     memory = SharedMemory.create(needed(2, 4096))
-    with pytest.raises(ProtocolError, match="is none of 2 workers with 8192 bytes each"):
+    with pytest.raises(ProtocolError, match="is too small for 2 workers with 8192 bytes each"):
         SharedGroup(memory, 0, 2, 8192)
-    with pytest.raises(CompositionError, match=f"it has {memory.size} bytes instead of {memory.size + 1}"):
+    with pytest.raises(CompositionError, match=f"the segment has {memory.size} bytes instead of {memory.size + 1}"):
         SharedMemory.attach(memory.address, memory.size + 1)
 
 
@@ -249,13 +249,15 @@ def test_nobody_can_be_made_to_write_into_another_file(tmp_path):
     host = memory.address.partition(":")[0]
     with file.open("r+b") as opened:
         for path in (file, f"/proc/{os.getpid()}/fd/{opened.fileno()}", f"/proc/self/fd/../../..{file}"):
-            with pytest.raises(CompositionError, match="is not a segment of flockstep"):
+            with pytest.raises(CompositionError, match="is not a shared-memory segment of flockstep"):
                 SharedMemory.attach(f"{host}:{path}")
 
 
 def test_more_than_there_can_be_is_refused_and_leaves_nothing_open():
     before = set(Path("/proc/self/fd").iterdir())
-    with pytest.raises(ConfigurationError, match=r"cannot share .* bytes of memory: .*; use a smaller model or array"):
+    with pytest.raises(
+        ConfigurationError, match=r"cannot allocate .* bytes of shared memory: .*; use a smaller model or array"
+    ):
         SharedMemory.create(1 << 62)
     assert set(Path("/proc/self/fd").iterdir()) <= before
 

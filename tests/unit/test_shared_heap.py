@@ -113,7 +113,7 @@ def test_a_part_of_a_copy_is_no_slot(heaps):
 )  # fmt: skip
 def test_what_cannot_be_a_slot_is_refused(heaps, place, start, size):
     assert len(view(heaps, 0, 1, 0, FRONT, "float64", 10)) == 10
-    with pytest.raises(ProtocolError, match="is none of a heap"):
+    with pytest.raises(ProtocolError, match="does not exist in the heap"):
         view(heaps, 0, 1, place, start, "float64", size)
 
 

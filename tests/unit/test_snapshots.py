@@ -62,7 +62,7 @@ def test_where_a_disk_is_full_the_file_moves_on(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small") as disk:
         check(written([disk, tmp_path / "large"]), tmp_path / "large")
         assert list(disk.iterdir()) == []
-        with pytest.raises(RunError, match="could not be written anywhere"):
+        with pytest.raises(RunError, match="could not be written to any place"):
             written([disk])
 
 
@@ -70,7 +70,7 @@ def test_more_than_announced_or_allowed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="announced a snapshot of more than 399999 bytes"):
         SnapshotWriter([tmp_path], 0, NOTE, PARAMS.nbytes - 1)
     arriving = SnapshotWriter([tmp_path], 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
-    with pytest.raises(ProtocolError, match="sent more of a snapshot"):
+    with pytest.raises(ProtocolError, match="sent more bytes of a snapshot"):
         arriving.add(np.zeros(PARAMS.nbytes + 8, np.uint8))
     arriving.drop()
     assert list(tmp_path.iterdir()) == []

@@ -81,13 +81,13 @@ def test_dirichlet_is_skewed_for_a_small_alpha_and_even_for_a_large_one() -> Non
 
 @pytest.mark.parametrize("split", [ByLabel(), Dirichlet()], ids=str)
 def test_no_classes_no_split_by_class(split: Split) -> None:
-    with pytest.raises(CompositionError, match=r"needs one class per sample.*use split iid"):
+    with pytest.raises(CompositionError, match=r"needs a class for every sample.*use split iid"):
         split.assign(None, 600, 4, 0)
 
 
 @pytest.mark.parametrize("split", [Iid(), ByLabel(), Dirichlet()], ids=str)
 def test_impossible_numbers(split: Split) -> None:
-    with pytest.raises(ConfigurationError, match="3 samples cannot feed 4 workers; use at most 3"):
+    with pytest.raises(ConfigurationError, match="3 samples are too few for 4 workers; use at most 3"):
         split.assign(np.zeros(3, np.int64), 3, 4, 0)
     with pytest.raises(ConfigurationError, match="workers must be >= 1, got 0"):
         split.assign(np.zeros(3, np.int64), 3, 0, 0)

@@ -97,8 +97,8 @@ def test_what_is_no_data_is_refused_by_its_place() -> None:
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
-        (["data", 0, "os", "system", []], "os.system is no data class"),
-        (["data", 0, "subprocess", "Popen", [["args", "true"]]], "subprocess.Popen is no data class"),
+        (["data", 0, "os", "system", []], "os.system is not a data class"),
+        (["data", 0, "subprocess", "Popen", [["args", "true"]]], "subprocess.Popen is not a data class"),
         (["data", 0, "no.such.module", "Thing", []], "cannot be read: KeyError: 'no.such.module'"),
         (["data", 0, __name__, "Inner", [["other", 1]]], "Inner has no field 'other'"),
         (["again", 3], "cannot be read: KeyError: 3"),

@@ -184,7 +184,8 @@ def test_functional_randomness_is_noticed_too() -> None:
             return super().forward(x + torch.rand_like(x))
 
     assert (
-        TorchEngine(job(lambda: Noisy(16, 4)), 0).batching == "one by one: the model draws random numbers in training"
+        TorchEngine(job(lambda: Noisy(16, 4)), 0).batching
+        == "one by one: the model draws random numbers during training"
     )
 
 
@@ -194,7 +195,7 @@ def batch_norm() -> nn.Module:
 
 def test_buffers_belong_to_their_replica() -> None:
     engine = TorchEngine(job(batch_norm), seed=3)
-    assert engine.batching == "one by one: buffer '1.running_mean' changes in training"
+    assert engine.batching == "one by one: buffer '1.running_mean' changes during training"
     assert not engine.module[1].running_mean.any()
     params, indices, out = replicas(engine, 2)
     for step in range(3):
@@ -234,7 +235,7 @@ def test_a_model_that_is_different_when_batched_is_found_out() -> None:
             return super().forward(x) * (2 if torch._C._functorch.is_batchedtensor(self.weight) else 1)
 
     batching = TorchEngine(job(lambda: Sly(16, 4)), seed=0).batching
-    assert batching.startswith("one by one: the batched gradient differs from the plain one by ")
+    assert batching.startswith("one by one: the batched gradient differs from the gradient of one model by ")
 
 
 def test_evaluation_is_in_evaluation_mode_over_the_whole_test_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +322,7 @@ def broken_loss(outputs: Any, targets: Any) -> Any:
         ),
         (
             {"optimizer": lambda p: torch.optim.SGD(p[:2], lr=0.1)},
-            "SGD must update every trainable parameter, leaves",
+            "SGD must update every trainable parameter, but",
         ),
     ],
 )

@@ -222,7 +222,7 @@ def test_unsupported_dtypes_are_refused_by_name(dtype: str) -> None:
 
 
 def test_a_module_elsewhere_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="must be on one device, with values, 'weight' is on meta"):
+    with pytest.raises(ConfigurationError, match="must be on one device and have values, got 'weight' on meta"):
         FlatModule(nn.Linear(2, 2, device="meta"))
 
 

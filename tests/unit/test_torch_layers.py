@@ -315,7 +315,7 @@ def test_the_mode_of_the_model_is_kept():
     [
         (lambda: shape_of("model", torch.ones(1)), "torch.nn.Module, got str"),
         (lambda: shape_of(nn.LazyLinear(3), torch.ones(1, 2)), "has no shape yet"),
-        (lambda: shape_of(nn.Linear(2, 3)), "needs a tensor with a batch axis"),
+        (lambda: shape_of(nn.Linear(2, 3)), "needs an input tensor with a batch axis"),
         (lambda: shape_of(nn.Linear(2, 3), torch.ones(0, 2)), "batch must be >= 1"),
         (lambda: shape_of(nn.Linear(2, 3), torch.ones(1, 5)), "Linear failed on the sample batch: RuntimeError"),
     ],
@@ -343,8 +343,8 @@ def test_a_file_with_a_model_and_inputs(tmp_path):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("", "has no job"),
-        ("def model():\n    pass\n", "not both model"),
+        ("", "must have job"),
+        ("def model():\n    pass\n", "or both model"),
         (
             "def model():\n    return 1 / 0\n\ndef inputs():\n    pass\n",
             "ZeroDivisionError: division by zero at line 2",

@@ -113,7 +113,7 @@ def test_a_loaded_model_alone_leaves_the_servers_momentum():
 
 def test_states_that_cannot_be_had_are_refused():
     _, optimizer = start("scatter_reduce", momentum=0.9)
-    with pytest.raises(ConfigurationError, match=r"workers hold slices of the state of SGD, .* use ps\(bsp\)"):
+    with pytest.raises(ConfigurationError, match=r"each worker holds a slice of the state of SGD, .* use ps\(bsp\)"):
         optimizer.state_dict()
 
 
@@ -208,7 +208,9 @@ def test_what_has_no_form_for_other_ranks_is_refused_only_where_it_would_have_to
         return optimizer
 
     agreed("all_reduce", own({1}), own({1}))
-    with pytest.raises(ConfigurationError, match="must be tensors, numbers and strings, got a set; load it on every"):
+    with pytest.raises(
+        ConfigurationError, match="must consist of tensors, numbers and strings, got a set; load such a state on every"
+    ):
         agreed("all_reduce", own({1}), own(1))
 
 
@@ -281,11 +283,11 @@ def test_a_rules_own_optimizer_is_kept_over_sync_and_neither_saved_nor_loaded(st
     assert equal(*ends)
     model, optimizer = start(strategy.format("with_optimizer(adagrad(0.1))"), momentum=0.9)
     with pytest.raises(
-        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a server_update"
+        ConfigurationError, match=r"a separate optimizer, .* cannot be saved or loaded; use a server_update"
     ):
         optimizer.state_dict()
     with pytest.raises(
-        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a server_update"
+        ConfigurationError, match=r"a separate optimizer, .* cannot be saved or loaded; use a server_update"
     ):
         optimizer.load_state_dict(plain(momentum, 2)[1].state_dict())
 

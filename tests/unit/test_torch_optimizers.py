@@ -55,7 +55,10 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("theirs", "sentence"),
     [
-        (torch.optim.RMSprop(WEIGHTS), "must be one of torch.optim's SGD, Adam, AdamW, Adagrad, got RMSprop; use one"),
+        (
+            torch.optim.RMSprop(WEIGHTS),
+            "must be one of torch.optim's SGD, Adam, AdamW, Adagrad, got RMSprop; choose one",
+        ),
         (Own(WEIGHTS, lr=0.1), "got Own"),
         (torch.optim.Adam(WEIGHTS, amsgrad=True), "amsgrad of Adam must be False, got True; leave it out"),
         (torch.optim.SGD(WEIGHTS, lr=0.1, maximize=True), "maximize of SGD must be False, got True"),
@@ -65,7 +68,7 @@ class Own(torch.optim.SGD):
         ),
         (
             torch.optim.SGD([{"params": WEIGHTS, "cosine": 3}], lr=0.1),
-            "SGD has a setting cosine=3 that flockstep does not",
+            "SGD has the setting cosine=3, which flockstep does not",
         ),
     ],
 )

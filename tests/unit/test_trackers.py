@@ -65,7 +65,7 @@ def test_tensorboard(run, here):
         for tag in read.Tags()["tensors"]
     }
     assert_same(curves, run)
-    with pytest.raises(ConfigurationError, match="a-run holds the curves of a run; remove it"):
+    with pytest.raises(ConfigurationError, match="a-run holds the curves of another run; remove the folder"):
         flockstep.track(run, "tensorboard")
 
 
@@ -140,7 +140,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_installation(run, mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(sys, "meta_path", [_Without("wandb"), *sys.meta_path])
     monkeypatch.delitem(sys.modules, "wandb")
-    with pytest.raises(MissingDependency, match="install it with: pip install wandb"):
+    with pytest.raises(MissingDependency, match="install the package with: pip install wandb"):
         flockstep.track(run, "wandb")
 
 

@@ -96,7 +96,7 @@ def test_digests_are_of_types_shapes_and_contents() -> None:
 )
 def test_what_holds_no_trials_is_refused_in_a_sentence(text: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(text)
-    with pytest.raises(ConfigurationError, match="must hold kept trials, got something else; give another folder"):
+    with pytest.raises(ConfigurationError, match="must hold saved trials, got something else; give another folder"):
         TrialStore({}, tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_a_trial_that_was_given_no_number_of_seconds_is_refused(tmp_path: Path) 
     for old, new in (('"within": 5.0', '"within": "soon"'), ('"lr": 0.1}', '"lr": [1]}')):
         assert old in text
         (tmp_path / FILE).write_text(text.replace(old, new))
-        with pytest.raises(ConfigurationError, match="must hold kept trials"):
+        with pytest.raises(ConfigurationError, match="must hold saved trials"):
             TrialStore({}, tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_trials_cannot_be_kept_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for folder in (file, file / "below"):
-        with pytest.raises(ConfigurationError, match=r"cannot keep trials in .*; name another folder with --keep"):
+        with pytest.raises(ConfigurationError, match=r"cannot save trials in .*; name another folder with --keep"):
             TrialStore({}, folder)
 
 

@@ -159,7 +159,9 @@ def test_a_shared_bench_changes_nothing(site: Site) -> None:
 
 def test_what_cannot_be_tried_is_refused(site: Site) -> None:
     reference = Site(task_of("vgg-a"), cluster())
-    with pytest.raises(ConfigurationError, match="vgg-a has sizes but no data, so that nothing can be trained; give"):
+    with pytest.raises(
+        ConfigurationError, match="vgg-a describes sizes but has no data, so no model can be trained; give"
+    ):
         trial(reference, None, 1)
     with pytest.raises(ConfigurationError, match="time to target needs a finite target, got nan"):
         trial(site, None, 1, target=math.nan)
@@ -292,7 +294,7 @@ def test_a_changed_setting_is_noticed(outlook: Outlook, made_up: Counting, tmp_p
     with pytest.raises(ConfigurationError, match=r"cluster's description must be"):
         search(slower, tmp_path)
     (tmp_path / FILE).write_text("[]\n")
-    with pytest.raises(ConfigurationError, match="must hold kept trials, got something else"):
+    with pytest.raises(ConfigurationError, match="must hold saved trials, got something else"):
         search(outlook, tmp_path)
 
 
@@ -370,15 +372,15 @@ def test_the_command_prints_and_keeps_trials(tmp_path: Path, capsys: pytest.Capt
 
 def test_options_of_trials_without_trials_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", JOB, "--trials", "3"]) == 2
-    assert "--trials 3 matters for trials only; add --simulate" in capsys.readouterr().err
+    assert "--trials 3 has an effect on trials only; add --simulate" in capsys.readouterr().err
     assert run_command(["plan", "vgg-a", "-c", "edge", "--simulate", "-s", "all_reduce"]) == 2
-    assert "vgg-a has sizes but no data" in capsys.readouterr().err
+    assert "vgg-a describes sizes but has no data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["2", "0", "-0.5"])
 def test_a_target_that_is_no_accuracy_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", JOB, "--simulate", "-s", "all_reduce", "--target", target]) == 2
-    assert f"must be an accuracy, above 0 and up to 1, got {target}" in capsys.readouterr().err
+    assert f"must be an accuracy > 0 and <= 1, got {target}" in capsys.readouterr().err
 
 
 def test_a_target_of_another_metric_may_be_any(site: Site) -> None:

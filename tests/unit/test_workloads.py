@@ -212,7 +212,7 @@ def test_the_text_is_pinned_by_its_hash(corpus: str) -> None:
     facts = CharLM(corpus=corpus).job(0).facts
     assert facts == {"text_sha256": hashlib.sha256(bytes(encoded(CORPUS.encode()).tolist())).hexdigest()}
     assert CharLM(corpus=corpus, sha256=facts["text_sha256"]).job(0).facts == facts
-    with pytest.raises(ConfigurationError, match=r"sha256 of the text must be 00, got .*name the text"):
+    with pytest.raises(ConfigurationError, match=r"sha256 of the text must be 00, got .*set corpus"):
         CharLM(corpus=corpus, sha256="00").job(0)
 
 

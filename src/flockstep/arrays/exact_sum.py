@@ -50,4 +50,7 @@ class ExactSum:
         """
         params[:] = self.total
         if len(params) and not abs(self.total).max() < LIMIT:
-            raise Diverged(f"a parameter is not below {LIMIT:g} in magnitude; lower the learning rate or the scale")
+            raise Diverged(
+                f"every parameter must be below {LIMIT:g} in magnitude, got a larger one; lower the learning rate "
+                "or the scale"
+            )

@@ -62,11 +62,14 @@ class Packing:
         bounds = [0]
         for layer in self.layers:
             if layer.offset < bounds[-1] or min(layer.rows, layer.columns, layer.products) < 1:
-                raise ConfigurationError(f"{layer} overlaps another layer or is empty; name every layer once")
+                raise ConfigurationError(f"{layer} overlaps another layer or is empty; name every layer exactly once")
             bounds += [layer.offset, layer.offset + layer.dense]
         bounds.append(size)
         if bounds[-2] > size:
-            raise ConfigurationError(f"{self.layers[-1]} does not lie in {size} elements; use the layers of this model")
+            raise ConfigurationError(
+                f"layers must lie within the {size} elements of the model, got {self.layers[-1]}; use the layers "
+                "of this model"
+            )
         self.parts = [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
         self.rest = sum(part.stop - part.start for part in self.parts)
         """Number of elements that are sent dense."""

@@ -69,7 +69,9 @@ class Schema:
                     "with module.float()"
                 )
         if not shapes:
-            raise ConfigurationError("the model has no trainable parameter; set requires_grad on at least one")
+            raise ConfigurationError(
+                "the model has no trainable parameter; set requires_grad on at least one parameter"
+            )
         whole, entries, offset = _widest(set(dtypes.values())), list[Entry](), 0
         for name, shape in shapes.items():
             narrow = dtypes[name] if dtypes[name] != whole else ""
@@ -126,10 +128,11 @@ class Schema:
         for a, b in zip(mine, theirs, strict=False):
             if a != b:
                 raise SchemaMismatch(
-                    f"the model of {who} differs: {b} where others have {a}; build the same model on every worker"
+                    f"the model of {who} differs from the models of other workers: {b} instead of {a}; build the same "
+                    "model on every worker"
                 )
         raise SchemaMismatch(
-            f"the model of {who} has {len(theirs) - 1} tensors where others have {len(mine) - 1}; "
+            f"the model of {who} has {len(theirs) - 1} tensors, but the models of other workers have {len(mine) - 1}; "
             "build the same model on every worker"
         )
 

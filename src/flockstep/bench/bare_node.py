@@ -50,7 +50,7 @@ class BareNode(Messenger):
         """Deliver messages to a program until it has ended."""
         while not runner.done:
             if not isinstance(runner.waiting, Wanted):
-                raise FlockstepError(f"a program of a measurement may wait for messages only, got {runner.waiting}")
+                raise FlockstepError(f"a benchmark's program may wait only for messages, got {runner.waiting}")
             if (message := self.bus.poll(None, (), runner.waiting)) is not None:
                 self.take(message)
 

@@ -88,7 +88,7 @@ class ProcessSet:
             except TimeoutError:
                 ended = [process.args for process in self._processes if process.poll() is not None]
                 if ended or time.monotonic() > deadline:
-                    raise FlockstepError("its processes do not start") from None
+                    raise FlockstepError("the processes of this implementation did not start") from None
         connection.settimeout(ANSWER_TIMEOUT)
         with connection:  # the file keeps it open
             return connection.makefile("rw", encoding="utf-8")
@@ -105,7 +105,7 @@ class ProcessSet:
                 file.flush()
             answers = [json.loads(file.readline() or '{"failed": "it ended"}') for file in self._files]
         except OSError as error:
-            raise FlockstepError(f"its processes do not answer: {error}") from None
+            raise FlockstepError(f"the processes of this implementation do not answer: {error}") from None
         for answer in answers:
             if "failed" in answer:
                 raise FlockstepError(answer["failed"])
@@ -155,7 +155,7 @@ def measure_interleaved(
     able = [implementation for implementation in implementations if not implementation.missing]
     with contextlib.ExitStack() as stack, _process_sets(catalog, able, workers, max(sizes)) as process_sets:
         failed = {
-            implementation.name: "its processes do not start"
+            implementation.name: "the processes of this implementation did not start"
             for implementation in able
             if implementation not in [one for one, _ in process_sets]
         }

@@ -17,15 +17,19 @@ from flockstep.report.style import Figure as Drawing
 SPEEDS = {"encode": "encode", "encode_residual": "encode + residual", "add_decoded": "decode + add"}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 RATES = (
-    "Bytes of the array over the median time of one call, against the array's size. Bars go from the first to the "
-    "third quartile."
+    "Size of the array divided by the median time of one call, over the size of the array. Error bars show the first "
+    "and third quartiles."
 )
-OF_COPIES = "Elements per second, relative to a plain copy of the array in the same round; more is faster."
-STEPS = "Gradients of all replicas per second of real time, in virtual time; more is faster."
+OF_COPIES = (
+    "Encoded or decoded elements per second, relative to a plain copy of the array in the same round; higher is faster."
+)
+STEPS = (
+    "Number of gradients that all replicas together compute in virtual time, per second of real time; higher is faster."
+)
 
 PREDICTED = (
-    "One point for each strategy and bandwidth. On the solid line both are equal; between the dotted lines the "
-    "prediction differs by less than a fifth of the measured time."
+    "One point for each strategy and bandwidth. On the solid line prediction and measurement are equal; between the "
+    "dotted lines the prediction differs from the measured time by less than a fifth."
 )
 
 _ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
@@ -43,7 +47,7 @@ def of_rates(figures: Sequence[Measurement]) -> Drawing:
     data: list[dict[str, object]] = []
     for index, count in enumerate(counts):
         left_right, low_high = panels.domain(index)
-        title = f"bytes of the array, {count} processes"
+        title = f"size of the array in bytes, {count} processes"
         sizes = sorted({one.bytes for one in figures if one.workers == count})
         rates = [one.bytes / one.seconds / 1e9 for one in figures if one.workers == count and one.seconds] or [1.0]
         ticks = {"tickvals": sizes, "ticktext": [formatting.size(size) for size in sizes]}
@@ -101,13 +105,13 @@ def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
             "y": [one.codec for one in figures],
             "x": [getattr(one, what) for one in figures],
             "marker": {"color": COLORS[place]},
-            "hovertemplate": "%{y}<br>%{x:.3g} of a copy's rate<extra>" + said + "</extra>",
+            "hovertemplate": "%{y}<br>%{x:.3g} times the rate of a copy<extra>" + said + "</extra>",
         }
         for place, (what, said) in enumerate(SPEEDS.items())
     ]
     rates = [rate for one in figures for what in SPEEDS if (rate := getattr(one, what))] or [1.0]
     axes = {
-        "xaxis": axis("rate relative to a copy of the array", type="log", **decades(rates, _plain)),
+        "xaxis": axis("rate relative to copying the array", type="log", **decades(rates, _plain)),
         "yaxis": axis(autorange="reversed"),
     }
     height = 120 + 48 * len(figures)
@@ -176,8 +180,8 @@ def of_prediction(truth: Truth) -> Drawing:
     for name, symbol in symbols.items():  # in the legend only
         key_only: dict[str, object] = {"type": "scatter", "mode": "markers", "name": name, "x": [None], "y": [None]}
         data.append({**key_only, "marker": {"color": INK, "symbol": symbol, "size": 9}})
-    axes = {"xaxis": axis("measured seconds of a step", type="log")}
-    axes["yaxis"] = axis("predicted seconds of a step", type="log")
+    axes = {"xaxis": axis("measured seconds per step", type="log")}
+    axes["yaxis"] = axis("predicted seconds per step", type="log")
     return {"data": data, "layout": layout(620, legend={"x": 1.02, "y": 1.0}, **axes)}
 
 

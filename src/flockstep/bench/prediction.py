@@ -156,7 +156,7 @@ class Truth:
         ]
         for name, rank in self.ranks.items():
             if rank is not None and rank < RANKED:
-                said.append(f"rank correlation, {name}: {rank:.2f}, less than {RANKED}")
+                said.append(f"rank correlation for {name}: {rank:.2f}, which is less than {RANKED}")
         return said
 
     def sentences(self) -> list[str]:
@@ -164,13 +164,13 @@ class Truth:
         ranks = ", ".join(f"{name} {rank:.3f}" for name, rank in self.ranks.items() if rank is not None)
         held = sum(one.holds for one in self.pairs)
         known = (
-            f"{self.workers} processes of {self.job} on {self.cores} cores; all is predicted from a calibration and "
-            f"two records of {CALIBRATED} at {' and '.join(ENDS)}; they give links {self.efficiency:.1%} of "
-            "their cards' bandwidth"
+            f"{self.workers} processes of {self.job} on {self.cores} cores; all predictions use one calibration and "
+            f"two records of {CALIBRATED} at {' and '.join(ENDS)}, from which the links reach {self.efficiency:.1%} "
+            "of their nominal bandwidth"
         )
         return [
             known,
-            f"rank correlation: {ranks}" if ranks else "too few strategies to rank",
+            f"rank correlation: {ranks}" if ranks else "too few strategies to compare their order",
             f"{held} of {len(self.pairs)} within {WITHIN:.0%}" + "".join(f"\n  {miss}" for miss in self.misses),
         ]
 
@@ -189,8 +189,8 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
     """
     if len(one) != len(other):
         raise ConfigurationError(
-            f"a rank correlation needs two values of each, got {len(one)} and {len(other)}; leave out the "
-            f"series that has only one"
+            f"a rank correlation needs at least two values in each series, got {len(one)} and {len(other)}; leave out "
+            "the shorter series"
         )
     if len(set(one)) < 2 or len(set(other)) < 2:
         return None
@@ -307,7 +307,7 @@ def measure(
             except Unpredictable as why:
                 say(f"{strategy} at {bandwidth}: {why}")
                 continue
-            say(f"{strategy} at {bandwidth}: {predicted * 1e3:.3g} ms a step predicted")
+            say(f"{strategy} at {bandwidth}: predicted {predicted * 1e3:.3g} ms per step")
             took = sorted(
                 measured_in(RunFolder(runs.record(strategy, bandwidth, steps)).read_events(), workers).seconds
                 for _ in range(rounds)

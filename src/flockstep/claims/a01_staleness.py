@@ -63,18 +63,18 @@ class Staleness(Claim):
     steps: int = 300
     real_steps: int = 1500
     statement = (
-        "n-softsync collects c = floor(workers / n) gradients, so that the mean staleness is (workers - 1) / c, about "
-        "n, whatever the distribution of the service times; where the server steps after each, it is the number of "
-        "executors"
+        "n-softsync collects c = floor(workers / n) gradients before each step, so the mean staleness is (workers - "
+        "1) / c, about n, for every distribution of the service times; if the server steps after each gradient, the "
+        "mean staleness is about the number of workers"
     )
     source = "Gupta, Zhang & Wang 2016 (average staleness of n-softsync); Zhang et al. 2016, figure 1"
     setting = (
-        "parameter server, 30 workers in virtual time under normal (cv 0.1), exponential and lognormal (sigma 1) "
-        "gradient times, free messages; 4 real processes; both up to the end of the first worker"
+        "parameter server with 30 workers in virtual time, with normal (cv 0.1), exponential and lognormal (sigma 1) "
+        "gradient times and free messages; 4 real processes; both until the first worker ends"
     )
     tolerance = (
-        "virtual +-0.5 %, real +-2 %, both without the first 5 updates per worker; the sum of all staleness equals "
-        "the number of other gradients in flight, summed over the updates, exactly"
+        "virtual time within 0.5 %, real processes within 2 %, both without the first 5 updates per worker; the sum "
+        "of all staleness equals the number of gradients of other workers in flight, summed over the updates, exactly"
     )
 
     def check(self, say: Say) -> Verdict:

@@ -35,13 +35,18 @@ class GeometricStaleness(Claim):
         say(f"{len(staleness)} gradients, mean staleness {mean:.4f}, p = {p_all:.3f}")
         rows = (
             near("mean staleness", WORKERS - 1, mean, 0.01),
-            ClaimRow("p-value, gradients of all workers", "> 0.01", p_all, p_all > 0.01),
-            ClaimRow("p-value, gradients of one worker, which are independent", "> 0.01", p_one, p_one > 0.01),
+            ClaimRow("p-value of the chi-squared test, gradients of all workers", "> 0.01", p_all, p_all > 0.01),
+            ClaimRow(
+                "p-value of the chi-squared test, gradients of one worker, which are independent",
+                "> 0.01",
+                p_one,
+                p_one > 0.01,
+            ),
         )
         normal = timed("ps(asynchronous)", WORKERS, self.steps // 10, "normal(1, cv=0.5)")[0].staleness
         p_normal = fit(normal[settled])
         contrast = ClaimRow(
-            "p-value of the control: normal gradient times of cv 0.5", "< 1e-6", p_normal, p_normal < 1e-6
+            "p-value of the control with normal gradient times of cv 0.5", "< 1e-6", p_normal, p_normal < 1e-6
         )
         shares = np.bincount(staleness, minlength=3)[:3] / len(staleness)
         return Verdict((*rows, contrast), figures={f"share of staleness {k}": float(s) for k, s in enumerate(shares)})

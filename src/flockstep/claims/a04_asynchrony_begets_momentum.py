@@ -95,11 +95,11 @@ class AsynchronyBegetsMomentum(Claim):
     )
     source = "Mitliagkas, Zhang, Hadjis & Re 2016 (momentum from asynchrony, memoryless workers)"
     setting = (
-        "quadratic, exponential gradient times (the next worker to finish is uniformly distributed), M = 2, 4, "
-        "8, 16, rate "
-        "times curvature 0.5, 0.3, 0.2, 0.1, 60 updates, 150,000 runs, which overlap, for each M, 5 seeds"
+        "quadratic, exponential gradient times (the next worker to finish is uniformly distributed), M = 2, 4, 8, 16 "
+        "workers, learning rate times curvature 0.5, 0.3, 0.2, 0.1, 60 updates, 150,000 overlapping runs for each M, "
+        "5 seeds"
     )
-    tolerance = "fitted to the mean over all runs: momentum +-0.003, rate +-2 %"
+    tolerance = "fitted to the mean over all runs: momentum within 0.003, learning rate within 2 %"
 
     def check(self, say: Say) -> Verdict:
         """Fit momentum and learning rate to the mean trajectory of each number of workers."""
@@ -111,10 +111,10 @@ class AsynchronyBegetsMomentum(Claim):
             implied, divided = 1 - 1 / workers, rate / workers
             rows += [
                 ClaimRow(f"M={workers}: momentum", implied, momentum, abs(momentum - implied) <= 0.003),
-                near(f"M={workers}: rate times curvature", divided, step, 0.02),
+                near(f"M={workers}: learning rate times curvature", divided, step, 0.02),
             ]
             figures[f"M={workers}: standard error of the momentum"] = float(spread[0])
-            figures[f"M={workers}: standard error of the rate"] = float(spread[1])
+            figures[f"M={workers}: standard error of the learning rate"] = float(spread[1])
             say(f"{workers} workers: momentum {momentum:.4f} +- {spread[0]:.4f}, rate {step:.4f} +- {spread[1]:.4f}")
         return Verdict(tuple(rows), figures=figures)
 

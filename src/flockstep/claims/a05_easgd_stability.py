@@ -55,17 +55,18 @@ class EasgdStability(Claim):
     """The stability boundary of asynchronous elastic averaging."""
 
     statement = (
-        "Asynchronous EASGD in turns on the quadratic w²/2 is stable if and only if 0 <= eta <= 2 and 0 <= alpha <= "
-        "(4 - 2 eta) / (4 - eta), for any number of workers"
+        "Asynchronous EASGD with workers taking turns on the quadratic w²/2 is stable if and only if 0 <= eta <= 2 "
+        "and 0 <= alpha <= (4 - 2 eta) / (4 - eta), for any number of workers"
     )
     source = "Zhang, Choromanska & LeCun 2015, section 3.2, theorem 1"
     setting = (
-        "the strategy easgd(1, alpha, paper) in virtual time, messages free, 1, 3 and 8 workers in turn, float64, no "
-        "noise: what one round does, taken from runs that start at each unit vector, and long runs"
+        "the strategy easgd(1, alpha, paper) in virtual time, with free messages, 1, 3 and 8 workers in turn, "
+        "float64 and no noise: the matrix of one round, computed from runs that start at each unit vector, and long "
+        "runs"
     )
     tolerance = (
-        "alpha at which the spectral radius of a round crosses 1 within 0.003 of the formula; runs at 0.95 of the "
-        "formula's alpha converge, at 1.05 of it they diverge"
+        "the spectral radius of a round crosses 1 at an alpha within 0.003 of the formula; runs at 0.95 of the "
+        "formula's alpha converge, runs at 1.05 of it diverge"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -76,7 +77,8 @@ class EasgdStability(Claim):
             worst = max(found, key=lambda alpha: abs(alpha - bound))
             say(f"eta {eta}: " + ", ".join(f"{n} workers {alpha:.4f}" for n, alpha in zip(WORKERS, found, strict=True)))
             what = (
-                f"largest stable alpha at eta {eta}, farthest from the formula, {', '.join(map(str, WORKERS))} workers"
+                f"largest stable alpha at eta {eta}, the value farthest from the formula among "
+                f"{', '.join(map(str, WORKERS))} workers"
             )
             rows.append(ClaimRow(what, bound, worst, abs(worst - bound) <= 0.003))
         exact = {eta: (4 - 2 * eta) / (4 - eta) for eta in PUBLISHED}
@@ -84,14 +86,15 @@ class EasgdStability(Claim):
         above = min(change(n, eta, 1.05 * alpha) for eta, alpha in exact.items() for n in WORKERS)
         rows += [
             ClaimRow(
-                "last distance / first distance at 0.95 alpha, largest", f"< 1/{FACTOR}", below, below < 1 / FACTOR
+                "largest ratio of last to first distance, at 0.95 alpha", f"< 1/{FACTOR}", below, below < 1 / FACTOR
             ),
-            ClaimRow("last distance / first distance at 1.05 alpha, smallest", f"> {FACTOR}", above, above > FACTOR),
+            ClaimRow("smallest ratio of last to first distance, at 1.05 alpha", f"> {FACTOR}", above, above > FACTOR),
         ]
         reason = (
-            "The bound is that of the paper's order, whose gradient is that of the point before the elastic move; in "
-            "the survey's order, our default, every alpha up to 1/2 is stable for eta < 2. With 8 workers slightly "
-            "more than the bound is stable: it is sufficient for any number, and exact for 1 and 3"
+            "The bound holds for the order of the paper, which computes the gradient at the point before the elastic "
+            "move; in the order of the survey, the default here, every alpha up to 1/2 is stable for eta < 2. With 8 "
+            "workers slightly larger values than the bound are stable: the bound is sufficient for any number of "
+            "workers, and exact for 1 and 3"
         )
         return Verdict(tuple(rows), reason)
 

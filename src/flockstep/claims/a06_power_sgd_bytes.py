@@ -23,15 +23,15 @@ class PowerSgdBytes(Claim):
     """PowerSGD's published compression follows from the shapes."""
 
     statement = (
-        "PowerSGD of rank 1, 2 and 4 sends 243, 136 and 72 times less than SGD for ResNet-18 on CIFAR-10, and 310, 203 "
-        "and 120 times less for an LSTM on WikiText-2"
+        "PowerSGD of rank 1, 2 and 4 sends 243, 136 and 72 times fewer bytes than SGD for ResNet-18 on CIFAR-10, and "
+        "310, 203 and 120 times fewer for an LSTM on WikiText-2"
     )
     source = "Vogels, Karimireddy & Jaggi 2019, section 4.3"
     setting = (
-        "the shapes of ResNet-18 for images of 32 × 32 and of an LSTM of 3 layers of 650 units over 33,278 words whose "
-        "output shares the embedding; the sizes of the codec's encodings, float32"
+        "the tensor shapes of ResNet-18 for images of 32 × 32, and of an LSTM with 3 layers of 650 units and 33,278 "
+        "words whose output layer shares the embedding; sizes of the codec's encodings in float32"
     )
-    tolerance = "parameters and floats sent: exactly; ratios within 1 % of the published"
+    tolerance = "number of parameters and of floats sent: exact; ratios within 1 % of the published ratios"
     quick = True
 
     def check(self, say: Say) -> Verdict:

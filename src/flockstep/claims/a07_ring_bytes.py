@@ -31,15 +31,15 @@ REAL = 3
 class RingBytes(Claim):
     """A ring all-reduce sends 2(N-1)K/N elements per node."""
 
-    statement = "A ring all-reduce of K elements sends 2(N-1)K/N of them per node, 2(N-1)K in all"
+    statement = "A ring all-reduce of K elements sends 2(N-1)K/N elements per node and 2(N-1)K elements in total"
     source = "Patarasuk & Yuan 2009, section 3; Sergeev & Del Balso 2018, section 4"
     setting = (
-        f"quadratic, K = {ELEMENTS}, {STEPS} steps: N = 2 to 8 in virtual time, N = {REAL} on processes, payload as "
-        f"handed to the sockets; times on virtual 1 Gbit/s links, K = {LARGE}"
+        f"quadratic, K = {ELEMENTS}, {STEPS} steps: N = 2 to 8 in virtual time, N = {REAL} on real processes, with "
+        f"the payload counted as handed to the sockets; times on virtual links of 1 Gbit/s, K = {LARGE}"
     )
     tolerance = (
-        "elements of each node 2K minus its two chunks, in all 2(N-1)K, and 2(N-1) messages a node, all exactly; slope "
-        "of the time over 2(N-1)K/N within 15 %"
+        "elements of each node 2K minus its two chunks, 2(N-1)K elements in total and 2(N-1) messages per node, all "
+        "exact; slope of the time over 2(N-1)K/N within 15 %"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -53,7 +53,7 @@ class RingBytes(Claim):
         rows += self._counted(REAL, self._real(REAL), "processes")
         slope = self._slope(say)
         rows.append(near("slope of time over 2(N-1)K/N, relative to 1 / bandwidth", 1.0, slope, 0.15))
-        note = "the times are those of the virtual network: no bandwidth of this machine's loopback was limited"
+        note = "the times are measured on the virtual network: the bandwidth of this machine's loopback was not limited"
         return Verdict(tuple(rows), note)
 
     def _counted(self, n: int, totals: list[NodeEvent], where: str) -> list[ClaimRow]:
@@ -67,7 +67,7 @@ class RingBytes(Claim):
             ClaimRow(
                 f"elements per node, N={n}, {where}", per_node, ", ".join(f"{s:g}" for s in sent), sent == expected
             ),
-            ClaimRow(f"elements in all, N={n}, {where}", total, sum(sent), sum(sent) == total),
+            ClaimRow(f"elements in total, N={n}, {where}", total, sum(sent), sum(sent) == total),
             ClaimRow(f"messages per node, N={n}, {where}", 2 * (n - 1), max(messages), messages == {2 * (n - 1)}),
         ]
 

@@ -41,15 +41,16 @@ class CollectiveCosts(Claim):
     """Tree, butterfly, pipeline, and reduce-scatter with gather take the times of their formulas."""
 
     statement = (
-        "The four all-reduces take 2 lg P (L + mG), lg P (L + mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, none "
-        "less than L lg P + 2mG(P-1)/P; the second is best up to 250, 150, 118 and 93 kB for P = 4, 8, 16 and 64"
+        "The four all-reduces take 2 lg P (L + mG), lg P (L + mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, and "
+        "none takes less than L lg P + 2mG(P-1)/P; the second is best up to 250, 150, 118 and 93 kB for P = 4, 8, 16 "
+        "and 64"
     )
     source = "Hoefler's slides for Ben-Nun & Hoefler 2019, on collectives; the crossovers follow from them"
     setting = (
-        "virtual links of 10 Gbit/s and 50 µs, P = 2 to 64, arrays of 512 B to 1 MiB; headers of 64 B a message are "
-        "charged, and counted in the formulas compared with"
+        "virtual links of 10 Gbit/s and 50 µs, P = 2 to 64, arrays of 512 B to 1 MiB; headers of 64 B per message "
+        "are charged, and the formulas include these headers"
     )
-    tolerance = "virtual time within 1e-9 of the formula; crossover within a step of 4 % in size"
+    tolerance = "virtual time within 1e-9 of the formula; crossover within a step of 4 % in array size"
     quick = True
 
     def check(self, say: Say) -> Verdict:
@@ -63,8 +64,8 @@ class CollectiveCosts(Claim):
             rows.append(self._crossover(n, kilobytes))
         rows += self._inequalities()
         note = (
-            "in virtual time only: the real loopback of one host has neither a constant latency nor one link for each "
-            "rank"
+            "checked in virtual time only: the real loopback of one host has neither a constant latency nor a "
+            "separate link for each rank"
         )
         return Verdict(tuple(rows), note)
 
@@ -75,7 +76,7 @@ class CollectiveCosts(Claim):
             got = seconds(name, n, nbytes)
             errors.append(abs(got / expected - 1))
             above &= got >= costs.lower_bound(n, nbytes, CHARGED) * (1 - 1e-12)
-        what = f"{name}, P={n}: largest relative distance from the formula; never below the bound"
+        what = f"{name}, P={n}: largest relative distance from the formula; the time is never below the bound"
         return ClaimRow(what, 0.0, max(errors), max(errors) <= 1e-9 and above)
 
     def _crossover(self, n: int, kilobytes: int) -> ClaimRow:

@@ -22,15 +22,18 @@ class LayoutDelays(Claim):
     """Communication time of one step for eight parameter layouts, from a naive server to a ring."""
 
     statement = (
-        "With 16 workers on 10 Gbit Ethernet a step of VGG-A spends at least 14.6 s on a naive parameter server and "
-        "1.09 s on a ring, and eight layouts take what eight formulas say"
+        "With 16 workers on 10 Gbit Ethernet a step of VGG-A spends at least 14.6 s on communication with a naive "
+        "parameter server and 1.09 s with a ring, and eight layouts take as long as eight formulas predict"
     )
-    source = "Langer, He, Rahayu & Xue 2020, figure 14 (whose link speeds are not in the text)"
+    source = "Langer, He, Rahayu & Xue 2020, figure 14 (the text does not state the link speeds)"
     setting = (
-        f"formulas at 1.25e9 bytes/s, reducing 10 GiB/s, updating 2 GiB/s, n = {WORKERS}; the exchanges as programs in "
-        "virtual time, without latency, computing included"
+        f"formulas with 1.25e9 bytes/s, reducing at 10 GiB/s, updating at 2 GiB/s, n = {WORKERS}; the exchanges as "
+        "programs in virtual time, without latency, including the time to compute"
     )
-    tolerance = "formulas equal to all digits given; simulated exchange ≥ formula and ≤ 1.02 times it"
+    tolerance = (
+        "formulas equal to the published delays in all printed digits; simulated exchange >= formula and <= 1.02 "
+        "times the formula"
+    )
     quick = True
 
     def check(self, say: Say) -> Verdict:
@@ -49,8 +52,11 @@ class LayoutDelays(Claim):
         gain = LAYOUTS["naive server"](WORKERS, vgg) / LAYOUTS["ring"](WORKERS, vgg)
         rows.append(
             ClaimRow(
-                "VGG-A: delay of the naive server ÷ delay of the ring", "13.4", f"{gain:.1f}", f"{gain:.1f}" == "13.4"
+                "VGG-A: delay with the naive server ÷ delay with the ring",
+                "13.4",
+                f"{gain:.1f}",
+                f"{gain:.1f}" == "13.4",
             )
         )
-        note = "a simulated exchange exceeds its formula by the 64-byte headers of its messages"
+        note = "a simulated exchange takes longer than its formula because of the 64-byte headers of its messages"
         return Verdict(tuple(rows), note)

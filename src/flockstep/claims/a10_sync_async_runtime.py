@@ -21,11 +21,14 @@ class SyncAsyncRuntime(Claim):
     """Time per update of synchronous and asynchronous SGD, and of the variants in between."""
 
     statement = (
-        "With exponential gradient times an update of synchronous SGD takes P H_P times as long as one of asynchronous "
-        "SGD, H_P = 1 + 1/2 + ... + 1/P; K-sync takes H_P - H_(P-K), K-batch-sync and K-batch-async K/P gradient times"
+        "With exponential gradient times an update of synchronous SGD takes P H_P times as long as an update of "
+        "asynchronous SGD, with H_P = 1 + 1/2 + ... + 1/P; an update of K-sync takes H_P - H_(P-K) gradient times, "
+        "an update of K-batch-sync or K-batch-async K/P gradient times"
     )
     source = "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (runtime analysis, exponential times)"
-    setting = "parameter server, 2 to 32 workers, virtual time, the same draws for all, free messages"
+    setting = (
+        "parameter server, 2 to 32 workers, virtual time, the same random gradient times for all methods, free messages"
+    )
     tolerance = "+-1 % each"
 
     def check(self, say: Say) -> Verdict:
@@ -35,9 +38,14 @@ class SyncAsyncRuntime(Claim):
             sync = seconds_per_update("ps(bsp)", workers, steps, workers)
             one = seconds_per_update("ps(asynchronous)", workers, steps, 1)
             rows += [
-                near(f"P={workers}: seconds of a synchronous step", harmonic(workers), sync, 0.01),
+                near(f"P={workers}: seconds per synchronous step", harmonic(workers), sync, 0.01),
                 near(f"P={workers}: seconds per asynchronous update", 1 / workers, one, 0.01),
-                near(f"P={workers}: synchronous over asynchronous", workers * harmonic(workers), sync / one, 0.01),
+                near(
+                    f"P={workers}: ratio of synchronous to asynchronous seconds per update",
+                    workers * harmonic(workers),
+                    sync / one,
+                    0.01,
+                ),
             ]
             say(f"{workers} workers: {sync / one:.2f}")
         workers = 8

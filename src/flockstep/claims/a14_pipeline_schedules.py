@@ -83,7 +83,7 @@ class Pipeline:
             self.busy += self._takes(ended)
             working[ended.stage] = False
             held[ended.stage] -= ended.kind == "backward"
-        assert not any(todo), "the passes of the schedule wait for each other"
+        assert not any(todo), "deadlock: the passes of the schedule wait for each other"
         return 1 - self.busy / (self.stages * queue.now)
 
     def _ready(self, work: PipelinePass) -> bool:
@@ -103,16 +103,17 @@ class PipelineSchedules(Claim):
     """The idle share (bubble) of GPipe's schedule, and the activation memory of the 1F1B schedule."""
 
     statement = (
-        "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time; GPipe's stages hold M "
-        "micro-batches at once, those of 1F1B K, K - 1, ..., 1"
+        "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time; the stages of GPipe "
+        "store M micro-batches at once, the stages of 1F1B K, K - 1, ..., 1"
     )
     source = "Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2019 and 2021 (PipeDream, 1F1B with flushes)"
     setting = (
-        f"{STAGES} stages, {', '.join(map(str, BATCHES))} micro-batches, forward {FORWARD:g} s and backward "
-        f"{BACKWARD:g} s, messages free; both schedules carried out on the event queue of virtual time"
+        f"{STAGES} stages, {', '.join(map(str, BATCHES))} micro-batches, forward pass {FORWARD:g} s and backward pass "
+        f"{BACKWARD:g} s, free messages; both schedules executed on the event queue of virtual time"
     )
     tolerance = (
-        "in virtual time exactly, up to rounding; a stage twice as slow must break the formula; with real stages +-10 %"
+        "exact in virtual time, up to rounding; with one stage twice as slow the formula must not hold; with real "
+        "stages within 10 %"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -135,6 +136,6 @@ class PipelineSchedules(Claim):
         rows.append(
             ClaimRow("control: one stage twice as slow, 8 micro-batches", f"not {formula:.4f}", round(uneven, 4), wrong)
         )
-        rows.append(ClaimRow("stages in processes of their own", "the same +-10 %", MISSING, False))
-        reason = "flockstep does not split a model over processes yet, so that no real stage can be timed"
+        rows.append(ClaimRow("stages in separate real processes", "the same +-10 %", MISSING, False))
+        reason = "flockstep does not split a model over processes yet, so no real stage can be timed"
         return Verdict(tuple(rows), reason)

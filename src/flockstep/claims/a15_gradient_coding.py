@@ -16,10 +16,10 @@ from flockstep.strategies.gradient_coding import code, decoder
 class GradientCodingExact(Claim):
     """Gradient coding is exact for any s stragglers."""
 
-    statement = "Gradient coding gives the exact gradient, whichever s of n workers are missing"
+    statement = "Gradient coding gives the exact gradient for every set of s missing workers among n"
     source = "Tandon, Lei, Dimakis & Karampatziakis 2017, theorem 1 and algorithm 2"
-    setting = "every set of n - s survivors, for (n, s) = (5, 1), (6, 2), (10, 3), both schemes"
-    tolerance = "cyclic: largest error of a decoded coefficient <= 1e-9; fractional: exactly 0"
+    setting = "every set of n - s surviving workers, for (n, s) = (5, 1), (6, 2), (10, 3), with both coding schemes"
+    tolerance = "cyclic coding: largest error of a decoded coefficient <= 1e-9; fractional coding: exactly 0"
     quick = True
 
     def check(self, say: Say) -> Verdict:
@@ -38,5 +38,8 @@ class GradientCodingExact(Claim):
         sets = list(combinations(range(n), n - s))
         worst = max(float(np.abs(np.asarray(decoder(scheme, n, s, live)) @ b[list(live)] - 1).max()) for live in sets)
         return ClaimRow(
-            f"worst error, {scheme}, n={n}, s={s}, {len(sets)} sets", f"<= {bound:g}", worst, worst <= bound
+            f"largest error of a coefficient, {scheme}, n={n}, s={s}, {len(sets)} sets of survivors",
+            f"<= {bound:g}",
+            worst,
+            worst <= bound,
         )

@@ -30,12 +30,12 @@ class SparseFillIn(Claim):
     """Sums of sparse vectors are denser than the vectors."""
 
     statement = (
-        "The sum of P vectors with random supports of density d has density 1 - (1-d)^P; SparCML's speed-ups are those "
-        "of Amdahl's law with a speed-up of the communication alone in brackets"
+        "The sum of P vectors with random supports of density d has density 1 - (1-d)^P; SparCML's speed-ups follow "
+        "Amdahl's law, with the speed-up of the communication alone in parentheses"
     )
-    source = "Renggli et al. 2019 (SparCML), as in Ben-Nun & Hoefler's slides on it"
+    source = "Renggli et al. 2019 (SparCML), as quoted in the slides for Ben-Nun & Hoefler 2019"
     setting = f"{BUCKETS} buckets with random supports on each of P workers, summed by ssar_doubling"
-    tolerance = "density within 1 % of the formula; shares of communication equal to 3 digits, at most 1"
+    tolerance = "density within 1 % of the formula; shares of communication equal in 3 digits and at most 1"
     quick = True
 
     def check(self, say: Say) -> Verdict:
@@ -61,7 +61,7 @@ class SparseFillIn(Claim):
             )
         return Verdict(
             tuple(rows),
-            "a share of at most 1 shows only that the bracketed figure can be the speed-up of the communication",
+            "a share of at most 1 shows only that the figure in parentheses can be the speed-up of the communication",
         )
 
     def _density(self, n: int, kept: int, bucket: int) -> float:

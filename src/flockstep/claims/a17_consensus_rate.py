@@ -26,12 +26,13 @@ class ConsensusRate(Claim):
     """Without gradients, D-PSGD's replicas on a ring approach each other by a factor ρ per step."""
 
     statement = (
-        "With a learning rate of zero, disagreement on a ring with weights 1/3 shrinks by its second eigenvalue a step"
+        "With a learning rate of zero, the disagreement on a ring with weights 1/3 shrinks in each step by a factor "
+        "equal to the second eigenvalue of the mixing matrix"
     )
     source = "Lian et al. 2017, assumption 1 and theorem 1 (rho of W); eigenvalues of a circulant matrix"
     setting = (
-        f"dpsgd(ring), learning rate 0, {', '.join(map(str, PUBLISHED))} workers from random starts of {SEEDS} seeds, "
-        "float64, virtual time"
+        f"dpsgd(ring), learning rate 0, {', '.join(map(str, PUBLISHED))} workers with random initial parameters from "
+        f"{SEEDS} seeds, float64, virtual time"
     )
     tolerance = (
         "slope of log disagreement over steps, median seed, within 1 % of log rho; the bound rho^t holds in every seed"
@@ -51,13 +52,18 @@ class ConsensusRate(Claim):
             rates = (late / early) ** (1 / (end - begin))
             rate = float(np.median(rates))
             rows.append(
-                ClaimRow(f"factor on the disagreement per step, {n} workers", expected, rate, as_steep(rate, expected))
+                ClaimRow(
+                    f"factor by which the disagreement shrinks per step, {n} workers",
+                    expected,
+                    rate,
+                    as_steep(rate, expected),
+                )
             )
             first = np.array([spread(start) for start in starts])
             excess = max(float(np.max(s / (rho**t * first))) for s, t in ((early, begin), (late, end)))
             rows.append(
                 ClaimRow(
-                    f"disagreement / (rho^t × initial disagreement), largest, {n} workers",
+                    f"largest ratio of the disagreement to rho^t × initial disagreement, {n} workers",
                     "<= 1",
                     excess,
                     excess <= 1 + 1e-9,

@@ -49,22 +49,22 @@ class CodecErrors(Claim):
     draws: int = 100_000
     arrays: int = 10_000
     statement = (
-        "Unbiased codecs are unbiased and of the variance that they declare; contractions reduce the error as "
-        "declared, top-k to 1 - k/d; "
-        "with error feedback every element is sent eventually, and the stored error stays bounded"
+        "Unbiased codecs have the declared mean and variance; contractions reduce the error as declared, top-k to 1 "
+        "- k/d; with error feedback every element is sent eventually, and the stored error stays bounded"
     )
     source = (
         "Alistarh et al. 2017, lemma 3.1 (QSGD); Wen et al. 2017 (TernGrad); Horvath et al. 2019 (natural); Stich, "
         "Cordonnier & Jaggi 2018, section 2 (top-k, random-k); Karimireddy et al. 2019, lemma 3 (error feedback)"
     )
     setting = (
-        f"every codec of the registry, as it is, with every switch turned, every number at 1 and at infinity; {SIZE} "
-        f"elements; 100,000 draws where the codec draws, otherwise 10,000 arrays; error feedback: {STEPS} steps"
+        "every codec of the registry with its defaults, with every switch turned, and with every number at 1 and at "
+        f"infinity; {SIZE} elements; 100,000 draws if the codec is random, otherwise 10,000 arrays; error feedback: "
+        f"{STEPS} steps"
     )
     tolerance = (
-        f"means within {SIGMAS:.0f} standard errors, element by element; mean squared errors <= bound, within "
-        f"{SIGMAS:.0f} standard errors; a decoding that is one percent too small, and a codec without its "
-        f"damping, fail the check"
+        f"means within {SIGMAS:.0f} standard errors for every element; mean squared errors <= bound, within "
+        f"{SIGMAS:.0f} standard errors; decoded values that are one percent too small, and a codec without its "
+        "damping, fail the check"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -83,7 +83,7 @@ class CodecErrors(Claim):
                     contracting.append((self._contraction(codec, moments), codec))
             if contracting:
                 ratio, worst = max(contracting, key=lambda each: each[0])
-                rows.append(ClaimRow(f"{worst}: ||x - C(x)||² / its bound", "<= 1", ratio, ratio <= 1))
+                rows.append(ClaimRow(f"{worst}: ||x - C(x)||² ÷ declared bound", "<= 1", ratio, ratio <= 1))
             for codec in [codec for codec in lossy if codec.contraction or codec.unbiased][:1]:
                 rows += feedback_rows(codec)
             say(f"{name}: {len(lossy)} settings, {len(contracting)} of them contractions")
@@ -127,7 +127,7 @@ class CodecErrors(Claim):
         bare = self._moments(channel(Qsgd(levels=1)))
         return [
             ClaimRow(
-                f"{codec}, decoded one percent too small: |mean - x| in standard errors",
+                f"{codec}, with decoded values one percent too small: |mean - x| in standard errors",
                 f"> {SIGMAS:.0f}",
                 short.off,
                 short.off > SIGMAS,
@@ -225,7 +225,7 @@ def feedback_rows(codec: Codec) -> list[ClaimRow]:
     ratio = kept * delta**2 / (4 * (1 - delta) * largest) if 0 < delta < 1 else float(kept > 0 and delta > 0)
     return [
         ClaimRow(f"{name}, error feedback: |gradients - sent - stored error|", "<= 1e-9", worst, worst <= 1e-9),
-        ClaimRow(f"{name}, error feedback: ||stored error||² / its bound", "<= 1", ratio, ratio <= 1),
+        ClaimRow(f"{name}, error feedback: ||stored error||² ÷ declared bound", "<= 1", ratio, ratio <= 1),
     ]
 
 

@@ -20,17 +20,17 @@ class Straggler(Claim):
     """AD-PSGD continues at the pace of its fast workers."""
 
     statement = (
-        "With one of P workers s times as slow, pairwise averaging takes s (P - 1 + 1/s) / P times as many gradients a "
-        "second as synchronous training"
+        "With one of P workers s times as slow, pairwise averaging computes s (P - 1 + 1/s) / P times as many "
+        "gradients per second as synchronous training"
     )
     source = (
         "Lian, Zhang, Zhang & Liu 2018, abstract (4 to 8 times faster epochs on shared clusters) and section 5.4; "
-        "closed form: synchronous P gradients in s seconds, otherwise P - 1 + 1/s a second"
+        "closed form: synchronous training computes P gradients in s seconds, pairwise averaging P - 1 + 1/s "
+        "gradients per second"
     )
     setting = (
-        f"bowl, adpsgd(ring) and all_reduce, one second per gradient, virtual {BANDWIDTH} network of {LATENCY} "
-        f"latency, "
-        f"gradients of {SECONDS} seconds counted"
+        f"a quadratic bowl, adpsgd(ring) and all_reduce, one second per gradient, virtual network of {BANDWIDTH} and "
+        f"{LATENCY} latency, gradients counted over {SECONDS} seconds"
     )
     tolerance = "within 3 % of the closed form, for s = 2, 10, 100 at P = 8 and s = 10 at P = 16"
     quick = True
@@ -43,17 +43,19 @@ class Straggler(Claim):
             ratio = free / together
             rows.append(
                 near(
-                    f"gradients per second / those of synchronous training, P = {workers}, s = {slow}",
+                    f"gradients per second relative to synchronous training, P = {workers}, s = {slow}",
                     published,
                     ratio,
                     0.03,
                 )
             )
-            figures[f"gradients per second of D-PSGD / those of synchronous training, P = {workers}, s = {slow}"] = (
+            figures[f"gradients per second of D-PSGD relative to synchronous training, P = {workers}, s = {slow}"] = (
                 self._pace("dpsgd", workers, slow) / together
             )
         even = self._pace("adpsgd", 8, 1) / self._pace("all_reduce", 8, 1)
-        rows.append(near("the same without a slow worker, P = 8", 1.0, even, 0.03))
+        rows.append(
+            near("gradients per second relative to synchronous training, without a slow worker, P = 8", 1.0, even, 0.03)
+        )
         most = max(figures.values())
         note = (
             f"D-PSGD, which waits for its neighbors, computes at most {most:.3g} times as many gradients per second as "

@@ -19,10 +19,14 @@ MISSING = "MP missing"
 class Taxonomy(Claim):
     """Every row of the survey's table 1, derived from a composition that has just run."""
 
-    statement = "The systems of table 1 are compositions of one set of parts, and their rows follow from it"
+    statement = (
+        "The systems of table 1 can be composed from one set of components, and their rows follow from the composition"
+    )
     source = "Langer, He, Rahayu & Xue 2020, table 1"
-    setting = "every mode of every system runs on 4 workers in virtual time; its row is derived from it"
-    tolerance = "all columns of all 17 rows as printed"
+    setting = (
+        "every mode of every system runs on 4 workers in virtual time, and its row is derived from the composition"
+    )
+    tolerance = "all columns of all 17 rows equal to the printed table"
 
     def check(self, say: Say) -> Verdict:
         """Run every composition, derive its row, and compare the row with the table."""

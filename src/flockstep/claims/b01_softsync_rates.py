@@ -21,12 +21,12 @@ class SoftsyncRates(Claim):
 
     seeds: int = 5
     statement = (
-        "15- and 30-softsync with the learning rate alpha of few workers do not learn; with alpha / n every n-softsync "
-        "ends where synchronous training does"
+        "15-softsync and 30-softsync do not learn with the learning rate alpha of few workers; with alpha / n every "
+        "n-softsync reaches the error of synchronous training"
     )
     source = (
-        "Zhang, Gupta, Lian & Liu 2016, figure 3 (CIFAR-10, 30 learners: 90 % against 18 %); Gupta, Zhang & Wang 2016, "
-        "section 3.2. The figures to compare with are those of a pilot run in plain numpy"
+        "Zhang, Gupta, Lian & Liu 2016, figure 3 (CIFAR-10, 30 learners: 90 % against 18 %); Gupta, Zhang & Wang "
+        "2016, section 3.2. The figures are compared with a pilot run in plain numpy"
     )
     setting = (
         f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, {EPOCHS} epochs (the "
@@ -34,8 +34,8 @@ class SoftsyncRates(Claim):
         "on the server, gradient times normal with cv 0.1; alpha / n by staleness_scaled(mean, known=n); 5 seeds"
     )
     tolerance = (
-        f"medians: synchronous and fixed, n = 1: <= {LEARNS:g} %; fixed, n >= 15: >= 80 % error; divided by n: <= "
-        "synchronous + 2.5 points"
+        f"median test errors: synchronous and fixed rate with n = 1: <= {LEARNS:g} %; fixed rate with n >= 15: >= 80 "
+        "%; rate divided by n: <= synchronous + 2.5 points"
     )
 
     def check(self, say: Say) -> Verdict:

@@ -45,19 +45,21 @@ class SyncAsyncTime(Claim):
 
     seeds: int = 5
     statement = (
-        "With memoryless gradient times asynchronous SGD reaches its target several times sooner than synchronous SGD; "
-        "the first half of the workers' gradients lie between; with workers that are all alike the advantage is smaller"
+        "With memoryless gradient times asynchronous SGD reaches its target several times sooner than synchronous "
+        "SGD; a method that waits for the fastest half of the gradients lies between both; with equally fast workers "
+        "the advantage is smaller"
     )
     source = (
-        "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (error over runtime). The figures to compare with are those of a "
-        "pilot run in plain numpy"
+        "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (error over runtime). The figures are compared with a pilot run "
+        "in plain numpy"
     )
     setting = (
-        f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, learning rate {LR}, 15 % of "
-        "the training labels random, exponential gradient times of mean 1 s; time to a test error of 10 %; 5 seeds"
+        f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, learning rate {LR}, 15 % "
+        "random training labels, exponential gradient times of mean 1 s; time to a test error of 10 %; 5 seeds"
     )
     tolerance = (
-        "medians: synchronous / asynchronous >= 3 and at most 21.7, the ratio of their updates; 4-sync between them"
+        "median times: synchronous / asynchronous >= 3 and at most 21.7, the ratio of their numbers of updates; "
+        "4-sync between both"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -68,7 +70,7 @@ class SyncAsyncTime(Claim):
         ratio, clocked = most / least, even[0] / even[1]
         rows = (
             ClaimRow(
-                "asynchronous: seconds to 10 % error",
+                "asynchronous SGD: seconds to a test error of 10 %",
                 "75 to 150",
                 ranged(times["asynchronous"], 0),
                 math.isfinite(least),
@@ -77,7 +79,7 @@ class SyncAsyncTime(Claim):
             ClaimRow("synchronous", "400 to 700", ranged(times["bsp"], 0), math.isfinite(most)),
             ClaimRow("synchronous / asynchronous", "4 to 6; 3 to 21.7", round(ratio, 2), 3 <= ratio <= 21.7),
             ClaimRow(
-                "control: synchronous / asynchronous, constant gradient times",
+                "control: time of synchronous / asynchronous SGD, constant gradient times",
                 "less",
                 round(clocked, 2),
                 clocked < ratio,

@@ -102,7 +102,7 @@ def _no_number(error: TyperException) -> ConfigurationError | None:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    why = " because its terminal is gone" if signum == signal.SIGHUP else ""
+    why = " because the terminal has closed" if signum == signal.SIGHUP else ""
     raise KeyboardInterrupt(f"stopped by {signal.Signals(signum).name}{why}")
 
 
@@ -111,11 +111,11 @@ def _say(error: Exception, code: int, debug: bool) -> int:
         traceback.print_exc()
     text = error.format_message() if isinstance(error, TyperException) else str(error)
     if isinstance(error, OSError) and error.filename is None and _output_is_stuck():
-        free = "free its disk, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        free = "free space on its disk, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         text = f"cannot write to standard output: {error.strerror}; {free}send the output to another place"
     elif isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f" {error.filename}"
-        text = f"cannot use{where}: {error.strerror}; free it, or choose another place with --out"
+        text = f"cannot use{where}: {error.strerror}; correct that, or choose another place with --out"
     with contextlib.suppress(OSError):  # of a terminal that is gone
         print(f"flockstep: {text}", file=sys.stderr)
     return code
@@ -313,7 +313,7 @@ def launch(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for the script.")] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as with python -m.")] = False,
     workers: o.Workers = 4,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
@@ -330,7 +330,7 @@ def launch(
     where: o.HostOptions = o.HERE,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,
     as_json: o.Json = False,
 ) -> None:
     """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
@@ -406,17 +406,17 @@ def systems(
 @app.command(rich_help_panel=PLAN)
 def layers(
     what: Annotated[
-        str, typer.Argument(help="A job, a file with model() and inputs(), or a reference model such as vgg-a.")
+        str, typer.Argument(help="A job, a Python file with model() and inputs(), or a reference model such as vgg-a.")
     ],
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples for each worker.")] = 32,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Number of samples per worker and step.")] = 32,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Number of workers that share the data, or a layer.")
+        int, typer.Option("--workers", "-n", help="Number of workers over which the data, or one layer, is split.")
     ] = 16,
     everything: Annotated[
         bool,
-        typer.Option("--all", help="Show every layer (default: a long table leaves out layers without parameters)."),
+        typer.Option("--all", help="Show every layer (default: a long table omits layers without parameters)."),
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Also draw a picture, as one HTML file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write a chart to this HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Show a model's layers: parameters, work, depth, and the bytes sent if the data or the layer is divided."""
@@ -429,12 +429,12 @@ def layers(
 def layouts(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="Jobs, files or references (default: vgg-a, resnet-152 and googlenet)."),
+        typer.Argument(help="Jobs, Python files or reference models (default: vgg-a, resnet-152 and googlenet)."),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Workers.")] = 16,
     bandwidth: Annotated[str, typer.Option(help="Bandwidth of every worker's link, such as 1gbit.")] = "10gbit",
     out: Annotated[
-        Path | None, typer.Option(help="Also draw the delay over workers and bandwidth, as one HTML file.")
+        Path | None, typer.Option(help="Also write a chart of the delay over workers and bandwidth to this HTML file.")
     ] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -447,9 +447,9 @@ def layouts(
 @app.command(rich_help_panel=LOOK_UP)
 def reproduce(
     claims: Annotated[
-        list[str] | None, typer.Argument(help="Claims to try, such as A5 (default: list all claims).")
+        list[str] | None, typer.Argument(help="Claims to check, such as A5 (default: list all claims).")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Try every claim (minutes).")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Check every claim; this takes minutes.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with code 1 if a claim does not hold.")] = False,
     write: Annotated[
         bool, typer.Option("--write", help="Write the verdicts to docs/explanation/claims.md of a clone.")
@@ -468,15 +468,15 @@ def reproduce(
 
 @app.command(rich_help_panel=RUN)
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or of a comparison.")],
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or the folder of a comparison.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write the report to.")] = Path("report.html"),
     cluster: Annotated[
         str | None,
         typer.Option(
             "--cluster",
             "-c",
-            help="Also show predictions for this cluster: a name such as lab-1gbit, or a file that calibrate "
-            "has written.",
+            help="Also show predictions for this cluster: a name such as lab-1gbit, or a file written by "
+            "flockstep calibrate.",
         ),
     ] = None,
     imports: o.Imports = None,
@@ -489,8 +489,10 @@ def report(
 
 @app.command(rich_help_panel=RUN)
 def track(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run, which may still be running on this host.")],
-    to: Annotated[str, typer.Option(help="The tracker: flockstep list trackers shows all.")] = "tensorboard",
+    folder: Annotated[Path, typer.Argument(help="Folder of a run; the run may still be in progress on this host.")],
+    to: Annotated[
+        str, typer.Option(help="Tracker that receives the curves; flockstep list trackers shows all trackers.")
+    ] = "tensorboard",
     imports: o.Imports = None,
 ) -> None:
     """Copy a run's curves into an experiment tracker, and follow the run until it ends."""
@@ -501,7 +503,7 @@ def track(
     import_components(imports or ())
     with show.status() as say:
         points = copy(folder, to, say)
-    show.console.print(f"{points} points of {folder} are in {to}", markup=False, highlight=False, soft_wrap=True)
+    show.console.print(f"copied {points} points of {folder} to {to}", markup=False, highlight=False, soft_wrap=True)
 
 
 app.command(rich_help_panel=PLAN)(plan)

@@ -17,8 +17,9 @@ ELEMENTS = 4 << 20
 NOISY = 0.5
 """Distance of the quartiles, as a share of the median, above which a row counts as noisy."""
 LEGEND = (
-    "time: median; GB/s: bytes of the array over that time; ~: the quartiles lie more than half the median apart, so "
-    "repeat it on a quieter machine. All implementations took turns in one run."
+    "time: median of the rounds. GB/s: size of the array divided by the median time. ~: the quartiles are further "
+    "apart than half the median; repeat the measurement on a quieter machine. All implementations took turns in one "
+    "run."
 )
 
 WORDY = ("encode", "quartiles")
@@ -36,12 +37,14 @@ RANKS = {
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure transports, collectives, codecs and the simulator against other implementations.",
+    help="Measure transports, collectives, codecs and the simulator, and compare each with other implementations.",
 )
-Rounds = Annotated[int, typer.Option("--rounds", "-r", help="Number of repetitions; medians are shown.")]
-Sizes = Annotated[str, typer.Option("--sizes", help="Bytes of the array, such as 4096,1048576.")]
+Rounds = Annotated[
+    int, typer.Option("--rounds", "-r", help="Number of repetitions; the median of the repetitions is shown.")
+]
+Sizes = Annotated[str, typer.Option("--sizes", help="Sizes of the array in bytes, such as 4096,1048576.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Also draw a picture, as one HTML file.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Also write a chart to this HTML file.")]
 
 
 @app.command()
@@ -52,7 +55,14 @@ def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, a
 
     with show.status() as say:
         figures = measure(_numbers("sizes", sizes), _at_least_one("rounds", rounds), say)
-    _answer("One-way push, the receiver adding", figures, out, as_json, lambda: plots.of_rates(figures), COPY)
+    _answer(
+        "One-way push of an array that the receiver adds to its own array",
+        figures,
+        out,
+        as_json,
+        lambda: plots.of_rates(figures),
+        COPY,
+    )
 
 
 @app.command()
@@ -61,9 +71,10 @@ def collectives(
     sizes: Sizes = "4096,1048576,4194304,33554432",
     rounds: Rounds = 20,
     implementation: Annotated[
-        list[str] | None, typer.Option("--implementation", "-i", help="Measure only this one; repeatable.")
+        list[str] | None,
+        typer.Option("--implementation", "-i", help="Measure only this implementation; repeat the option for several."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the table that collective auto(table=…) reads.")] = None,
+    save: Annotated[Path | None, typer.Option(help="File to write the table for collective auto(table=…) to.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -91,7 +102,7 @@ def codecs(
     codec: Annotated[
         list[str] | None, typer.Argument(help="Codecs to measure (default: all registered codecs).")
     ] = None,
-    elements: Annotated[int, typer.Option(help="Elements of the array.")] = ELEMENTS,
+    elements: Annotated[int, typer.Option(help="Number of elements of the array.")] = ELEMENTS,
     rounds: Rounds = 20,
     out: Out = None,
     as_json: Json = False,
@@ -113,9 +124,11 @@ def codecs(
         cells = [formatting.number(one.bits), *map(formatting.number, speeds), ms]
         rows.append([one.codec, *(["", one.missing, "", "", ""] if one.missing else cells)])
     if out is not None:
-        title, caption = "Rates of codecs relative to a copy", plots.OF_COPIES
+        title, caption = "Rates of codecs, relative to copying the array", plots.OF_COPIES
         plots.page(title, caption, plots.of_codecs(figures), headings, rows).write(out)
-    legend = f"rates relative to a copy of {elements:,} float32, more is faster; medians of {rounds} rounds"
+    legend = (
+        f"rates are relative to copying {elements:,} float32 numbers, and higher is faster; medians of {rounds} rounds"
+    )
     _print(figures, as_json, headings, rows, legend)
 
 
@@ -123,7 +136,7 @@ def codecs(
 def simulator(
     replicas: Annotated[str, typer.Option("--replicas", "-n", help="Numbers of replicas.")] = "16,64,256",
     rounds: Rounds = 20,
-    steps: Annotated[int, typer.Option(help="Steps of each worker in a simulation.")] = 20,
+    steps: Annotated[int, typer.Option(help="Number of steps of each worker in a simulation.")] = 20,
     workload: Annotated[str, typer.Option("--workload", "-w", help="Workload to train, such as tabular.")] = "softmax",
     out: Out = None,
     as_json: Json = False,
@@ -142,7 +155,7 @@ def simulator(
         ratios = f"{one.to_loop:.2f}", f"{one.to_batched:.2f}"
         rows.append([one.strategy, str(one.replicas), f"{one.rate:,.0f}", *ratios, events])
     if out is not None:
-        title, caption = "Simulation beside a plain loop", plots.STEPS
+        title, caption = "Speed of the simulation compared with a plain training loop", plots.STEPS
         plots.page(title, caption, plots.of_simulator(figures), headings, rows).write(out)
     _print(figures, as_json, headings, rows)
 
@@ -150,15 +163,16 @@ def simulator(
 @app.command()
 def prediction(
     strategy: Annotated[
-        list[str] | None, typer.Option("--strategy", "-s", help="Measure only this one; repeatable.")
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="Measure only this strategy; repeat the option for several."),
     ] = None,
     bandwidths: Annotated[str, typer.Option("--bandwidths", help="Of the links.")] = "20mbit,100mbit,1gbit",
     job: Annotated[str | None, typer.Option(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Number of processes, each on a virtual host of its own.")
+        int, typer.Option("--workers", "-n", help="Number of processes; each process runs on its own virtual host.")
     ] = 4,
     draw: Annotated[
-        int, typer.Option(help="Number of combinations of strategy, job, workers and bandwidth to draw.")
+        int, typer.Option(help="Number of random combinations of strategy, job, workers and bandwidth to measure.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     rounds: Rounds = 1,
@@ -191,7 +205,7 @@ def prediction(
         for one in found.pairs
     ]
     if out is not None:
-        title = "Seconds of a step, predicted and measured"
+        title = "Predicted and measured seconds per step"
         plots.page(title, plots.PREDICTED, plots.of_prediction(found), headings, rows).write(out)
     if as_json:
         show.json(found.document())

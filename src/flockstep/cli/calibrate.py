@@ -14,33 +14,50 @@ from flockstep.errors import ConfigurationError
 if TYPE_CHECKING:
     from flockstep.planning.calibrate import Calibration
 
-Gradients = Annotated[int, typer.Option(help="Gradients to time per worker, alone and with all workers at once.")]
+Gradients = Annotated[
+    int,
+    typer.Option(
+        help="Number of gradients to time per worker, first on one worker alone and then on all workers at once."
+    ),
+]
 _MEASURING = ("workers", "job", "transport", "threads", "gradients", "rounds", "codec")
 
 
 def calibrate(
     context: typer.Context,
     workers: o.Workers = 4,
-    job: Annotated[str, typer.Option(help="The job whose gradients are computed.")] = "digits",
+    job: Annotated[str, typer.Option(help="Job whose gradients are computed.")] = "digits",
     transport: o.TransportText = "shared_memory",
     threads: o.Threads = 1,
     gradients: Gradients = 30,
-    rounds: Annotated[int, typer.Option(help="Round trips of messages between every pair of workers.")] = 20,
-    codec: Annotated[list[str] | None, typer.Option(help="A codec to measure; repeatable (default: half).")] = None,
+    rounds: Annotated[int, typer.Option(help="Number of round trips of a message between every pair of workers.")] = 20,
+    codec: Annotated[
+        list[str] | None, typer.Option(help="Codec to measure; repeat the option for several (default: half).")
+    ] = None,
     records: Annotated[
         list[Path] | None,
-        typer.Option("--from", help="Fit the record of a run instead; repeatable, for several runs of one job."),
+        typer.Option(
+            "--from",
+            help="Fit the cluster to the record of a run instead of measuring this machine; repeat the option for "
+            "several runs of one job.",
+        ),
     ] = None,
-    latency: Annotated[str | None, typer.Option(help="With --from: the latency, if known, such as 100us.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="With --from: the bandwidth, if known, such as 1gbit.")] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Latency of the links, if known, such as 100us; only with --from.")
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Bandwidth of the links, if known, such as 1gbit; only with --from.")
+    ] = None,
     imports: o.Imports = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write (default: standard output).")] = None,
-    keep: Annotated[bool, typer.Option(help="Save the measured cluster for plans that name no cluster.")] = True,
+    out: Annotated[Path | None, typer.Option(help="File to write the cluster to (default: standard output).")] = None,
+    keep: Annotated[
+        bool, typer.Option(help="Save the measured cluster as the default cluster of flockstep plan.")
+    ] = True,
     as_json: o.Json = False,
 ) -> None:
     """Measure this machine, or fit the record of a run, and write a cluster file for `flockstep plan`."""
     if out is not None and out.suffix != ".toml":
-        raise ConfigurationError(f"--out must be a .toml file, got {str(out)!r}; give it that ending")
+        raise ConfigurationError(f"--out must be a .toml file, got {str(out)!r}; end the name in .toml")
     if records:
         _refuse(context, _MEASURING)
         found = _fitted(records, latency, bandwidth, tuple(imports or ()))
@@ -49,7 +66,7 @@ def calibrate(
         found = _measured(job, workers, transport, threads, gradients, rounds, codec)
         if keep:
             show.console.print(
-                f"saved as the cluster here: {_kept(found)}", markup=False, highlight=False, soft_wrap=True
+                f"saved as the cluster named here: {_kept(found)}", markup=False, highlight=False, soft_wrap=True
             )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -110,5 +127,5 @@ def _measured(
 def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
     """Refuse options that were given although they mean nothing here."""
     for option, value in o.given_options(context, names):
-        means = "is for measuring, not for --from" if names == _MEASURING else "is for --from"
+        means = "is for a measurement and has no effect with --from" if names == _MEASURING else "is for --from"
         raise ConfigurationError(f"{option} {value} {means}; leave it out")

@@ -17,12 +17,14 @@ def coordinate(
     context: typer.Context,
     command: Annotated[
         list[str],
-        typer.Argument(help="The command of the run, as on one host: train JOB -s … -n 4, or launch -n 4 train.py."),
+        typer.Argument(
+            help="Command of the run, written as for one host: train JOB -s … -n 4, or launch -n 4 train.py."
+        ),
     ],
-    nodes: Annotated[int, typer.Option(help="Number of hosts with workers.")],
-    port: Annotated[int, typer.Option(help="Port at which the hosts find the coordinator.")],
+    nodes: Annotated[int, typer.Option(help="Number of hosts that run workers.")],
+    port: Annotated[int, typer.Option(help="Port on which the hosts reach the coordinator.")],
     host_address: Annotated[
-        str, typer.Option("--host-address", help="Address to listen on (default: all of this machine).")
+        str, typer.Option("--host-address", help="Address to listen on (default: all addresses of this machine).")
     ] = "",
     secret_file: o.SecretFile = None,
     timeout: o.MeetTimeout = 600.0,
@@ -33,7 +35,7 @@ def coordinate(
     from flockstep.launchers.meeting import EVERY, meeting_at, read_secret
 
     require_trains(command)
-    inner = understood(context, command, "flockstep coordinate needs the command as on one host, without")
+    inner = understood(context, command, "flockstep coordinate needs a command as for one host, without")
     host = host_address or EVERY[not socket.has_dualstack_ipv6()]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     meeting = meeting_at(where, read_secret(secret_file), timeout)

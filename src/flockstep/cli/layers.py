@@ -39,7 +39,7 @@ def show_layers(
         ConfigurationError: there is no such model, it cannot be run, or batch or workers are below 1.
     """
     if out is not None and out.suffix != ".html":
-        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
+        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; end the name in .html")
     model = shape_named(what)
     found = layers.document(model, batch, workers)
     if out is not None:
@@ -81,5 +81,9 @@ def _table(model: ModelShape, batch: int, workers: int, everything: bool) -> Tex
         for place, (one, rank) in enumerate(zip(layers.HEADINGS, RANKS, strict=True))
     ]
     cells = [*map(layers.cells, shown), layers.total_cells(model, batch, workers)]
-    said = [f"{left_out} layers without parameters are in the total; --all shows them."] if left_out else []
+    said = (
+        [f"{left_out} layers without parameters are counted in the total but not shown; --all shows them."]
+        if left_out
+        else []
+    )
     return TextTable(columns, cells, title, total=True, notes=said)

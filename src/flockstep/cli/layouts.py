@@ -28,7 +28,7 @@ def show_layouts(
         ConfigurationError: there is no such model, or workers or bandwidth are not above 0, or bandwidth has no unit.
     """
     if out is not None and out.suffix != ".html":
-        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
+        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; end the name in .html")
     shapes = [shape_named(name) for name in what or MODELS]
     models = tuple(ModelSize(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
     delays = Delays(models, workers, units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"))
@@ -37,7 +37,7 @@ def show_layouts(
     if as_json:
         show.json(delays.document())
         return
-    title = f"Least delay of a step, {workers} workers with {delays.link} each"
+    title = f"Lower bound of the delay per step, {workers} workers with links of {delays.link}"
     headings = [f"{model.name}, {formatting.size(model.nbytes)}" for model in models]
     columns = [TableColumn("layout", text=True), *(TableColumn(one, rank=i) for i, one in enumerate(headings))]
     page = show.page()

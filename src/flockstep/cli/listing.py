@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from flockstep.topologies.base import Topology
 
 ABOUT = {
-    "strategy": "when workers exchange, with whom, and what",
-    "consistency": "which reads and pushes count on a parameter server",
+    "strategy": "when workers exchange data, with which workers, and which data",
+    "consistency": "which reads and pushes a parameter server admits, and when",
     "server_update": "how a parameter server applies an update",
     "aggregation": "what takes the place of the mean of several workers' vectors",
     "outer_optimizer": "how the mean of the replicas becomes the next model",
@@ -25,20 +25,20 @@ ABOUT = {
     "filter": "which updates are left out of a push",
     "schedule": "how the learning rate and the batch change over the steps",
     "claim": "a published result that `flockstep reproduce` tries",
-    "topology": "which workers are neighbors",
-    "codec": "how an array is written on the wire",
+    "topology": "which workers exchange data with each other",
+    "codec": "how an array is encoded for transmission",
     "feedback": "what happens to the part that a codec leaves out",
     "collective": "the algorithm of an all-reduce",
     "transport": "how processes of a real run exchange messages",
-    "optimizer": "the update of a local step",
-    "compute": "seconds per gradient in virtual time",
-    "network": "links in virtual time",
+    "optimizer": "how a local step changes the parameters",
+    "compute": "how many seconds a gradient takes in virtual time",
+    "network": "bandwidth and latency of the links in virtual time",
     "fault": "a fault to inject into virtual time",
     "split": "how data is divided over workers",
     "tracker": "where `flockstep track` shows the curves of a run",
     "workload": "a built-in job: model, data and loss",
-    "cluster": "machines and links that `flockstep plan` knows",
-    "model": "a published network by its layers, for `flockstep plan`",
+    "cluster": "a cluster of machines and links, for `flockstep plan`",
+    "model": "a published network, described layer by layer, for `flockstep plan`",
 }
 """Kind of component → what a component of that kind decides."""
 DESCRIBED = ("cluster", "model")
@@ -133,8 +133,11 @@ def _show_summary(rows: list[dict[str, Any]], as_json: bool) -> None:
     cells = [[row["plural"], str(row["count"]), row["summary"] + _and_custom(row["custom"])] for row in rows]
     page = output.page()
     page.print(TextTable(columns, cells))
-    page.print("\nflockstep list strategies: all of a kind; flockstep list topk: one component; --all: everything.")
-    page.print("flockstep systems: the systems of the literature, by name.", highlight=False)
+    page.print(
+        "\nflockstep list strategies shows all components of a kind; flockstep list topk shows one component; "
+        "--all shows everything."
+    )
+    page.print("flockstep systems lists the systems of the literature by name.", highlight=False)
 
 
 def _and_custom(names: list[str]) -> str:
@@ -156,7 +159,7 @@ def _show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
 
 def _system(noun: str, name: str) -> dict[str, Any]:
     """A system of the literature, whose name is written like a component's."""
-    about = f"{name} is a system of the literature: flockstep systems '{name}' describes it."
+    about = f"{name} is a system of the literature; flockstep systems '{name}' describes it."
     return {"noun": noun, "name": name, "write": name, "summary": about, "about": about, "arguments": []}
 
 
@@ -249,7 +252,10 @@ def _models() -> list[dict[str, str]]:
     for name, known in MODELS.items():
         shape = reference(name)
         layers = sum(1 for layer in shape.layers if layer.parameters)
-        about = f"{shape.parameters:,} parameters in {layers} layers that have any. {known.source}."
+        about = (
+            f"{shape.parameters:,} parameters in {layers} layers; layers without parameters are not counted. "
+            f"{known.source}."
+        )
         rows.append({"noun": "model", "name": name, "write": name, "summary": about})
     return rows
 

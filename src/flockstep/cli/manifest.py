@@ -16,21 +16,29 @@ def manifest(
     context: typer.Context,
     command: Annotated[
         list[str],
-        typer.Argument(help="The command of the run, as on one host: launch -n 4 train.py, or train JOB -s …."),
+        typer.Argument(help="Command of the run, written as for one host: launch -n 4 train.py, or train JOB -s …."),
     ],
-    image: Annotated[str, typer.Option(help="Container image with flockstep and what the command needs.")],
-    nodes: Annotated[int, typer.Option(help="Number of pods, each a host of the run.")] = 2,
-    name: Annotated[str, typer.Option(help="Name of the Job, the Service and the Secret.")] = "flockstep",
-    port: Annotated[int, typer.Option(help="Port at which pod 0 coordinates.")] = 29400,
-    cpu: Annotated[str | None, typer.Option(help="Cores of each pod, such as 4 or 500m.")] = None,
+    image: Annotated[
+        str, typer.Option(help="Container image that contains flockstep and everything the command needs.")
+    ],
+    nodes: Annotated[int, typer.Option(help="Number of pods; each pod is one host of the run.")] = 2,
+    name: Annotated[str, typer.Option(help="Name of the Kubernetes Job, Service and Secret.")] = "flockstep",
+    port: Annotated[int, typer.Option(help="Port on which pod 0 listens as the coordinator.")] = 29400,
+    cpu: Annotated[str | None, typer.Option(help="CPU cores of each pod, such as 4 or 500m.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of each pod, such as 8Gi.")] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs of each pod.")] = 0,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs of each pod.")] = 0,
     claim: Annotated[
         str | None,
-        typer.Option(help="PersistentVolumeClaim (ReadWriteMany) for the record (default: it ends with pod 0)."),
+        typer.Option(
+            help="PersistentVolumeClaim (ReadWriteMany) for the record (default: the record is deleted with pod 0)."
+        ),
     ] = None,
     secret: Annotated[
-        str | None, typer.Option(help="Secret that exists, with the key secret (default: a new one is printed).")
+        str | None,
+        typer.Option(
+            help="Existing Secret that holds the run's secret under the key secret (default: the manifest contains a "
+            "new Secret)."
+        ),
     ] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -54,9 +62,9 @@ def _require_understood(context: typer.Context, words: list[str], nodes: int) ->
     Raises:
         ConfigurationError: the command says which host it is for, or there are fewer workers than pods.
     """
-    inner = understood(context, words, "the manifest gives every pod its own", allowed=("timeout",))
+    inner = understood(context, words, "every pod gets its value from the manifest:", allowed=("timeout",))
     if (workers := inner.params["workers"]) < nodes:
         raise ConfigurationError(
-            f"a run in {nodes} pods needs at least as many workers, got {workers}; raise -n, which counts the workers "
-            "of all pods"
+            f"a run in {nodes} pods needs at least {nodes} workers, got {workers}; raise -n, the number of workers of "
+            "all pods"
         )

@@ -64,30 +64,39 @@ Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers
 Seed = Annotated[int, typer.Option(help="Seed of initial weights, sampling and every random choice.")]
 ScriptSeed = Annotated[
     int,
-    typer.Option("--seed", help="Seed of what strategies and codecs draw; a script seeds its own model and data."),
+    typer.Option(
+        "--seed", help="Seed of the random choices of strategies and codecs; a script seeds its own model and data."
+    ),
 ]
 Epochs = Annotated[
     float | None,
     typer.Option(
-        help="Passes of all workers together over the training data (default: the job's).", rich_help_panel=TRAINING
+        help="Number of passes of all workers together over the training data (default: the job's).",
+        rich_help_panel=TRAINING,
     ),
 ]
-Steps = Annotated[int | None, typer.Option(help="Local steps per worker, instead of epochs.", rich_help_panel=TRAINING)]
+Steps = Annotated[
+    int | None, typer.Option(help="Number of local steps per worker, instead of --epochs.", rich_help_panel=TRAINING)
+]
 Batch = Annotated[
-    int | None, typer.Option(help="Samples per worker and step (default: the job's).", rich_help_panel=TRAINING)
+    int | None,
+    typer.Option(help="Number of samples per worker and step (default: the job's).", rich_help_panel=TRAINING),
 ]
 Lr = Annotated[float | None, typer.Option(help="Learning rate (default: the job's).", rich_help_panel=TRAINING)]
 LrGrid = Annotated[
     str | None,
     typer.Option(
         "--lr-grid",
-        help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best one.",
+        help="Learning rates, such as 0.03,0.1,0.3; each strategy is ranked at its best learning rate.",
         rich_help_panel=TRAINING,
     ),
 ]
 Seeds = Annotated[
     int,
-    typer.Option(help="Runs per strategy, with seeds from --seed on; medians are ranked.", rich_help_panel=TRAINING),
+    typer.Option(
+        help="Number of runs per strategy, with consecutive seeds from --seed on; the ranking compares medians.",
+        rich_help_panel=TRAINING,
+    ),
 ]
 ScheduleText = Annotated[
     str | None,
@@ -115,17 +124,20 @@ UntilTarget = Annotated[
     bool,
     typer.Option(
         "--until-target",
-        help="End at the first evaluation that reaches the target (virtual time).",
+        help="Stop at the first evaluation that reaches the target (virtual time only).",
         rich_help_panel=VIRTUAL,
     ),
 ]
 EvaluateEvery = Annotated[
     int | None,
-    typer.Option(help="Steps per worker between evaluations (default: 40 a run).", rich_help_panel=TRAINING),
+    typer.Option(
+        help="Number of steps per worker between evaluations (default: 40 evaluations per run).",
+        rich_help_panel=TRAINING,
+    ),
 ]
 Result = Annotated[
     str | None,
-    typer.Option(help="Which model is the result: server, mean, rank0, best, ensemble.", rich_help_panel=TRAINING),
+    typer.Option(help="Model that the run returns: server, mean, rank0, best, ensemble.", rich_help_panel=TRAINING),
 ]
 TransportText = Annotated[
     str,
@@ -143,7 +155,7 @@ StepTimeout = Annotated[
     float | None,
     typer.Option(
         "--step-timeout",
-        help="Seconds for a step, or for joining, after which the run ends (default: no limit).",
+        help="Seconds a step, or joining the run, may take before the run ends with an error (default: no limit).",
         rich_help_panel=PROCESSES,
     ),
 ]
@@ -171,24 +183,30 @@ Nodes = Annotated[
     int | None,
     typer.Option(
         "--nodes",
-        help="Number of hosts; run the same command on each, with its own --node-rank (default: this host alone).",
+        help="Number of hosts; run the same command on each host, with a different --node-rank (default: only "
+        "this host).",
         rich_help_panel=HOSTS,
     ),
 ]
 NodeRank = Annotated[
-    int | None, typer.Option("--node-rank", help="Rank of this host; 0 coordinates.", rich_help_panel=HOSTS)
+    int | None,
+    typer.Option(
+        "--node-rank", help="Rank of this host; the host with rank 0 coordinates the run.", rich_help_panel=HOSTS
+    ),
 ]
 CoordinatorAddress = Annotated[
     str | None,
     typer.Option(
-        "--coordinator", help="Where the host of rank 0 listens, as host:port or [IPv6]:port.", rich_help_panel=HOSTS
+        "--coordinator",
+        help="Address at which the host of rank 0 listens, as host:port or [IPv6]:port.",
+        rich_help_panel=HOSTS,
     ),
 ]
 SeparateCoordinator = Annotated[
     bool,
     typer.Option(
         "--separate-coordinator",
-        help="No host of the run coordinates, but flockstep coordinate, at --coordinator.",
+        help="The run is coordinated by flockstep coordinate at --coordinator, not by the host of rank 0.",
         rich_help_panel=HOSTS,
     ),
 ]
@@ -196,18 +214,19 @@ SecretFile = Annotated[
     Path | None,
     typer.Option(
         "--secret-file",
-        help="File with the run's secret, the same on every host (default: from FLOCKSTEP_SECRET).",
+        help="File with the secret of the run, the same on every host (default: from FLOCKSTEP_SECRET).",
         rich_help_panel=HOSTS,
     ),
 ]
 MeetTimeout = Annotated[
-    float, typer.Option("--timeout", help="Seconds within which all hosts must have come.", rich_help_panel=HOSTS)
+    float, typer.Option("--timeout", help="Seconds within which all hosts must have joined.", rich_help_panel=HOSTS)
 ]
 HostAddress = Annotated[
     str,
     typer.Option(
         "--host-address",
-        help="Address of this host that the others connect to (default: as the coordinator is reached).",
+        help="Address of this host to which the other hosts connect (default: the address from which this host "
+        "reaches the coordinator).",
         rich_help_panel=HOSTS,
     ),
 ]
@@ -215,8 +234,8 @@ On = Annotated[
     Literal["local", "slurm", "ray"],
     typer.Option(
         "--on",
-        help="Where the processes run: local, on this machine and the hosts of --nodes; slurm, in a job of its own or "
-        "in the allocation of this shell; or ray, on a Ray cluster.",
+        help="Where the processes run. local: on this machine and the hosts of --nodes; slurm: in a new Slurm job "
+        "or in the allocation of this shell; ray: on a Ray cluster.",
         rich_help_panel=HOSTS,
     ),
 ]
@@ -224,18 +243,18 @@ SshHosts = Annotated[
     str | None,
     typer.Option(
         "--hosts",
-        help="Hosts that ssh reaches without a password, each with its workers, such as a:4,b:4.",
+        help="Hosts that ssh reaches without a password, each with its number of workers, such as a:4,b:4.",
         rich_help_panel=HOSTS,
     ),
 ]
 SshCommand = Annotated[
-    str, typer.Option("--ssh", help="The ssh command, with its options (--hosts).", rich_help_panel=HOSTS)
+    str, typer.Option("--ssh", help="The ssh command with its options (only with --hosts).", rich_help_panel=HOSTS)
 ]
 RemotePython = Annotated[
     str | None,
     typer.Option(
         "--remote-python",
-        help="Path of Python on the hosts (--hosts, --on slurm; default: as here).",
+        help="Path of Python on the hosts (only with --hosts or --on slurm; default: the path on this machine).",
         rich_help_panel=HOSTS,
     ),
 ]
@@ -243,20 +262,24 @@ SlurmOptions = Annotated[
     str,
     typer.Option(
         "--slurm-options",
-        help="More options for sbatch, such as '--partition=gpu --time=1:00:00' (--on slurm).",
+        help="Additional options for sbatch, such as '--partition=gpu --time=1:00:00' (only with --on slurm).",
         rich_help_panel=HOSTS,
     ),
 ]
 CpusPerWorker = Annotated[
     float,
     typer.Option(
-        "--cpus-per-worker", help="Cores that each worker reserves (--on slurm or ray).", rich_help_panel=HOSTS
+        "--cpus-per-worker",
+        help="Number of cores that each worker reserves (only with --on slurm or ray).",
+        rich_help_panel=HOSTS,
     ),
 ]
 GpusPerWorker = Annotated[
     float,
     typer.Option(
-        "--gpus-per-worker", help="GPUs that each worker reserves (--on slurm or ray).", rich_help_panel=HOSTS
+        "--gpus-per-worker",
+        help="Number of GPUs that each worker reserves (only with --on slurm or ray).",
+        rich_help_panel=HOSTS,
     ),
 ]
 
@@ -306,13 +329,13 @@ def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
 
 
 Threads = Annotated[
-    int, typer.Option(help="Threads of the numerical libraries in each process.", rich_help_panel=PROCESSES)
+    int, typer.Option(help="Number of threads of the numerical libraries in each process.", rich_help_panel=PROCESSES)
 ]
 ScriptThreads = Annotated[
     int | None,
     typer.Option(
         "--threads",
-        help="Threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1).",
+        help="Number of threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1).",
         rich_help_panel=PROCESSES,
     ),
 ]
@@ -322,12 +345,16 @@ Ranks = Annotated[
 ]
 Prefix = Annotated[
     bool,
-    typer.Option("--prefix", help="Begin each line of a script's output with its rank.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--prefix", help="Begin each line of the script's output with the rank of its worker.", rich_help_panel=OUTPUT
+    ),
 ]
 RankOutputFolder = Annotated[
     Path | None,
     typer.Option(
-        "--rank-output", help="Folder for the output of each rank: rank-0.out, rank-0.err, ….", rich_help_panel=OUTPUT
+        "--rank-output",
+        help="Folder for the output of each rank, in files rank-0.out, rank-0.err, ….",
+        rich_help_panel=OUTPUT,
     ),
 ]
 NetworkText = Annotated[
@@ -343,8 +370,8 @@ ComputeText = Annotated[
     str,
     typer.Option(
         "--compute",
-        help="Seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), constant(0.01), …; "
-        "`flockstep calibrate` measures a machine's.",
+        help="Distribution of the seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), "
+        "constant(0.01), …; `flockstep calibrate` measures the distribution of a machine.",
         autocompletion=completed("compute"),
         rich_help_panel=VIRTUAL,
     ),
@@ -353,8 +380,8 @@ ClusterText = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="Links and times of a cluster, with what nodes spend on messages and steps, in place of --network and "
-        "--compute: here (saved by flockstep calibrate), another name, or a TOML file.",
+        help="Cluster that replaces --network and --compute, with links, gradient times, and the time that nodes "
+        "spend on messages and steps: here (saved by flockstep calibrate), another name, or a TOML file.",
         rich_help_panel=VIRTUAL,
     ),
 ]
@@ -367,7 +394,8 @@ Faults = Annotated[
     ),
 ]
 Imports = Annotated[
-    list[str] | None, typer.Option("--import", help="A Python file that registers components; repeatable.")
+    list[str] | None,
+    typer.Option("--import", help="Python file that registers components; repeat the option for several."),
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Folder for the record (default: a new one in runs/).", rich_help_panel=OUTPUT)
@@ -390,7 +418,9 @@ Overwrite = Annotated[
 Json = Annotated[
     bool,
     typer.Option(
-        "--json", help="One JSON document on standard output; progress on standard error.", rich_help_panel=OUTPUT
+        "--json",
+        help="Print one JSON document on standard output, and progress on standard error.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 
@@ -452,7 +482,7 @@ def gathered(
     for option, value in given_options(context, ("ssh", *(("remote_python",) if where.on != "slurm" else ()))):
         raise ConfigurationError(f"{option} {value} is for hosts that ssh reaches; add --hosts")
     for option, value in given_options(context, ("slurm_options",)) if where.on != "slurm" else ():
-        raise ConfigurationError(f"{option} {value} is for a job of Slurm; add --on slurm")
+        raise ConfigurationError(f"{option} {value} is for a Slurm job; add --on slurm")
     if where.on == "local":
         for option, value in given_options(context, FOR_SUBMISSION):
             raise ConfigurationError(f"{option} {value:g} is for a cluster; add --on slurm or --on ray")
@@ -488,7 +518,7 @@ def _on_slurm(
 
     for option, value in given_options(context, FOR_SUBMISSION):
         raise ConfigurationError(
-            f"{option} {value} is for the submission of a job, and this is within one; leave it out"
+            f"{option} {value} applies when a job is submitted, and this command runs inside a job; leave it out"
         )
     python = where.remote_python or sys.executable
     return slurm_allocation(workers, where.nodes, python, where.timeout, where.host_address, arguments, output)
@@ -516,7 +546,7 @@ def leave_to_slurm(
     if where.on != "slurm" or where.hosts is not None or in_allocation(os.environ):
         return
     for option, value in given_options(context, ("ssh", "host_address", *BY_HAND)):
-        raise ConfigurationError(f"{option} {value} does not go with --on slurm; leave it out")
+        raise ConfigurationError(f"{option} {value} cannot be combined with --on slurm; leave it out")
     words = context.obj["arguments"]
     own = _without(FOR_SUBMISSION, words[: len(words) - len(script)])
     nodes = 1 if where.nodes is None else where.nodes
@@ -544,7 +574,7 @@ def _by_ssh(
 ) -> Iterator[Gathering]:
     """Context manager: the hosts of --hosts."""
     for option, value in given_options(context, ("on", "nodes", *BY_HAND, *FOR_SUBMISSION)):
-        raise ConfigurationError(f"{option} {value} does not go with --hosts; leave one of them out")
+        raise ConfigurationError(f"{option} {value} cannot be combined with --hosts; leave one of them out")
     from flockstep.launchers.output import SHOWN
     from flockstep.launchers.ssh import ssh_hosts
 
@@ -555,7 +585,8 @@ def _by_ssh(
         for _, value in given_options(context, ("workers",)):
             if value != sum(found.shares):
                 raise ConfigurationError(
-                    f"--hosts {where.hosts} has {sum(found.shares)} workers, and -n says {value}; leave -n out"
+                    f"-n must equal the number of workers in --hosts {where.hosts}, {sum(found.shares)}, got {value}; "
+                    "leave -n out"
                 )
         yield found
 
@@ -569,8 +600,9 @@ def refuse_by_hand(context: typer.Context, where: HostOptions) -> None:
     alone = where.on == "local" and where.hosts is None
     for option, value in given_options(context, (*BY_HAND, *(("nodes", "timeout", "host_address") if alone else ()))):
         raise ConfigurationError(
-            f"{option} {value} is for hosts that you start yourself, and their processes end with one run, where a "
-            "comparison has several; use --hosts a:4,b:4, --on slurm or --on ray, which start the hosts of each run"
+            f"{option} {value} is for hosts that you start yourself, and the processes on such hosts end with one "
+            "run, but a comparison has several runs; use --hosts a:4,b:4, --on slurm or --on ray, which start the "
+            "hosts of each run"
         )
 
 
@@ -619,7 +651,9 @@ def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: type
     from flockstep.experiments import arguments
 
     for option, value in given_options(context, ("network", "compute")) if cluster is not None else ():
-        raise ConfigurationError(f"{option} {value} is what --cluster {cluster} says already; give one of them")
+        raise ConfigurationError(
+            f"{option} {value} and --cluster {cluster} both describe the cluster; give only one of them"
+        )
     return arguments.cluster_of(cluster, None, None, tuple(imports or ()))
 
 
@@ -629,9 +663,9 @@ def refuse_idle(kind: Kind, context: typer.Context) -> None:
         raise ConfigurationError(
             f"{option} {value} "
             + (
-                "matters in virtual time only; add --simulate"
+                "has an effect in virtual time only; add --simulate"
                 if kind == "train"
-                else "is for real processes only; leave it or --simulate out"
+                else "is for real processes only; leave out either this option or --simulate"
             )
         )
 

@@ -28,30 +28,40 @@ Named = Annotated[
     typer.Option(
         "--cluster",
         "-c",
-        help="A name of `flockstep list clusters`, or a TOML file, such as calibrate writes.",
-        show_default="laptop, or here if calibrated; of --check the run's own",
+        help="Name of a cluster in `flockstep list clusters`, or a TOML file such as flockstep calibrate writes.",
+        show_default="laptop, or here after flockstep calibrate; with --check the cluster of the run",
     ),
 ]
 Requirements = Annotated[
     list[str] | None,
-    typer.Option("--require", help="unbalanced, reproducible, elastic, private or slow-links; repeatable."),
+    typer.Option(
+        "--require",
+        help="Requirement that the strategy must meet: unbalanced, reproducible, elastic, private or slow-links; "
+        "repeat the option for several.",
+    ),
 ]
 
 Hours = Annotated[
     float | None,
     typer.Option(
-        help="Length of the run in hours, from which failures are predicted.",
-        show_default="the job's own passes; 24 without data",
+        help="Length of the run in hours; it determines how many failures are expected.",
+        show_default="the time of the job's own epochs; 24 without data",
     ),
 ]
 Strategies = Annotated[
     list[str] | None,
     typer.Option(
-        "--strategy", "-s", help="Strategies to consider; repeatable (default: all).", autocompletion=o.STRATEGY
+        "--strategy",
+        "-s",
+        help="Strategy to consider; repeat the option for several (default: all strategies).",
+        autocompletion=o.STRATEGY,
     ),
 ]
 Records = Annotated[
-    list[Path] | None, typer.Option("--check", help="Compare with the record of a run of this job; repeatable.")
+    list[Path] | None,
+    typer.Option(
+        "--check", help="Record of a run of this job to compare with the prediction; repeat the option for several."
+    ),
 ]
 TRIALS_PANEL = "Trials"
 """Group in `--help` of the options that apply only with --simulate."""
@@ -59,24 +69,30 @@ Simulate = Annotated[
     bool,
     typer.Option(
         "--simulate",
-        help="Also try the best strategies in virtual time, with real gradients.",
+        help="Also train with the best strategies in virtual time, with real gradients.",
         rich_help_panel=TRIALS_PANEL,
     ),
 ]
-Trials = Annotated[int | None, typer.Option(help="Trials of each strategy (default: 8).", rich_help_panel=TRIALS_PANEL)]
+Trials = Annotated[
+    int | None, typer.Option(help="Number of trials of each strategy (default: 8).", rich_help_panel=TRIALS_PANEL)
+]
 Budget = Annotated[
     float | None,
-    typer.Option(help="Real seconds for all trials (default: 120, none with --trials).", rich_help_panel=TRIALS_PANEL),
+    typer.Option(
+        help="Real seconds that all trials together may take (default: 120; without limit if --trials is given).",
+        rich_help_panel=TRIALS_PANEL,
+    ),
 ]
 Top = Annotated[
     int | None,
     typer.Option(
-        help="Strategies to try, besides one worker (default: 5, or all of --strategy).", rich_help_panel=TRIALS_PANEL
+        help="Number of strategies to try in addition to one worker alone (default: 5, or all of --strategy).",
+        rich_help_panel=TRIALS_PANEL,
     ),
 ]
 Target = Annotated[
     float | None,
-    typer.Option(help="The metric that trials must reach (default: the job's).", rich_help_panel=TRIALS_PANEL),
+    typer.Option(help="Metric that a trial must reach (default: the job's).", rich_help_panel=TRIALS_PANEL),
 ]
 Seed = Annotated[
     int | None, typer.Option(help="Seed of trials and of the search (default: 0).", rich_help_panel=TRIALS_PANEL)
@@ -84,13 +100,14 @@ Seed = Annotated[
 SplitText = Annotated[
     str | None,
     typer.Option(
-        "--split", help="How data is split in trials (default: by the requirements).", rich_help_panel=TRIALS_PANEL
+        "--split", help="How data is split in trials (default: as --require demands).", rich_help_panel=TRIALS_PANEL
     ),
 ]
 Keep = Annotated[
     Path | None,
     typer.Option(
-        help="Folder in which trials are saved; name it again to continue (default: a new one in runs/).",
+        help="Folder in which trials are saved; give the same folder again to continue (default: a new folder in "
+        "runs/).",
         rich_help_panel=TRIALS_PANEL,
     ),
 ]
@@ -104,16 +121,20 @@ BUDGET = 120.0
 
 def plan(
     what: Annotated[
-        str, typer.Argument(help="A name of `flockstep list workload` or `list model`; a file with job().")
+        str,
+        typer.Argument(
+            help="Name of a workload or model (`flockstep list workload`, `flockstep list model`), or a Python file "
+            "with job()."
+        ),
     ],
     cluster: Named = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="Workers (default: all workers of the cluster).")
+        int | None, typer.Option("--workers", "-n", help="Number of workers (default: all workers of the cluster).")
     ] = None,
     require: Requirements = None,
     strategy: Strategies = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", "-b", help="Samples per gradient (default: the job's).")
+        int | None, typer.Option("--batch", "-b", help="Number of samples per gradient (default: the job's).")
     ] = None,
     hours: Hours = None,
     record: Records = None,
@@ -122,7 +143,7 @@ def plan(
         bool,
         typer.Option(
             "--all",
-            help="Every strategy and column, and all reasons; otherwise what matters.",
+            help="Show every strategy, every column and all reasons (default: only the most important ones).",
             rich_help_panel=o.OUTPUT,
         ),
     ] = False,
@@ -135,7 +156,7 @@ def plan(
     split: SplitText = None,
     keep: Keep = None,
     out: Annotated[
-        Path | None, typer.Option(help="Also write the plan as one HTML file.", rich_help_panel=o.OUTPUT)
+        Path | None, typer.Option(help="Also write the plan to this HTML file.", rich_help_panel=o.OUTPUT)
     ] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -165,7 +186,10 @@ def _usual() -> str:
 
     name = usual_cluster()
     if name == HERE:
-        said = f"cluster: {HERE}, as calibrated in {calibration()}; --cluster laptop plans for another"
+        said = (
+            f"cluster: {HERE}, as calibrated in {calibration()}; to plan for another cluster, add for example "
+            "--cluster laptop"
+        )
         show.console.print(said, markup=False, highlight=False, soft_wrap=True)
     return name
 
@@ -174,13 +198,14 @@ def _refuse(what: str, simulate: bool, check: bool, asked: dict[str, Any], out: 
     """Refuse options that mean nothing for what is asked for."""
     for name, value in asked.items():
         if value is not None and not simulate:
-            raise ConfigurationError(f"--{name} {value} matters for trials only; add --simulate")
+            raise ConfigurationError(f"--{name} {value} has an effect on trials only; add --simulate")
     if simulate and check:
         raise ConfigurationError(
-            f"--check looks at a run and --simulate at none; write flockstep plan {what} --check …"
+            "--check compares with a finished run and cannot be combined with --simulate; write flockstep plan "
+            f"{what} --check …"
         )
     if out is not None and out.suffix != ".html":
-        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
+        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; end the name in .html")
 
 
 def _conclude(
@@ -261,7 +286,7 @@ def _seconds(hours: float | None) -> float | None:
     """The same in seconds."""
     if hours is not None and not 0 < hours < float("inf"):
         raise ConfigurationError(
-            f"--hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length"
+            f"--hours must be > 0 and finite, got {hours:g}; leave it out for the length of the job"
         )
     return None if hours is None else 3600 * hours
 
@@ -315,8 +340,8 @@ def _left_out(strategies: int, columns: int) -> str:
 
     rest = f"{many(strategies, 'more strategy', 'more strategies')}, " if strategies else ""
     return (
-        f"Left out: {rest}{many(columns, 'more column')}, further reasons, strategies ruled out, scaling, and what the "
-        "figures ignore; --all shows them."
+        f"Left out: {rest}{many(columns, 'more column')}, further reasons, strategies that are ruled out, scaling, "
+        "and effects that the figures do not include; --all shows everything."
     )
 
 
@@ -331,14 +356,14 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, e
         unknown, about = (*unknown, *left_out()), tried.notes
     parts = [
         ("why", advice.reasons if everything else advice.reasons[:REASONS]),
-        ("what would change this", advice.changes),
+        ("what would change this recommendation", advice.changes),
         ("trials", about),
     ]
     if everything:
         parts += [
             ("ruled out", ruled_out(advice.excluded)),
             ("scaling", scaling(outlook.curves, advice.excluded)),
-            ("not in these figures", (*unknown, *unplanned(outlook))),
+            ("what these figures do not include", (*unknown, *unplanned(outlook))),
         ]
     for heading, sentences in parts:
         if sentences:
@@ -359,7 +384,8 @@ def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[s
         if not same_job(config, what):
             content = " of other content" if Path(config.job).name == Path(what).name else ""
             raise ConfigurationError(
-                f"{folder} must be of {what}, got {config.job}{content}; write flockstep plan {config.job} --check …"
+                f"{folder} must hold a run of {what}, got a run of {config.job}{content}; write flockstep plan "
+                f"{config.job} --check …"
             )
     found = [check(folder, shape, (what, *imports)) for folder in records]
     if as_json:

@@ -18,8 +18,8 @@ from flockstep.errors import ConfigurationError
 from flockstep.report.terminal import TableColumn, TextTable
 
 LEGEND = (
-    "quick: a few seconds at most. flockstep reproduce A5 tries one and prints its setting, its limits and "
-    "its result; --all tries all of them (minutes)."
+    "quick: takes a few seconds at most. flockstep reproduce A5 checks one claim and prints its setting, its limits "
+    "and its result; --all checks all claims, which takes minutes."
 )
 
 
@@ -35,7 +35,9 @@ def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: boo
         ConfigurationError: no claim is named, or both names and `everything` are given.
     """
     if everything == bool(names):
-        raise ConfigurationError(f"name one or more claims, or give --all; known: {', '.join(known())}")
+        raise ConfigurationError(
+            f"no claim was named; name at least one, or give --all; known claims: {', '.join(known())}"
+        )
     claims = {name: Claim.parse(name) for name in (known() if everything else names)}
     if write:
         require_page()

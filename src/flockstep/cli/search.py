@@ -63,7 +63,7 @@ def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: S
         with _progress() as say:
             search.run(say)
     except KeyboardInterrupt:
-        done = "finished trials are kept" if search is not None else "no trial has begun"
+        done = "finished trials were saved" if search is not None else "no trial had begun"
         interrupted = f"interrupted; {done}: repeat the command with --keep {asked.keep} to continue"
         if search is None:
             return Tried((), asked.target, (), interrupted)
@@ -98,11 +98,12 @@ def _begun(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: 
 
 
 def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
-    said = [f"trials are kept in {asked.keep}"]
+    said = [f"trials are saved in {asked.keep}"]
     if search.out_of_budget:
         said.append(
             f"the budget of {asked.budget:g} s was used up after {search.done} of "
-            f"{search.trials * len(search.candidates)} trials; the same command with --keep {asked.keep} continues"
+            f"{search.trials * len(search.candidates)} trials; to continue, repeat the command with --keep "
+            f"{asked.keep}"
         )
     return tuple(said)
 
@@ -160,7 +161,7 @@ def outcome(trial: Trial) -> str:
 
 def left_out() -> Sequence[str]:
     """Sentences about effects that trials leave out."""
-    return (*LEFT_OUT, "the best of several trials with one seed is partly luck")
+    return (*LEFT_OUT, "the best of several trials with one seed is better than a typical trial")
 
 
 def document(tried: Tried) -> dict[str, Any]:
@@ -196,8 +197,8 @@ def _where(step: SearchProgress) -> str:
 
 def _best(step: SearchProgress) -> str:
     if step.best is None:
-        return "target not reached so far"
-    return f"best so far {outcome(step.best[1])} with {step.best[0]}"
+        return "no trial has reached the target so far"
+    return f"best trial so far: {outcome(step.best[1])} with {step.best[0]}"
 
 
 def _line(step: SearchProgress) -> None:

@@ -19,7 +19,9 @@ SHOWN = 3
 def require_page(page: Path = PAGE) -> None:
     """Raise `ConfigurationError` unless the page of claims exists and has a place for verdicts."""
     if not page.is_file() or BEGIN not in page.read_text("utf-8"):
-        raise ConfigurationError(f"--write needs {page} with its verdicts, got none here; run it in a clone's root")
+        raise ConfigurationError(
+            f"--write needs {page} with its table of verdicts, got none; run the command in the root folder of a clone"
+        )
 
 
 def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE) -> None:

@@ -45,7 +45,7 @@ class AdaComp(Streamed):
 
     def __post_init__(self) -> None:
         if not 1 <= self.bin <= 1 << 16:
-            raise ConfigurationError(f"adacomp needs a bin of 1 to 65536 elements, got {self.bin}; 50 is usual")
+            raise ConfigurationError(f"bin of adacomp must be 1 to 65536 elements, got {self.bin}; 50 is usual")
 
     contraction = True
     """True, with delta of at least 1/(2d²) for d elements."""
@@ -80,19 +80,21 @@ class AdaComp(Streamed):
         """
         k, start, bins, wide = kernels.of(data), self._head(size, dtype), -(-size // self.bin), factor_dtype(dtype)
         if not size or len(data) < start:
-            raise ProtocolError(f"{self} takes at least {start} bytes for {size} {dtype}, got {len(data)}")
+            raise ProtocolError(f"{self} needs at least {start} bytes for {size} elements of {dtype}, got {len(data)}")
         counts = k.unpacked_integers(data[wide.itemsize : start], bins, self.bin.bit_length())
         count, width = int(counts.sum()), 1 + (self.bin - 1).bit_length()
         if int(counts.max()) > self.bin or len(data) != start + -(-count * width // 8):
-            raise ProtocolError(f"{self} got {len(data)} bytes, which do not fit the {count} elements they announce")
+            raise ProtocolError(f"{self} got {len(data)} bytes, which do not match the announced {count} elements")
         codes = k.unpacked_integers(data[start:], count, width)
         places = codes >> 1
         indices = k.from_buckets(places, self.bin, counts)
         if count and (int(places.max()) >= self.bin or not k.ascending(indices, size)):
-            raise ProtocolError(f"{self} got places that do not ascend or reach beyond their bin")
+            raise ProtocolError(
+                f"{self} got element positions that are not in ascending order or lie outside their bin"
+            )
         scale = float(k.from_bytes(data[: wide.itemsize], wide.name)[0])
         if not isfinite(scale) or scale < 0:
-            raise ProtocolError(f"{self} got {scale} as its common value")
+            raise ProtocolError(f"{self} got an impossible scale {scale}")
         return indices, cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:

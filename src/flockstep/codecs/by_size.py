@@ -32,7 +32,7 @@ class BySize(Composed):
 
     def __post_init__(self) -> None:
         if self.limit < 0:
-            raise ConfigurationError(f"by_size needs a limit of 0 or more elements, got {self.limit}; 1024 is usual")
+            raise ConfigurationError(f"by_size needs a limit >= 0 elements, got {self.limit}; 1024 is usual")
 
     def members(self) -> tuple[Codec, ...]:
         return self.large, self.small

@@ -27,7 +27,8 @@ class Damped(Codec):
     def __post_init__(self) -> None:
         if self.codec.variance(1) is None:
             raise CompositionError(
-                f"damped needs an unbiased codec whose variance has a bound, got {self.codec}; use it without damped"
+                f"damped needs an unbiased codec whose variance has a bound, got {self.codec}; use this codec without "
+                "damped"
             )
 
     contraction = True

@@ -86,7 +86,7 @@ class Dct(Codec):
             values = k.from_bytes(piece[t.index_bytes :], factor_dtype(dtype).name).reshape(-1, t.kept)
             ordered = bool((spots[:, 1:] > spots[:, :-1]).all()) and bool((spots[:, -1] < t.area).all())
             if not ordered or first_not_finite(values.reshape(-1)) >= 0:
-                raise ProtocolError(f"dct got impossible coefficients for {size} {dtype}")
+                raise ProtocolError(f"dct got impossible coefficients for {size} elements of {dtype}")
             with np.errstate(over="ignore", invalid="ignore"):
                 tiles = restored(k.placed(spots, values, t.area), t.height, t.width)
                 parts.append(cast(k.untiled(tiles, t.rows, t.columns).reshape(-1), dtype, copy=False))
@@ -96,7 +96,9 @@ class Dct(Codec):
     def _split(self, data: Bytes, size: int, dtype: str) -> Iterator[tuple[Tiling, Bytes]]:
         """Yield each tensor's tiling and bytes."""
         if len(data) != self.wire_bytes(size, dtype):
-            raise ProtocolError(f"dct needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}")
+            raise ProtocolError(
+                f"dct needs {self.wire_bytes(size, dtype)} bytes for {size} elements of {dtype}, got {len(data)}"
+            )
         begin = 0
         for t in self.tilings(size, dtype):
             yield t, data[begin : begin + t.wire_bytes(dtype)]

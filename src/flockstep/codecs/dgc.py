@@ -31,7 +31,7 @@ class Dgc(Largest):
     def __post_init__(self) -> None:
         check_ratio("dgc", self.ratio)
         if self.warmup < 0:
-            raise ConfigurationError(f"dgc needs a warmup of 0 or more steps, got {self.warmup}; 0 means none")
+            raise ConfigurationError(f"dgc needs a warmup >= 0 steps, got {self.warmup}; use 0 for no warm-up")
 
     def bind_step(self, step: int) -> Codec:
         """Return the codec with the ratio of the given step."""

@@ -44,7 +44,7 @@ class Identity(Codec):
         """
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(
-                f"identity needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}"
+                f"identity needs {self.wire_bytes(size, dtype)} bytes for {size} elements of {dtype}, got {len(data)}"
             )
         array: FlatArray = kernels.of(data).from_bytes(data, dtype)
         return array

@@ -28,7 +28,7 @@ class Int8(Levels):
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ConfigurationError(f"int8 needs blocks of at least 1 element, got {self.block}; 256 to 4096 is usual")
+            raise ConfigurationError(f"block of int8 must be >= 1 element, got {self.block}; 256 to 4096 is usual")
 
     @property
     def unbiased(self) -> bool:

@@ -131,7 +131,9 @@ class Parts(Composed):
 
     def _each(self, size: int) -> Sequence[tuple[Codec, slice]]:
         if size != sum(self.sizes):
-            raise ConfigurationError(f"{self} is for {sum(self.sizes)} elements, got {size}; bind it to those tensors")
+            raise ConfigurationError(
+                f"{self} encodes {sum(self.sizes)} elements, got {size}; bind the codec to the tensors of this model"
+            )
         stops = np.cumsum(self.sizes, dtype=np.int64).tolist()
         return [(c, slice(e - n, e)) for c, n, e in zip(self.codecs, self.sizes, stops, strict=True)]
 
@@ -153,7 +155,7 @@ class Parts(Composed):
             found.append((codec, n, at, data[place : place + length]))
             place += length
         if place != len(data):
-            raise ProtocolError(f"{self} got {len(data)} bytes for {size} {dtype}, whose parts take {place}")
+            raise ProtocolError(f"{self} needs {place} bytes for {size} elements of {dtype}, got {len(data)}")
         return found
 
 

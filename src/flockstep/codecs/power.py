@@ -92,7 +92,7 @@ class PowerSgdCodec(Codec):
         """Return every P, every Q, and the dense elements."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(
-                f"powersgd needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}"
+                f"powersgd needs {self.wire_bytes(size, dtype)} bytes for {size} elements of {dtype}, got {len(data)}"
             )
         k, wide = kernels.of(data), factor_dtype(dtype)
         begin, found = 0, []
@@ -100,7 +100,7 @@ class PowerSgdCodec(Codec):
             end = begin + sum(part.stop - part.start for part in parts) * wide.itemsize
             factors = k.from_bytes(data[begin:end], wide.name)
             if first_not_finite(factors) >= 0:
-                raise ProtocolError(f"powersgd got a factor that is not finite, for {size} {dtype}")
+                raise ProtocolError(f"powersgd got a factor with a non-finite value, for {size} elements of {dtype}")
             found.append([factors[part].reshape(-1, self.rank) for part in parts])
             begin = end
         dense = k.from_bytes(data[begin:], dtype)

@@ -28,9 +28,11 @@ class Qsgd(Levels):
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:
-            raise ConfigurationError(f"qsgd takes 1 to 127 levels, got {self.levels}; use half or bfloat16 for more")
+            raise ConfigurationError(
+                f"levels of qsgd must be 1 to 127, got {self.levels}; for more levels use half or bfloat16"
+            )
         if self.bucket < 8 or self.bucket % 8:
-            raise ConfigurationError(f"qsgd needs a bucket that is a multiple of 8, got {self.bucket}; 512 is usual")
+            raise ConfigurationError(f"bucket of qsgd must be a multiple of 8, got {self.bucket}; 512 is usual")
 
     unbiased = True
     """True, because the rounding at random preserves the mean."""

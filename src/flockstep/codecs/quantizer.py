@@ -131,10 +131,10 @@ class Quantizer(Codec):
         """
         if not sound:
             name = registry.name_of(type(self))
-            raise ProtocolError(f"{name} got scales or codes that are impossible for {size} {dtype}")
+            raise ProtocolError(f"{name} got impossible scales or codes for {size} elements of {dtype}")
 
     def _check_length(self, data: Bytes, size: int, dtype: str) -> None:
         wanted = self.wire_bytes(size, dtype)
         if len(data) != wanted:
             name = registry.name_of(type(self))
-            raise ProtocolError(f"{name} needs {wanted} bytes for {size} {dtype}, got {len(data)}")
+            raise ProtocolError(f"{name} needs {wanted} bytes for {size} elements of {dtype}, got {len(data)}")

@@ -65,7 +65,9 @@ class Sparsifier(Streamed):
         if isinstance(self.values, Sparsifier):
             return self._with(values=self.values + other)
         if not self.values.lossless:
-            raise CompositionError(f"{self} encodes its values already; write {self._with(values=other)}")
+            raise CompositionError(
+                f"{self} already encodes its values, so no second codec can be added; write {self._with(values=other)}"
+            )
         return self._with(values=other)
 
     @property

@@ -54,7 +54,7 @@ class Streamed(Codec):
         if self.is_plain(data, size, dtype):
             return k.all_indices(data, size), k.from_bytes(data, dtype)
         if len(data) > most:
-            raise ProtocolError(f"{self} takes at most {most} bytes for {size} {dtype}, got {len(data)}")
+            raise ProtocolError(f"{self} takes at most {most} bytes for {size} elements of {dtype}, got {len(data)}")
         return self.read(data, size, dtype)
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:

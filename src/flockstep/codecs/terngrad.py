@@ -34,7 +34,7 @@ class TernGrad(Levels):
 
     def __post_init__(self) -> None:
         if not self.clip >= 1:
-            raise ConfigurationError(f"terngrad clips at 1 or more deviations, got {self.clip}; 2.5 is usual")
+            raise ConfigurationError(f"clip of terngrad must be >= 1 standard deviation, got {self.clip}; 2.5 is usual")
 
     @property
     def unbiased(self) -> bool:

@@ -46,10 +46,12 @@ class Counted(Sparsifier):
         count = int.from_bytes(bytes(data[:COUNT_BYTES].tolist()), "little")
         head = COUNT_BYTES + 4 * count
         if len(data) < COUNT_BYTES or count > size or len(data) < head:
-            raise ProtocolError(f"{self} got {len(data)} bytes that say they hold {count} of {size} elements")
+            raise ProtocolError(
+                f"{self} got {len(data)} bytes that announce {count} of {size} elements, which is impossible"
+            )
         indices = k.indices_from(data[COUNT_BYTES:head])
         if not k.ascending(indices, size):
-            raise ProtocolError(f"{self} got indices that do not ascend or reach beyond {size} elements")
+            raise ProtocolError(f"{self} got indices that are not in ascending order or not below {size}")
         return indices, head
 
 
@@ -68,7 +70,8 @@ class Threshold(Counted):
     def __post_init__(self) -> None:
         if not 0 <= self.t < float("inf"):
             raise ConfigurationError(
-                f"threshold needs a finite t >= 0, got {self.t}; 0.001 sends every element above it"
+                f"threshold needs a finite t >= 0, got {self.t}; 0.001 sends every element whose magnitude is above "
+                "0.001"
             )
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:

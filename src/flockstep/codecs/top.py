@@ -60,12 +60,14 @@ class Largest(Sparsifier):
         if self.bucket:
             codes = k.unpacked_integers(data[:head], count, self._bits)
             if len(codes) and int(codes.max()) >= self.bucket:
-                raise ProtocolError(f"{self} got index {int(codes.max())} in a bucket of {self.bucket}")
+                raise ProtocolError(
+                    f"{self} got index {int(codes.max())}, but its buckets have only {self.bucket} elements"
+                )
             indices = k.from_buckets(codes, self.bucket, self._counts(size))
         else:
             indices = k.indices_from(data[:head])
         if not k.ascending(indices, size):
-            raise ProtocolError(f"{self} got indices that do not ascend or reach beyond {size} elements")
+            raise ProtocolError(f"{self} got indices that are not in ascending order or not below {size}")
         return indices, head
 
     def left_out(self, array: FlatArray) -> float:
@@ -107,9 +109,13 @@ class TopK(Largest):
     def __post_init__(self) -> None:
         check_ratio("topk", self.ratio)
         if self.bucket < 0 or self.bucket > 1 << 24:
-            raise ConfigurationError(f"topk needs a bucket from 0 to 2^24 elements, got {self.bucket}; 0 means none")
+            raise ConfigurationError(
+                f"topk needs a bucket from 0 to 2^24 elements, got {self.bucket}; 0 means no buckets"
+            )
         if self.bucket and self.sampled:
-            raise ConfigurationError("topk samples only without buckets, got both; leave out one of them")
+            raise ConfigurationError(
+                "topk can sample only without buckets, got sample and bucket; leave out one of them"
+            )
 
 
 def select(array: FlatArray, count: int, sampled: bool, random: np.random.Generator) -> Indices:
@@ -145,9 +151,7 @@ def check_ratio(name: str, ratio: float) -> None:
         ConfigurationError: the ratio lies outside of (0, 1].
     """
     if not 0 < ratio <= 1:
-        raise ConfigurationError(
-            f"{name} needs a ratio above 0 and up to 1, got {ratio}; 0.01 sends one element in a hundred"
-        )
+        raise ConfigurationError(f"{name} needs a ratio > 0 and <= 1, got {ratio}; 0.01 sends one element in a hundred")
 
 
 def wanted(ratio: float, size: int) -> int:

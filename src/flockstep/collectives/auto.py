@@ -48,7 +48,7 @@ class Auto(Collective):
         if not (self.latency >= 0 and 0 < self.bandwidth < float("inf")):
             raise ConfigurationError(
                 f"auto needs a latency >= 0 s and a bandwidth > 0 bytes per second, got {self.latency} and "
-                f"{self.bandwidth}; 5e-5 and 1.25e9 are those of 10 Gbit Ethernet"
+                f"{self.bandwidth}; for 10 Gbit Ethernet use 5e-5 and 1.25e9"
             )
         if self.table:
             for row in read_table(self.table):

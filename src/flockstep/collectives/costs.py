@@ -27,7 +27,7 @@ class LinkModel:
         if not (0 <= self.latency < math.inf and 0 < self.per_byte < math.inf and self.header >= 0):
             raise ConfigurationError(
                 "a link needs a finite latency >= 0 s, finite seconds per byte > 0 and a header >= 0 bytes, got "
-                f"{self.latency}, {self.per_byte} and {self.header}; 10 Gbit/s is 8e-10 s per byte"
+                f"{self.latency}, {self.per_byte} and {self.header}; for 10 Gbit/s use 8e-10 s per byte"
             )
 
     def message(self, nbytes: float) -> float:

@@ -91,7 +91,7 @@ class Subgroup:
 
     def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
         """Raise, because `reduce_on_host` has no result."""
-        raise AssertionError("the members of a subgroup share no memory")
+        raise AssertionError("the members of a subgroup have no shared memory")
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member of the subgroup."""

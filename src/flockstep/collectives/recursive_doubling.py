@@ -84,7 +84,7 @@ def _sizes(message: Message, ranks: Sequence[int]) -> dict[int, int]:
     sizes = {rank: size for rank, size in found.items() if isinstance(size, int) and size >= 0}
     if len(sizes) < len(ranks) or sum(sizes.values()) != len(message.payload):
         raise ProtocolError(
-            f"{node_name(message.source)} sent {len(message.payload)} elements as the arrays of the ranks "
-            f"{', '.join(map(str, ranks))}, of which it gave the sizes {found}"
+            f"{node_name(message.source)} sent {len(message.payload)} elements as the arrays of ranks "
+            f"{', '.join(map(str, ranks))}, but announced the sizes {found}"
         )
     return sizes

@@ -50,10 +50,12 @@ class Stream:
             return cls(size, payload, None)
         count, rest = divmod(payload.nbytes, INDEX_BYTES + itemsize)
         if name_of(payload) != "uint8" or payload.ndim != 1 or rest:
-            raise ProtocolError(f"no stream of {size} {dtype} has {payload.nbytes} bytes of {payload.dtype}")
+            raise ProtocolError(
+                f"{payload.nbytes} bytes of {payload.dtype} cannot be a stream of {size} elements of {dtype}"
+            )
         indices = k.indices_from(payload[: INDEX_BYTES * count])
         if not k.ascending(indices, size):
-            raise ProtocolError(f"the indices of a stream must ascend and be less than {size}")
+            raise ProtocolError(f"the indices of a stream must be in ascending order and less than {size}")
         return cls(size, k.from_bytes(payload[INDEX_BYTES * count :], dtype), indices)
 
     @property

@@ -53,7 +53,7 @@ def read_table(path: str) -> tuple[Measured, ...]:
     Raises:
         ConfigurationError: the file cannot be read, has another format, or has no measurements.
     """
-    way_out = "write it with: flockstep bench collectives --save FILE"
+    way_out = "write a table with: flockstep bench collectives --save FILE"
     try:
         data: Any = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

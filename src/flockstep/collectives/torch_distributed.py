@@ -36,7 +36,9 @@ class TorchDistributed(Collective):
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; try gloo")
+            raise ConfigurationError(
+                f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; gloo works everywhere"
+            )
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers; each worker sends 2(n-1)/n K elements."""
@@ -114,7 +116,7 @@ class TorchDistributed(Collective):
         if meeting is None:
             raise CompositionError(
                 f"{self} needs workers in separate processes, as flockstep train and launch start them; in virtual "
-                f"time use ring, which costs the same"
+                "time use ring, which has the same cost"
             )
         if self.backend not in meeting.held:
             try:

@@ -90,7 +90,7 @@ class Calls:
         self.require_open()
         node = self._engine.node
         if to in node.departed or (to in node.leaving and not closing):
-            raise PeerLost(f"{node.end_of(to)}; worker {self.rank} has a message for it")
+            raise PeerLost(f"{node.end_of(to)}; worker {self.rank} has a message for that worker")
         self._engine.post(to, array.nbytes, lambda: node.send(to, tag, array, note))
 
     def asked(self, to: int, tag: str, array: Array | None, note: Encoded, timeout: float | None, what: str) -> Message:
@@ -131,7 +131,7 @@ class Calls:
             PeerLost: the rank has died, or all ranks have closed their communicators.
         """
         if rank in self._engine.node.departed:
-            raise PeerLost(f"{self.end_of(rank)}; worker {self.rank} wants to reach its window")
+            raise PeerLost(f"{self.end_of(rank)}; worker {self.rank} needs the window of that worker")
 
     def end_of(self, rank: int) -> str:
         """Return a text that says how a rank ended."""
@@ -165,7 +165,8 @@ class Calls:
         """
         if any(held() for held in list(self._holders.values())):
             raise ConfigurationError(
-                "other ranks wait for a window's local() that is held here; leave the window's with block first"
+                "other ranks may wait for the window that this rank holds with local(); leave the window's with "
+                "block before this call"
             )
 
     def _count(self, use: str) -> int:

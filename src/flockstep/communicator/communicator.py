@@ -142,7 +142,7 @@ class Communicator(Collectives):
         """
         self.check_rank(to)
         data, note = self.packet_or_nothing(array, codec, Encoded)
-        what = f"the reply of worker {to} to {name!r}"
+        what = f"the reply of worker {to} to the request {name!r}"
         message = self.asked(to, REQUEST + named(name) + "/", data, note, timeout, what)
         return None if message.array is None else unpacked(message, self.max_bytes)
 
@@ -154,7 +154,7 @@ class Communicator(Collectives):
         """
         with self._lock:
             if name in self._servers:
-                raise ConfigurationError(f"{name!r} is already served; choose another name")
+                raise ConfigurationError(f"this worker already serves requests named {name!r}; choose another name")
             server = self._servers[name] = RequestServer(
                 named(name), lambda message: self._handle(message, handler, name)
             )
@@ -194,10 +194,11 @@ class Communicator(Collectives):
         wanted = (shape,) if isinstance(shape, int) else tuple(shape)
         if array_bytes(wanted, dtype) > self.max_bytes:
             raise ConfigurationError(
-                f"a shared array has at most {self.max_bytes} bytes, got shape {wanted}; join with a larger max_bytes"
+                f"a shared array may have at most {self.max_bytes} bytes, got shape {wanted}; join with a larger "
+                "max_bytes"
             )
         size = segment_bytes(self.workers, wanted, dtype)
-        self.agree(f"a shared array of {dtype} {wanted}", timeout)
+        self.agree(f"a shared array of shape {wanted} and {dtype}", timeout)
         memory, address = None, np.empty(0, np.uint8)
         if self.rank == 0:
             memory = SharedMemory.create(size)
@@ -210,7 +211,7 @@ class Communicator(Collectives):
             failure = error
         here = self.all_gather(np.array([failure is None]), timeout=timeout)
         if memory is None or not all(map(np.all, here)):
-            raise failure or CompositionError("another rank cannot attach to shared memory; use ordinary arrays")
+            raise failure or CompositionError("other ranks cannot attach to shared memory; use ordinary arrays")
         found = SharedArray(memory, self, wanted, dtype)
         self._arrays[id(found.local)], self._sums[id(found.local)] = found, found.all_reduce
         return found.local
@@ -227,13 +228,15 @@ class Communicator(Collectives):
             ConfigurationError: shape or dtype differ between ranks, or the array is not writable and contiguous.
         """
         if not (array.flags.c_contiguous and array.flags.writeable):
-            raise ConfigurationError("a window needs a numpy array that is contiguous and writable; pass a copy of it")
+            raise ConfigurationError("a window needs a contiguous and writable numpy array; pass a copy of the array")
         checked(array, self.max_bytes)
         shared, node = self._arrays.get(id(array)), self._engine.node
         window = Window(self, named(name), array) if shared is None else SharedWindow(self, named(name), shared)
         with self._lock:
             if window.tag in self._holders:
-                raise ConfigurationError(f"there is already a window {name!r}; close it first, or choose another name")
+                raise ConfigurationError(
+                    f"a window named {name!r} is open already; close that window first, or choose another name"
+                )
             self._holders[window.tag] = window.held_here
         self._engine.ask(lambda: node.handle(window.tag, lambda message: window.hear(message, node)))
         try:
@@ -264,14 +267,14 @@ class Communicator(Collectives):
         try:
             if self._engine.failure is None:
                 self.run(
-                    self._leave, timeout, "the other ranks to receive all messages and to close their communicators"
+                    self._leave, timeout, "all other ranks to receive their messages and to close their communicators"
                 )
         except TimedOut as error:
             late = str(error)
         finally:
             waiting = self._end()
         if late:
-            lost = [f"; {nbytes} bytes for worker {rank} were not delivered" for rank, nbytes in waiting.items()]
+            lost = [f"; {nbytes} bytes were not delivered to worker {rank}" for rank, nbytes in waiting.items()]
             raise TimedOut(late + "".join(lost))
         if self._membership is not None:
             self._membership.finish(self._engine.runner.metrics)

@@ -139,7 +139,7 @@ def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -
     """
     if array.dtype.name not in FLOATS:
         raise ConfigurationError(
-            f"codec {codec} takes {', '.join(FLOATS)}, got {array.dtype}; leave the codec out for other arrays"
+            f"codec {codec} encodes only {', '.join(FLOATS)}, got {array.dtype}; send other arrays without a codec"
         )
     return bound_codec(codec, feedback, (array.shape,), step)
 
@@ -150,7 +150,9 @@ def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np
         return Packet(frozen(array.reshape(-1)), Encoded(array.shape))
     text, fit = str(codec), at_hand(codec, array, step)
     if len(text) > LONGEST_TEXT:
-        raise ConfigurationError(f"a codec is written in at most {LONGEST_TEXT} characters, got {len(text)}")
+        raise ConfigurationError(
+            f"a codec may be written in at most {LONGEST_TEXT} characters, got {len(text)}; use shorter arguments"
+        )
     data: FlatArray = np.asarray(fit.encode(array, random_of(fit, random(), step)))
     data.flags.writeable = False
     return Packet(data, Encoded(array.shape, text, array.dtype.name, step))
@@ -196,7 +198,7 @@ def _size(message: Message) -> int:
     """
     shape = message.note.shape
     if math.prod(axis or 1 for axis in shape) >= 1 << 48:
-        raise ProtocolError(f"{node_name(message.source)} announced the shape {shape}, which no array can have")
+        raise ProtocolError(f"{node_name(message.source)} announced the impossible shape {shape}")
     return math.prod(shape)
 
 
@@ -213,7 +215,7 @@ def _codec_at(message: Message, most: int) -> Codec:
     if nbytes > most:  # an axis of length 0 does not make the other axes harmless to a codec
         raise ProtocolError(f"{who} announced an array of {nbytes} bytes; at most {most} are allowed")
     if data.dtype != np.uint8:
-        raise ProtocolError(f"{who} sent {data.dtype} where an encoding was announced; encodings are uint8")
+        raise ProtocolError(f"{who} sent {data.dtype} where an encoded array of uint8 was announced")
     try:
         return bound_codec(_codec(note.codec), _NONE, (note.shape,), note.at)
     except FlockstepError as error:

@@ -134,13 +134,18 @@ class ProgressEngine(Messenger):
             TimedOut: the call did not end within `timeout` seconds, and was canceled.
         """
         if current_thread() is self._thread:
-            raise ConfigurationError(f"{what} would wait for itself on the engine's own thread; call it on another")
+            raise ConfigurationError(
+                f"{what} was called on the engine's own thread and would wait forever; call it on another thread"
+            )
         try:
             return future.result(timeout)
         except TimeoutError:
             if future.done():
                 return future.result()  # the call's own error, or the call has just ended
-        error = TimedOut(f"worker {self.node.rank} waited {timeout:g} s for {what}; other ranks may be late or stopped")
+        error = TimedOut(
+            f"worker {self.node.rank} waited {timeout:g} s for {what}; other ranks may be late or stopped, or the "
+            "timeout may be too short"
+        )
         self.ask(lambda: self.node.give_up(future, error))
         return future.result()
 
@@ -254,4 +259,4 @@ class _Flushed:
 
 def closed() -> ConfigurationError:
     """Return the error of a call after the communicator was closed."""
-    return ConfigurationError("this communicator is closed; use it before close(), or inside its with block")
+    return ConfigurationError("this communicator is closed; make all calls before close(), or inside its with block")

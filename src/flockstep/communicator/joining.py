@@ -141,7 +141,9 @@ class ScriptMembership(Membership):
 def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
     """Return the communicator of this process; see `flockstep.join`."""
     if not 1 <= max_bytes < 1 << 62:
-        raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
+        raise ConfigurationError(
+            f"max_bytes must be >= 1, got {max_bytes}; leave it out for the default of {MAX_BYTES}"
+        )
     node_spec, membership = enter_run(timeout), membership_here()
     if node_spec is None:
         require_own_process("join")
@@ -155,10 +157,10 @@ def join(max_bytes: int = MAX_BYTES, timeout: float = TIMEOUT) -> Communicator:
         add_membership(membership)
     elif membership.member.closed:
         raise ConfigurationError(
-            "this process has left the run; call flockstep.join after flockstep.distribute and before finish()"
+            "this process has left the run already; call flockstep.join after flockstep.distribute and before finish()"
         )
     elif any(one.close_communicator is not None for one in memberships_here()):
-        raise ConfigurationError("this process has already joined; call flockstep.join once in a script")
+        raise ConfigurationError("this process has joined the run already; call flockstep.join once in a script")
     try:
         beside = extra_sockets(membership.member, max_bytes)
     except FlockstepError as error:

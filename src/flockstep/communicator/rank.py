@@ -127,7 +127,7 @@ class Rank(Peer):
         """Return the error for a wait that can never end."""
         who, tag = wanted.source, wanted.tag or ""
         what = repr(tag[len(SEND) : -1]) if tag.startswith(SEND) else "a reply" if wanted.reply_to else "its part"
-        end = "all other workers have left" if who is None else self.end_of(who)
+        end = "all other workers have left the run" if who is None else self.end_of(who)
         return PeerLost(f"{end}{' while' if who is None else ';'} {node_name(self.rank)} waited for {what}")
 
     def end_of(self, rank: Address) -> str:
@@ -173,8 +173,8 @@ class Rank(Peer):
 
     def _disagreement(self, source: Address, theirs: str, ours: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{node_name(source)} calls {theirs} where {node_name(self.rank)} calls {ours}; call the same "
-            "collectives in the same order on every worker, or give each a name"
+            f"{node_name(source)} calls {theirs}, but {node_name(self.rank)} calls {ours}; call the same collectives "
+            "in the same order on every worker, or give every call a name"
         )
 
     def _handler(self, tag: str) -> Callable[[Message], None] | None:

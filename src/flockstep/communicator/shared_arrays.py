@@ -57,15 +57,15 @@ class SharedArray:
             self._look()
             if until is not None and time.monotonic() >= until:
                 raise TimedOut(
-                    f"worker {self._calls.rank} waited {timeout:g} s for the others in an all-reduce; they may be late "
-                    "or stopped"
+                    f"worker {self._calls.rank} waited {timeout:g} s for the other workers in an all-reduce; other "
+                    "workers may be late or stopped"
                 )
 
         with self._turn:
             if self._given_up:
                 raise TimedOut(
-                    f"a sum of this shared array was given up before ({self._given_up}), and the ranks are out of step "
-                    "with it; make a new one on all ranks"
+                    f"an earlier sum of this shared array failed ({self._given_up}), so the ranks are no longer at "
+                    "the same sum; create a new shared array on all ranks"
                 )
             self._gone = set()
             try:
@@ -84,7 +84,9 @@ class SharedArray:
         self._calls.require_open()
         gone = self._calls.gone()
         for rank in sorted(gone & self._gone):
-            raise PeerLost(f"{self._calls.end_of(rank)}; worker {self._calls.rank} waited for it in an all-reduce")
+            raise PeerLost(
+                f"{self._calls.end_of(rank)}; worker {self._calls.rank} waited for that worker in an all-reduce"
+            )
         self._gone = gone
 
 
@@ -102,7 +104,9 @@ def array_bytes(shape: Sequence[int], dtype: str) -> int:
     if dtype not in SUMMED:
         raise ConfigurationError(f"a shared array must be one of {', '.join(SUMMED)}, got {dtype}; convert it")
     if min(shape, default=0) < 0:
-        raise ConfigurationError(f"a shared array has no negative axes, got shape {tuple(shape)}; use 0 for none")
+        raise ConfigurationError(
+            f"the axes of a shared array must be >= 0, got shape {tuple(shape)}; use 0 for an empty array"
+        )
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 

@@ -111,8 +111,8 @@ class Window:
         array = unpacked(message, self._calls.max_bytes)
         if array.shape != (count,) or array.dtype != self._flat.dtype:
             raise ProtocolError(
-                f"{node_name(rank)} answered with {array.dtype} {array.shape} where {count} × {self._flat.dtype} of "
-                f"window {self.name!r} were asked for"
+                f"{node_name(rank)} answered with {array.dtype} of shape {array.shape}, but {count} elements of "
+                f"{self._flat.dtype} of window {self.name!r} were requested"
             )
         return array.reshape(self.array.shape) if count == len(self._flat) else array
 
@@ -194,7 +194,8 @@ class Window:
         offset, size = message.note.offset, message.note.size
         if offset + size > len(self._flat):
             raise ProtocolError(
-                f"{node_name(message.source)} asked for {size} elements from {offset} on, of {len(self._flat)}"
+                f"{node_name(message.source)} requested {size} elements from offset {offset}, but the window has "
+                f"{len(self._flat)}"
             )
         part: Array = self._flat[offset : offset + size]
         return part
@@ -217,5 +218,6 @@ class Window:
         self._calls.check_rank(rank)
         if offset < 0 or size < 0 or offset + size > len(self._flat):
             raise ConfigurationError(
-                f"window {self.name!r} has {len(self._flat)} elements, got {size} from element {offset} on; stay inside"
+                f"window {self.name!r} has {len(self._flat)} elements, got a range of {size} from element {offset}; "
+                "choose a range inside the window"
             )

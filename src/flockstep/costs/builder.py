@@ -92,7 +92,7 @@ def _outputs(size: int, kernel: int, stride: int, pad: int, ceil: bool = False) 
     room = size + 2 * pad - kernel
     if room < 0:
         raise ConfigurationError(
-            f"a window of {kernel} does not fit into {size} with padding {pad}; give larger images or a smaller window"
+            f"a window of {kernel} does not fit into {size} with padding {pad}; use larger images or a smaller window"
         )
     steps = -(-room // stride) if ceil else room // stride
     if ceil and steps * stride >= size + pad:  # the last window must begin inside the image

@@ -49,13 +49,15 @@ class ClusterShape:
         if not self.groups:
             raise WrongValue("a cluster needs at least one group of nodes, got none; add [nodes.machines]", "nodes")
         if self.operations is not None and not 0 < self.operations < math.inf:
-            raise WrongValue(f"operations must be > 0 per second, got {self.operations:g}; leave it out", "operations")
+            raise WrongValue(
+                f"operations must be > 0 per second, got {self.operations:g}; leave it out if unknown", "operations"
+            )
         for key in ("overhead", "message"):
             if not 0 <= (got := getattr(self, key)) < math.inf:
-                raise WrongValue(f"{key} must be >= 0 seconds, got {got:g}; leave it out for none", key)
+                raise WrongValue(f"{key} must be >= 0 seconds, got {got:g}; leave it out for no delay", key)
         if self.law.sharing is not None:
             raise WrongValue(
-                f"compute must be the compute model of a worker on its own core, got {self.law}; say cores = "
+                f"compute must describe a worker that has a core to itself, got {self.law}; set cores = "
                 f"{self.law.sharing} in [nodes.…] instead",
                 "compute",
             )
@@ -65,8 +67,8 @@ class ClusterShape:
             others = {other.reach for other in self.wires if other is not wire}
             if wire.fair and others and (wire.reach != "inside" or others != {"node"}):
                 raise WrongValue(
-                    f"fair must be false where there is more than one kind of link, other than node, got true among "
-                    f"{len(self.wires)}; leave it out, or describe one kind between machines only",
+                    "fair must be false if there is more than one kind of link besides node, got true in a cluster "
+                    f"with {len(self.wires)} links; leave it out, or describe one kind of link between machines",
                     "links",
                     place,
                     "fair",
@@ -129,7 +131,7 @@ class ClusterShape:
         if size > room and group.count == 1 and self._of("inside", group.name) is None:
             if self._of("node", group.name) is None:
                 raise ConfigurationError(
-                    f"{group.name} is one machine with one worker, and no link says how {size} would be joined; add "
+                    f"{group.name} is one machine with one worker, and no link connects a group of {size}; add "
                     f'[[links]] node = "{group.name}" or inside = "{group.name}"'
                 )
             room = size
@@ -151,9 +153,8 @@ class ClusterShape:
         """
         if self.operations is None:
             raise ConfigurationError(
-                f"{self.name} does not say how many operations per second its workers perform; add operations = "
-                f"'10G/s', or "
-                "measure the job there with flockstep calibrate"
+                f"{self.name} does not say how many operations per second a worker performs; add operations = "
+                "'10G/s', or measure the job on that cluster with flockstep calibrate"
             )
         return self.overhead + work / self.operations
 
@@ -223,7 +224,7 @@ class ClusterShape:
             ConfigurationError: both numbers name the same worker.
         """
         if one == other:
-            raise ConfigurationError(f"worker {one} has no link to itself; name two workers")
+            raise ConfigurationError(f"a link needs two different workers, got worker {one} twice; name two workers")
         ranks = [i for i, (_, size) in enumerate(self.placed(workers)) for _ in range(size)]
         groups = self.groups_by_rank(workers)
         here, there = groups[one].name, groups[other].name
@@ -251,7 +252,7 @@ class ClusterShape:
         """
         firsts = list(self._representatives())
         if len(firsts) < 2:
-            raise ConfigurationError(f"{self.name} has one worker, so that nothing passes a link; add a node")
+            raise ConfigurationError(f"{self.name} has only one worker and therefore no slowest link; add a node")
         found = [self.wire_between(*pair) for pair in combinations(firsts, 2)]
         return max(found, key=lambda wire: (1 / wire.bandwidth, wire.latency))
 
@@ -278,8 +279,8 @@ class ClusterShape:
                 if (a in here and b in there) or (a in there and b in here):
                     return wire
         raise WrongValue(
-            f"{here[0]} and {there[0]} must be joined by a link, got none; add [[links]] between = "
-            f'["{here[0]}", "{there[0]}"]',
+            f'{here[0]} and {there[0]} must be connected by a link, got none; add [[links]] between = ["{here[0]}", '
+            f'"{there[0]}"]',
             "links",
         )
 
@@ -294,8 +295,8 @@ def _check_names(cluster: ClusterShape) -> None:
         for name in wire.groups:
             if name not in names:
                 raise WrongValue(
-                    f"{wire.reach} must name groups of nodes that are there ({', '.join(names)}), got {name!r}; add "
-                    f"[nodes.{name}] or name one of those",
+                    f"{wire.reach} must name existing groups of nodes ({', '.join(names)}), got {name!r}; add "
+                    f"[nodes.{name}] or name an existing group",
                     "links",
                     number,
                     wire.reach,
@@ -303,7 +304,8 @@ def _check_names(cluster: ClusterShape) -> None:
         ends = {next(tier for tier in cluster.tiers if name in tier) for name in wire.groups}
         if wire.reach == "between" and len(ends) < 2:
             raise WrongValue(
-                f"between must join two tiers, got {listed(wire.groups)}, which one inside link joins; leave one out",
+                f"between must connect two tiers, got {listed(wire.groups)}, which an inside link connects already; "
+                "leave out one of the links",
                 "links",
                 number,
                 "between",
@@ -315,7 +317,8 @@ def _check_names(cluster: ClusterShape) -> None:
         )
         if keys & seen:
             raise WrongValue(
-                f"{listed(wire.groups)} must have one link of a kind ({wire.reach}), got another; leave one out",
+                f"{listed(wire.groups)} must have at most one link of each kind, got a second {wire.reach} link; "
+                "leave out one of them",
                 "links",
                 number,
                 wire.reach,
@@ -329,8 +332,8 @@ def _check_joined(cluster: ClusterShape) -> None:
         for reach, many, what in (("node", group.workers, "workers of a machine"), ("inside", group.count, "machines")):
             if many > 1 and cluster._of(reach, group.name) is None:  # type: ignore[arg-type]
                 raise WrongValue(
-                    f"the {many} {what} of {group.name} must be joined by a link, got none; add [[links]] {reach} = "
-                    f'"{group.name}"',
+                    f"the {many} {what} of {group.name} must be connected by a link, got none; add [[links]] {reach} "
+                    f'= "{group.name}"',
                     "nodes",
                     group.name,
                 )
@@ -375,7 +378,9 @@ def _scale(law: ComputeModel, seconds: float) -> float:
         raise ConfigurationError(f"seconds of a gradient must be >= 0 and finite, got {seconds:g}; use 0.01 for 10 ms")
     mean = mean_of(law)
     if mean == 0 and seconds > 0:
-        raise ConfigurationError(f"{law} takes no time, so that it cannot be scaled to {seconds:g} s; give it a mean")
+        raise ConfigurationError(
+            f"{law} takes no time and cannot be scaled to {seconds:g} s; use a compute model with a mean > 0"
+        )
     return seconds / mean if mean else 1.0
 
 

@@ -67,10 +67,10 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(
-            f"there is no file {path}; give the file of a cluster, or one of {_or(names())}"
+            f"there is no file {path}; give the file of a cluster, or one of the names {_or(names())}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read {path} as text: {error}; give the TOML file of a cluster") from None
+        raise ConfigurationError(f"cannot read {path} as text: {error}; give a cluster file in TOML") from None
     return read_cluster(text, str(name) if path.parent == FOLDER else str(path), path.stem)
 
 
@@ -85,7 +85,7 @@ def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") 
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"line (\d+)", str(error))
         line = found[1] if found else text.count("\n") + 1
-        raise ConfigurationError(f"{where}, line {line}: not valid TOML: {error}; correct that line") from None
+        raise ConfigurationError(f"{where}, line {line}: not valid TOML: {error}; correct this line") from None
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
         raise _too_deep(text, where) from None
     try:
@@ -101,8 +101,8 @@ def _too_deep(text: str, where: str) -> ConfigurationError:
     """The error for a document that is nested too deeply, at the line with the most brackets and digits."""
     lines = [sum(line.count(one) for one in "[{0123456789") for line in text.splitlines()] or [0]
     return ConfigurationError(
-        f"{where}, line {lines.index(max(lines)) + 1}: values must have fewer brackets inside each other, and numbers "
-        "fewer digits, than can be read; leave them out"
+        f"{where}, line {lines.index(max(lines)) + 1}: the brackets are nested too deeply, or a number has too many "
+        "digits; use fewer"
     )
 
 
@@ -133,7 +133,8 @@ class _Table:
         self.document, self.path = document, path
         if not isinstance(data, dict):
             raise document.wrong(
-                f"{path[-1]} must be a table, got {shown(data)}; write [{'.'.join(map(str, path))}] and its keys below",
+                f"{path[-1]} must be a table, got {shown(data)}; write [{'.'.join(map(str, path))}] and its keys on "
+                "the lines below",
                 path,
             )
         self._data: dict[str, Any] = data
@@ -182,7 +183,9 @@ class _Table:
         value = self._data[key]
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.wrong(key, f"{key} must be the name of a group of nodes, or a list of such, got {shown(value)}")
+            raise self.wrong(
+                key, f"{key} must be the name of a group of nodes or a list of such names, got {shown(value)}"
+            )
         return tuple(value)
 
     def tables(self, key: str) -> list[tuple[str, _Table]]:
@@ -198,7 +201,9 @@ class _Table:
         self._known.append(key)
         value = self._data.get(key, [])
         if not isinstance(value, list):
-            raise self.wrong(key, f"{key} must be an array of tables, got {shown(value)}; write [[{key}]] above each")
+            raise self.wrong(
+                key, f"{key} must be an array of tables, got {shown(value)}; write [[{key}]] above each table"
+            )
         return [_Table(self.document, (*self.path, key, i), one) for i, one in enumerate(value)]
 
     def free(self, parse: Callable[[str], float], example: str) -> dict[str, float]:
@@ -232,9 +237,11 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     rates = {one: _rates(one, table) for one, table in top.tables("rates")}
     top.finish()
     if (size := sum(group.size for group in groups)) > MOST:
-        raise top.wrong("nodes", f"a cluster must have <= {MOST} workers, got {size}; describe a part of it")
+        raise top.wrong(
+            "nodes", f"a cluster must have <= {MOST} workers, got {size}; describe only a part of the cluster"
+        )
     if text is None:
-        raise top.wrong("compute", "compute is missing; say how long a gradient takes: compute = 'constant(0.01)'")
+        raise top.wrong("compute", "compute is missing; state how long a gradient takes: compute = 'constant(0.01)'")
     try:
         law = ComputeModel.parse(text)
     except ConfigurationError as error:
@@ -249,7 +256,7 @@ def _group(name: str, table: _Table) -> MachineGroup:
     values = {
         "count": table.take("count", int, "a whole number of machines"),
         "workers": table.take("workers", int, "a whole number of workers per machine"),
-        "speed": table.take("speed", float, "a number, 2 for twice as fast"),
+        "speed": table.take("speed", float, "a number, such as 2 for machines that are twice as fast"),
         "cores": table.take("cores", int, "a whole number of cores per machine"),
         "memory": table.quantity("memory", _memory, "16GB"),
         "failures": table.quantity("failures", _often, "0.01/day"),
@@ -271,10 +278,14 @@ def _wire(table: _Table) -> ClusterLink:
     table.finish()
     if len(kinds) != 1:
         raise table.document.wrong(
-            f"a link must say one of node, inside and between, got {_or(kinds)}; write inside = 'machines'", table.path
+            f"a link must have exactly one of node, inside and between, got {_or(kinds)}; write for example inside = "
+            "'machines'",
+            table.path,
         )
     if bandwidth is None:
-        raise table.document.wrong("bandwidth of a link is missing; write bandwidth = '1gbit'", table.path)
+        raise table.document.wrong(
+            "the bandwidth of a link is missing; write for example bandwidth = '1gbit'", table.path
+        )
     with table.document.telling(table.path):
         return ClusterLink(kinds[0], groups[0], bandwidth, latency or 0.0, fair or False)
 
@@ -297,7 +308,7 @@ def _memory(text: str) -> float:
 def _often(text: str) -> float:
     number, scale = _split(text, _OFTEN)
     if scale is None or not 0 <= number < math.inf:
-        raise ConfigurationError(f"failures must be >= 0 per time, got {text!r}; write it like '0.01/day'")
+        raise ConfigurationError(f"failures must be a rate >= 0, got {text!r}; write it like '0.01/day'")
     return number / scale
 
 

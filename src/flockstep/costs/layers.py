@@ -44,7 +44,9 @@ class Pass:
         for name in ("products", "other", "depth", "sums", "summed"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
-                raise ConfigurationError(f"{name} of a pass must be >= 0 and finite, got {value}; count again")
+                raise ConfigurationError(
+                    f"{name} of a pass must be >= 0 and finite, got {value}; check the numbers of the layer"
+                )
 
     def work(self, batch: int) -> Number:
         """Return W, the number of floating-point operations for `batch` samples; a multiply-add counts as two."""
@@ -92,15 +94,17 @@ class Layer:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise ConfigurationError("a layer needs a name, got ''; name it by its function, such as conv1")
+            raise ConfigurationError("a layer needs a name, got ''; choose a name for its function, such as conv1")
         for name in ("parameters", "reads", "writes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(
-                    f"{name} of layer {self.name!r} must be >= 0, got {getattr(self, name)}; check its shape"
+                    f"{name} of layer {self.name!r} must be >= 0, got {getattr(self, name)}; check the shape of the "
+                    "layer"
                 )
         if self.trained is not None and not 0 <= self.trained <= self.parameters:
             raise ConfigurationError(
-                f"layer {self.name!r} cannot train {self.trained} of {self.parameters} parameters; give at most all"
+                f"trained of layer {self.name!r} must be <= its {self.parameters} parameters, got {self.trained}; "
+                f"give at most {self.parameters}"
             )
 
     @property
@@ -178,7 +182,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ConfigurationError(f"the model {self.name!r} needs at least one layer, got none; add its layers")
+            raise ConfigurationError(f"the model {self.name!r} needs at least one layer, got none; add a layer")
         if self.itemsize < 1:
             raise ConfigurationError(f"itemsize must be >= 1 byte, got {self.itemsize}; float32 has 4")
         known: set[str] = set()
@@ -188,8 +192,8 @@ class ModelShape:
             missing = [name for name in layer.after or () if name not in known]
             if missing:
                 raise ConfigurationError(
-                    f"layer {layer.name!r} comes after {missing[0]!r}, which is not among the layers before it; "
-                    "list the layers in the order they run"
+                    f"layer {layer.name!r} needs the output of {missing[0]!r}, which is not among the layers before "
+                    "it; list the layers in the order in which they run"
                 )
             known.add(layer.name)
 
@@ -296,4 +300,4 @@ def require_scale(batch: int, workers: int) -> None:
     """
     for name, value in (("batch", batch), ("workers", workers)):
         if value < 1:
-            raise ConfigurationError(f"{name} must be >= 1, got {value}; give 1 or more")
+            raise ConfigurationError(f"{name} must be >= 1, got {value}; give a number from 1")

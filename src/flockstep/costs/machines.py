@@ -58,10 +58,12 @@ class MachineGroup:
             if value is not None and value < 1:
                 raise WrongValue(f"{key} must be >= 1, got {value}; leave it out for the default", key)
             if value is not None and value > MOST:
-                raise WrongValue(f"{key} must be <= {MOST}, got {shown(value)}; describe a part of the cluster", key)
+                raise WrongValue(
+                    f"{key} must be <= {MOST}, got {shown(value)}; describe only a part of the cluster", key
+                )
         if self.size > MOST:
             raise WrongValue(
-                f"count × workers must be <= {MOST}, got {self.size}; describe a part of the cluster", "count"
+                f"count × workers must be <= {MOST}, got {self.size}; describe only a part of the cluster", "count"
             )
         for key in ("speed", "memory"):
             value = getattr(self, key)
@@ -69,13 +71,14 @@ class MachineGroup:
                 raise WrongValue(f"{key} must be > 0 and finite, got {value:g}; leave it out for the default", key)
         if not SLOWEST <= self.speed <= FASTEST:
             raise WrongValue(
-                f"speed must be >= {SLOWEST:g} and <= {FASTEST:g}, got {self.speed:g}; 1 is the speed of compute",
+                f"speed must be >= {SLOWEST:g} and <= {FASTEST:g}, got {self.speed:g}; 1 is the speed to which "
+                "compute refers",
                 "speed",
             )
         for key in ("failures", "restart"):
             value = getattr(self, key)
             if not 0 <= value < math.inf:
-                raise WrongValue(f"{key} must be >= 0 and finite, got {value:g}; leave it out for none", key)
+                raise WrongValue(f"{key} must be >= 0 and finite, got {value:g}; leave it out for 0", key)
 
     @property
     def size(self) -> int:
@@ -109,13 +112,17 @@ class ClusterLink:
         if not 0 <= self.latency < math.inf:
             raise WrongValue(f"latency must be >= 0 and finite, got {self.latency:g} s; write '50us'", "latency")
         if len(set(self.groups)) != len(self.groups):
-            raise WrongValue(f"{self.reach} must name each group once, got {listed(self.groups)}", self.reach)
+            raise WrongValue(
+                f"{self.reach} must name each group only once, got {listed(self.groups)}; leave out the repetition",
+                self.reach,
+            )
         if self.reach == "between" and len(self.groups) != 2:
             raise WrongValue(
-                f"between must name two groups, got {listed(self.groups)}; write a link for every pair", "between"
+                f"between must name two groups, got {listed(self.groups)}; write one link for every pair of groups",
+                "between",
             )
         if not self.groups:
-            raise WrongValue(f"{self.reach} must name a group, got none; leave the link out", self.reach)
+            raise WrongValue(f"{self.reach} must name at least one group, got none; leave the link out", self.reach)
 
     @property
     def cost(self) -> costs.LinkModel:

@@ -28,9 +28,17 @@ MODELS = {
     "alexnet": Reference(alexnet, 61e6, 0.72e9, "Krizhevsky et al. 2012: 60 million parameters"),
     "vgg-a": Reference(vgg_a, 132.9e6, 7.6e9, "Simonyan & Zisserman 2014, table 2: 133 million parameters"),
     "googlenet": Reference(googlenet, 6.8e6, 1.5e9, "Szegedy et al. 2014, quoted as 6.8 million parameters"),
-    "resnet-50": Reference(resnet_50, 25.6e6, 4.1e9, "He et al. 2015, table 1: 3.8e9 with the halving as published"),
+    "resnet-50": Reference(
+        resnet_50,
+        25.6e6,
+        4.1e9,
+        "He et al. 2015, table 1: 3.8e9 multiply-adds, with the resolution halved as published",
+    ),
     "resnet-152": Reference(
-        resnet_152, 60.2e6, 11.5e9, "He et al. 2015, table 1: 11.3e9 with the halving as published"
+        resnet_152,
+        60.2e6,
+        11.5e9,
+        "He et al. 2015, table 1: 11.3e9 multiply-adds, with the resolution halved as published",
     ),
     "gpt-2-small": Reference(gpt_2_small, 124e6, 145.8e9, "Radford et al. 2019: 124 million parameters as released"),
 }

@@ -129,8 +129,8 @@ def _listening(folder: Path) -> socket.socket:
         with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             sock.connect(str(folder / "agent"))
             raise ConfigurationError(
-                f"another process with local rank 0 has begun the same run on this host ({folder}); let the launcher "
-                "start each rank once"
+                f"another process with local rank 0 has already started this run on this host ({folder}); let the "
+                "launcher start each rank only once"
             )
         shutil.rmtree(folder)  # of processes that were killed
     folder.mkdir(mode=0o700)
@@ -187,7 +187,7 @@ def _answer(sock: socket.socket) -> Answer:
             data += chunk
             if chunk:
                 continue
-        raise RunError("the agent of this host has ended before the run began; see what it printed")
+        raise RunError("the agent of this host ended before the run began; see the output of the agent")
     return msgspec.json.decode(data, type=Answer)
 
 

@@ -62,4 +62,4 @@ def events_in(payload: FlatArray) -> list[Event]:
     try:
         return _decoder.decode(payload.data)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"its events cannot be read: {error}") from None
+        raise ProtocolError(f"the events of this process cannot be read: {error}") from None

@@ -119,8 +119,8 @@ class Trainer:
     def _load(self, optimizer_state: Any) -> None:
         if not isinstance(self._stepper, OptaxStepper):
             raise ConfigurationError(
-                "optimizer_state is the state of an optax optimizer, got one for an optimizer of flockstep; leave it "
-                "out"
+                "optimizer_state must be the state of an optax optimizer, but this optimizer belongs to flockstep; "
+                "leave optimizer_state out"
             )
         found, own = map(jax.tree.structure, (optimizer_state, self._stepper.state))
         if found != own:
@@ -137,8 +137,8 @@ class Trainer:
         for peer in me.peers:
             if (await me.receive("memory", peer)).note["digest"] != digest:
                 raise ConfigurationError(
-                    f"replicas of {self.loop.strategy} step alike, got optimizer states that differ between ranks "
-                    f"{me.rank} and {peer}; load the same optimizer_state on every rank"
+                    f"all replicas of {self.loop.strategy} must start with the same optimizer state, got different "
+                    f"states on ranks {me.rank} and {peer}; load the same optimizer_state on every rank"
                 )
 
     def __enter__(self) -> Trainer:
@@ -184,7 +184,7 @@ class OptaxStepper:
         """
         if "learning_rate" not in getattr(self.state, "hyperparams", {}):
             raise ConfigurationError(
-                "the strategy needs the learning rate, which optax's optimizers do not tell; use for example "
+                "the strategy needs the learning rate, which cannot be read from an optax optimizer; use for example "
                 'optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "sgd(lr=0.1)"'
             )
         return float(self._next_lr(self.state))
@@ -202,9 +202,9 @@ class OptaxStepper:
 def _require_own_steps(strategy: Strategy) -> None:
     if strategy.traits.server_optimizer:
         raise ConfigurationError(
-            f"servers of {strategy} step slices of the parameters with an optimizer of flockstep, got one of optax, "
-            'whose settings cannot be read; pass an expression such as "adam(lr=0.001)", or use a strategy whose '
-            "workers step themselves, such as all_reduce or local_sgd"
+            f"servers of {strategy} update slices of the parameters with an optimizer of flockstep, got an optax "
+            'optimizer, whose settings cannot be read; pass an expression such as "adam(lr=0.001)", or use a '
+            "strategy whose workers update the parameters, such as all_reduce or local_sgd"
         )
 
 

@@ -63,7 +63,8 @@ def _check(strategy: Strategy, workers: int) -> None:
     strategy.check(workers)
     if strategy.traits.needs_job:
         raise CompositionError(
-            f"{strategy} needs gradients that a script's own loop cannot give; declare a job() and use flockstep train"
+            f"{strategy} needs gradients that a training loop in a script cannot provide; write a job() and use "
+            "flockstep train"
         )
 
 
@@ -105,7 +106,10 @@ def _enter(node_spec: NodeSpec) -> NodeSpec:
         return node_spec
     first = first_membership()
     if first is None:
-        raise ConfigurationError("the first call of flockstep.distribute or flockstep.join has failed; end the script")
+        raise ConfigurationError(
+            "the first call of flockstep.distribute or flockstep.join failed, so later calls cannot join the "
+            "run; end the script"
+        )
     require_side_by_side(1)
     try:
         return first.member.begin_call(node_spec)
@@ -275,7 +279,7 @@ class Loop:
             CompositionError: a worker that waits here would delay steps of others.
             PeerLost: a worker that `program` waits for died or left.
         """
-        self._require_running(f"call it before finish(), got {name} after it")
+        self._require_running(f"make every exchange before finish(), got {name} after finish()")
         self._require_rest(name)
         return self._exchange(name, program)
 
@@ -283,8 +287,8 @@ class Loop:
         """Refuse an exchange whose waiting ranks would delay steps of other ranks."""
         if self.strategy.traits.held_up(self.workers) and self._worker.step:
             raise CompositionError(
-                f"steps of {self.strategy} wait for the first workers that arrive, got an exchange of all "
-                f"ranks ({name}) that would hold them up; use it before the first step(), or a strategy such as ps(bsp)"
+                f"a step of {self.strategy} waits only for the fastest workers, but {name} exchanges data between all "
+                "ranks and would delay the step; call it before the first step(), or use a strategy such as ps(bsp)"
             )
 
     def _exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
@@ -372,8 +376,8 @@ class Loop:
         policy = self.strategy.traits.results[0]
         if policy not in ("server", "mean", "rank0"):
             raise CompositionError(
-                f"{self.strategy} results in the {policy} of its replicas, got a call for one common model; evaluate "
-                "each rank's own"
+                f"{self.strategy} has no common model, because its result is the {policy} of its replicas; evaluate "
+                "the model of each rank separately"
             )
         return self.exchange("servers", lambda me: common(me, policy, self.held))
 

@@ -74,9 +74,9 @@ def require_side_by_side(more: int = 0) -> None:
     live = memberships_here()
     if len(live) + more > 1 and any(one.works_between_steps is not None and one.works_between_steps() for one in live):
         raise CompositionError(
-            "a strategy of this script exchanges messages between two steps, got several optimizers of "
-            "flockstep.distribute at a time; finish() one before the next distribute(), or use strategies without "
-            "background tasks, such as all_reduce, ps, local_sgd or gossip"
+            "optimizers of flockstep.distribute can be used side by side only if their strategies have no background "
+            "tasks; call finish() on one optimizer before the next distribute(), or use a strategy such as "
+            "all_reduce, ps, local_sgd or gossip"
         )
 
 
@@ -103,8 +103,8 @@ def barrier() -> None:
             one.barrier()
             return
     raise ConfigurationError(
-        "flockstep.barrier() needs a run; call it after distribute() and before finish(), which wait for all ranks "
-        "themselves, or use the barrier() of a communicator of flockstep.join()"
+        "flockstep.barrier() needs a run; call it after distribute() and before finish(), or use the barrier() of a "
+        "communicator of flockstep.join()"
     )
 
 

@@ -45,10 +45,9 @@ def require_own_process(name: str) -> None:
     anew = getattr(multiprocessing.current_process(), "_inheriting", False)
     if node_spec is not None and node_spec.process != os.getpid() and not anew:
         raise ConfigurationError(
-            f"this process was started by the script of worker {node_spec.address}, and flockstep.{name} would "
-            "belong to no run here and process all data alone; call it in the script's own process, or unset "
-            f"{NODE_SPEC} "
-            "where that is meant"
+            f"this process was started by the script of worker {node_spec.address} and is not part of the run, so "
+            f"after flockstep.{name} it would train alone on all data; call flockstep.{name} in the script's own "
+            f"process, or unset {NODE_SPEC} if that is intended"
         )
 
 

@@ -83,7 +83,7 @@ def host_names(text: str) -> Iterator[str]:
     """
     entries = re.findall(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+", text)
     if not entries or ",".join(entries) != text:
-        raise ValueError(f"{text!r} is no list of hosts")
+        raise ValueError(f"{text!r} is not a list of hosts")
     for entry in entries:
         pieces = re.split(r"\[(.*?)\]", entry)  # at odd positions: numbers
         choices = [_numbers(piece) if at % 2 else [piece] for at, piece in enumerate(pieces)]
@@ -96,7 +96,7 @@ def _numbers(text: str) -> list[str]:
     for entry in text.split(","):
         first, _, last = entry.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise ValueError(f"{text!r} is no list of numbers")
+            raise ValueError(f"{text!r} is not a list of numbers")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
     return found
 
@@ -111,7 +111,7 @@ def tasks_per_node(text: str) -> list[int]:
     for entry in text.split(","):
         found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
         if found is None:
-            raise ValueError(f"{text!r} is no list of numbers of tasks")
+            raise ValueError(f"{text!r} is not a list of task counts")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -128,7 +128,7 @@ class _Variables:
     def error(self, reason: str) -> ConfigurationError:
         """The error for variables of which `reason` says what is wrong."""
         return ConfigurationError(
-            f"{reason}; let {self.by} start the script again, or unset {self.size} where training alone is meant"
+            f"{reason}; let {self.by} start the script again, or unset {self.size} to train in one process"
         )
 
     def shown(self, name: str) -> str:
@@ -184,7 +184,9 @@ def _hydra(its: _Variables) -> Place:
     place = its.place("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     proxy = _ancestor(PROXY)
     if proxy is None:
-        raise its.error(f"mpirun set {its.shown(its.size)}, but no {PROXY}, with which it starts processes, runs here")
+        raise its.error(
+            f"mpirun set {its.shown(its.size)}, but {PROXY}, the process from which it starts programs, is not running"
+        )
     return replace(place, run=f"{PROXY} {proxy}")
 
 
@@ -196,7 +198,7 @@ def _srun(its: _Variables) -> Place:
         raise its.error(f"srun set {its.shown(names)} and {its.shown(tasks)}: {error}") from None
     if len(hosts) != len(counts) or sum(counts) != its.workers:
         raise its.error(
-            f"{its.shown(tasks)} must have one number for each host of {its.shown(names)}, with the sum of "
+            f"{its.shown(tasks)} must have one number for each host of {its.shown(names)}, and their sum must be "
             f"{its.shown(its.size)}"
         )
     node = its.number("SLURM_NODEID", 0, len(hosts) - 1, names)
@@ -208,9 +210,9 @@ def _srun(its: _Variables) -> Place:
 
 def _unknown(its: _Variables) -> Place:
     raise ConfigurationError(
-        f"this process is one of {its.workers} that {its.by} started ({its.shown(its.size)}), and each of them would "
-        f"train alone on all data; start the script with flockstep launch -n {its.workers} SCRIPT, torchrun, Open MPI, "
-        f"MPICH or srun, or unset {its.size} where training alone is meant"
+        f"{its.by} started {its.workers} processes ({its.shown(its.size)}), but flockstep cannot connect processes "
+        f"that {its.by} starts, so each would train alone on all data; start the script with flockstep launch -n "
+        f"{its.workers} SCRIPT, torchrun, Open MPI, MPICH or srun, or unset {its.size} to train in one process"
     )
 
 

@@ -46,8 +46,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.strategy.traits.server_optimizer and not self.optimizer.elementwise:
             raise CompositionError(
-                f"{self.strategy} steps slices of the parameters, got {self.optimizer}, which needs whole layers; use "
-                f"an elementwise optimizer such as sgd, or a strategy whose workers step themselves, such as all_reduce"
+                f"{self.strategy} updates slices of the parameters, got {self.optimizer}, which needs whole layers; "
+                "use an elementwise optimizer such as sgd, or a strategy whose workers update the parameters, such "
+                "as all_reduce"
             )
 
     def lr_at(self, step: int) -> float:
@@ -70,8 +71,8 @@ class Plan:
         """
         if self.timetable is not None and self.timetable.grows:
             raise CompositionError(
-                f"factors of gradients need batches of one size, got the schedule {self.timetable.schedule}; use one "
-                f"that changes the learning rate only"
+                f"factors of gradients need batches of a constant size, got the schedule {self.timetable.schedule}; "
+                "use a schedule that changes only the learning rate"
             )
         return engine.layers(self.batch)
 

@@ -38,8 +38,8 @@ class PrivateBatches(EpochBatches[B]):
                 yield batch
             if none:
                 raise ConfigurationError(
-                    f"worker {self._rank} has no batch of its own in epoch {number}; start as many workers as have "
-                    "data, and give shard a loader or a list, since a generator is empty after one epoch"
+                    f"worker {self._rank} has no batch in epoch {number}; start only as many workers as have data, "
+                    "and give shard a loader or a list, because a generator is empty after one epoch"
                 )
 
     def __len__(self) -> int:

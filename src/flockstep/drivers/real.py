@@ -322,12 +322,14 @@ class NodeConnection(Messenger):
         supervisor reports dead nodes in time; if it reports none, only the connection has broken.
         """
         for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost:
-            raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")
+            raise PeerLost(
+                f"the connection to {node_name(peer)} broke, although both processes are alive; {self._doing()}"
+            )
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
                 raise PeerLost(
-                    f"{node_name(address)} left after step {step}; {self._doing()}; ranks whose "
-                    "batches run out at different steps train under optimizer.join()"
+                    f"{node_name(address)} left after step {step}; {self._doing()}; if batches run out at different "
+                    "steps on different ranks, train under optimizer.join()"
                 )
 
     def _doing(self) -> str:

@@ -29,8 +29,8 @@ def taken_over(node: Node, message: Message) -> bool:
     optimizer = Optimizer.parse(str(message.note["optimizer"]))
     if _remembered(optimizer, node) != _remembered(node.optimizer, node):
         raise ConfigurationError(
-            f"settings of the optimizer may change during training, but not its state, got {optimizer} after "
-            f"{node.optimizer}; set them before flockstep.distribute"
+            "the settings of the optimizer may change during training only if its state stays of the same kind, got "
+            f"{optimizer} after {node.optimizer}; choose these settings before flockstep.distribute"
         )
     node.optimizer = optimizer
     return True

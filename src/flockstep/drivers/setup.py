@@ -65,7 +65,7 @@ def check(config: RunConfig) -> Strategy:
     for name in ("steps", "epochs", "batch", "lr", "evaluate_every"):
         value = getattr(config, name)
         if value is not None and not value > 0:
-            raise ConfigurationError(f"{name} must be > 0, got {value}; leave it out for the job's own")
+            raise ConfigurationError(f"{name} must be > 0, got {value}; leave it out for the job's own {name}")
     return strategy
 
 
@@ -149,7 +149,10 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
         engine.train_size = sum(own.sizes)
     for fact, value in config.facts.items():
         if job.facts.get(fact) != value:
-            raise ConfigurationError(f"{fact} is {job.facts.get(fact)}, the record says {value}; the data has changed")
+            raise ConfigurationError(
+                f"the data has changed: {fact} is {job.facts.get(fact)}, but the record says {value}; train with "
+                "the data of the record"
+            )
     if config.until_target and job.target is None:
         raise ConfigurationError(f"until_target needs a target, and {job.name} has none; give one with --target")
     optimizer = engine.optimizer
@@ -189,8 +192,8 @@ def require_own_samples(strategy: Strategy) -> None:
     """Raise `CompositionError` if workers compute gradients on samples of other workers."""
     if strategy.traits.samples == "others":
         raise CompositionError(
-            f"workers of {strategy} compute gradients on samples of other workers, which stay where they are; use a "
-            "strategy whose workers need their own only, such as all_reduce"
+            f"workers of {strategy} compute gradients on samples of other workers, but these samples may not leave "
+            "their machines; use a strategy whose workers need only their own samples, such as all_reduce"
         )
 
 

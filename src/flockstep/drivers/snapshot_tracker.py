@@ -29,7 +29,7 @@ class SnapshotParameters(MutableMapping[Address, FlatArray]):
         return self.items_of[address].read()
 
     def __setitem__(self, address: Address, params: FlatArray) -> None:
-        raise TypeError("parameters in files are added as snapshots, not set")
+        raise TypeError("parameters in files are read-only here; add them as snapshots")
 
     def __delitem__(self, address: Address) -> None:
         del self.items_of[address]

@@ -129,8 +129,8 @@ class _Writer:
             ]
             return ["data", number, kind.__module__, kind.__qualname__, parts]
         raise ConfigurationError(
-            f"{where} is {kind.__module__}.{kind.__qualname__}, which cannot be saved: keep arrays, numbers, text and "
-            "data classes of them"
+            f"{where} is {kind.__module__}.{kind.__qualname__}, which cannot be saved: store only arrays, numbers, "
+            "text and data classes of these"
         )
 
     def _stored(self, array: FlatArray, name: str) -> bytes | str:
@@ -208,7 +208,7 @@ class _Reader:
         for part in name.split("."):
             kind = getattr(kind, part)
         if not isinstance(kind, type) or not field_names(kind):
-            raise ProtocolError(f"{module}.{name} is no data class")
+            raise ProtocolError(f"{module}.{name} is not a data class")
         if issubclass(kind, msgspec.Struct):
             return kind(**{field: self.value(one) for field, one in parts})
         if issubclass(kind, tuple):

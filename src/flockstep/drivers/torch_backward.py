@@ -65,8 +65,9 @@ class BackwardHooks:
         gone = range(self._next + 1, len(self._offsets))
         if self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone)):
             self.revise(
-                "gradients were changed between backward() and step(), when bucketed had sent a part of them; clip "
-                "with flockstep.clip_grad_norm_(optimizer, max_norm), or use all_reduce, which reads them in step()"
+                "gradients were changed between backward() and step(), after bucketed had sent part of the "
+                "gradients; clip with flockstep.clip_grad_norm_(optimizer, max_norm), or use all_reduce, which reads "
+                "the gradients in step()"
             )
 
     def revise(self, refusal: str) -> None:
@@ -89,8 +90,8 @@ class BackwardHooks:
         """
         if self.handed:
             raise ConfigurationError(
-                f"a gradient overflowed under GradScaler when {self._loop.strategy} had sent a part of it; use the "
-                "scaler from the first step on"
+                f"a gradient overflowed under GradScaler after {self._loop.strategy} had sent part of the gradients; "
+                "use the scaler from the first step on"
             )
         self.begin()
 
@@ -98,8 +99,8 @@ class BackwardHooks:
         """Raise `ConfigurationError` if only a part of the current gradient has been sent."""
         if self.handed:
             raise ConfigurationError(
-                "sync() came between backward() and step(), when a part of the gradients had been "
-                "sent; call it after step()"
+                "sync() was called between backward() and step(), after part of the gradients had been sent; call it "
+                "after step()"
             )
 
     def end(self) -> None:
@@ -118,9 +119,9 @@ class BackwardHooks:
         loop, stop = self._loop, self._offsets[index] + self._flat.schema.entries[index].size
         if stop > self.handed_from:
             self.revise(
-                f"{self._flat.schema.entries[index].name} got a gradient for the second time before step(), when "
-                f"bucketed had sent the first one; put every backward() but the last before step() into 'with "
-                f"optimizer.no_sync():'"
+                f"{self._flat.schema.entries[index].name} got a second gradient before step(), after bucketed had "
+                "sent the first gradient; put every backward() except the last before step() into 'with "
+                "optimizer.no_sync():'"
             )
         if self.paused or self._revised:
             loop.listen()

@@ -55,8 +55,8 @@ class Buffers:
         for rank, other in packed.items():
             if len(other) != mine:
                 raise ConfigurationError(
-                    f"all ranks must have the same buffers, got {len(other)} bytes on rank {rank} where this one has "
-                    f"{mine}; use buffers='local', or register what differs with persistent=False"
+                    f"all ranks must have the same buffers, got {len(other)} bytes on rank {rank} and {mine} on this "
+                    "rank; use buffers='local', or register buffers that differ with persistent=False"
                 )
         start, arrays = 0, [packed[rank] for rank in sorted(packed)]
         for name, tensor in self._named():
@@ -111,8 +111,8 @@ async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[in
     first = await me.receive("buffers", 0)
     if first.note["policy"] != policy:
         raise ConfigurationError(
-            f"all ranks must pass the same buffers to distribute, got {policy!r} on rank {me.rank} and "
-            f"{first.note['policy']!r} on rank 0; pass one of them everywhere"
+            f"all ranks must pass the same buffers argument to distribute, got {policy!r} on rank {me.rank} and "
+            f"{first.note['policy']!r} on rank 0; pass the same value on every rank"
         )
     return {0: to_host(first.payload)}
 
@@ -122,7 +122,9 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
     with contextlib.suppress(PeerLost):
         return to_host((await me.receive("buffers", rank)).payload)
     if rank not in me.lost:
-        raise ConfigurationError(f"rank {rank} has called finish(); call sync_buffers() on every rank before finish()")
+        raise ConfigurationError(
+            f"rank {rank} has called finish() already; call sync_buffers() on every rank before finish()"
+        )
     return None
 
 

@@ -134,10 +134,9 @@ class Clipping:
         traits = self.strategy.traits
         if traits.clips == "none":
             raise CompositionError(
-                f"{self.strategy} steps parts of the combined gradient on several nodes, none of which knows "
-                f"its norm; use a strategy with one such node, such as all_reduce or bsp, or clip each worker's "
-                f"own gradient with "
-                f"torch.nn.utils.clip_grad_norm_"
+                f"{self.strategy} updates parts of the parameters on several nodes, and no node knows the norm of the "
+                "whole gradient; use a strategy that updates all parameters on one node, such as all_reduce or bsp, "
+                "or clip each worker's own gradient with torch.nn.utils.clip_grad_norm_"
             )
         if traits.clips == "own":
             return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
@@ -164,12 +163,17 @@ class Clipping:
             return
         self._warned = True
         if self.strategy.traits.server_optimizer:
-            how = f"stays NaN on workers, for the server of {self.strategy} clips; remove the code that reads it"
+            how = (
+                f"stays NaN on workers because the server of {self.strategy} clips; remove the code that reads the norm"
+            )
         else:
-            how = f"was read before step(), where {self.strategy} combines all workers' gradients; read it after step()"
+            how = (
+                f"was read before step(), in which {self.strategy} combines the gradients of all workers; read "
+                "the norm after step()"
+            )
         warnings.warn(
-            f"the norm that clip_grad_norm_ returned {how}, and skip no step by it: a gradient that is not finite ends "
-            "the run",
+            f"the norm that clip_grad_norm_ returned {how}, and do not skip steps because of it: the run ends if a "
+            "gradient is not finite",
             UserWarning,
             stacklevel=_script_level(),
         )
@@ -205,9 +209,10 @@ class Clipping:
         whole = {id(p) for p in parameters} >= {id(p) for p in self.flat.parameters}
         if not whole or float(norm_type) != 2.0 or strict:
             raise CompositionError(
-                f"the server of {self.strategy} clips the Euclidean norm of the whole gradient and continues, got "
-                f"{len(parameters)} of {len(self.flat.parameters)} parameters, norm_type={norm_type}, "
-                f"error_if_nonfinite={strict}; use a strategy whose workers step, such as all_reduce"
+                f"the server of {self.strategy} can clip only the Euclidean norm of the whole gradient, without an "
+                f"error for non-finite norms, got {len(parameters)} of {len(self.flat.parameters)} parameters, "
+                f"norm_type={norm_type}, error_if_nonfinite={strict}; use a strategy whose workers update the "
+                "parameters, such as all_reduce"
             )
 
 
@@ -216,7 +221,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of parameters, or of all parameters that the optimizer `of` holds."""
     if not max_norm > 0:
-        raise ConfigurationError(f"max_norm must be > 0, got {max_norm}; use inf to measure the norm alone")
+        raise ConfigurationError(f"max_norm must be > 0, got {max_norm}; use inf to compute the norm without clipping")
     clipping = getattr(of, "clipping", None)
     if isinstance(clipping, Clipping):
         return clipping.ask(list(clipping.flat.parameters), max_norm, norm_type, error_if_nonfinite)
@@ -284,10 +289,9 @@ class GradientChangeDetector:
         self._left -= 1
         if changed:
             warnings.warn(
-                f"gradients were changed between backward() and step(): {self._strategy} combines them in "
-                f"step(), so the change affected each worker's own gradient, not the combined one; if they were "
-                f"clipped, use "
-                f"flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient",
+                f"gradients were changed between backward() and step(), but {self._strategy} combines the gradients "
+                "in step(), so the change affected only each worker's own gradient; if the gradients were clipped, "
+                "use flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient",
                 UserWarning,
                 stacklevel=_script_level(),
             )

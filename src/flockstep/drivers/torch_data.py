@@ -81,9 +81,9 @@ def _require_batch(loader: DataLoader[Any], part: int, workers: int) -> None:
     size, samples = loader.batch_size or 1, len(loader.dataset)  # type: ignore[arg-type]
     if loader.drop_last and part < size <= samples:
         raise ConfigurationError(
-            f"each of {workers} workers gets {part} of the {samples} samples, fewer than a batch of {size}, and "
-            "drop_last=True leaves them out, so that no worker would train; use smaller batches or fewer workers, or "
-            "drop_last=False"
+            f"each of {workers} workers gets only {part} of the {samples} samples, which is less than a batch of "
+            f"{size}, and drop_last=True drops incomplete batches, so no worker would train; use smaller batches, "
+            "fewer workers, or drop_last=False"
         )
 
 
@@ -94,7 +94,7 @@ def _require_plain(loader: DataLoader[Any]) -> None:
     if kind is SequentialSampler or (kind is RandomSampler and not sampler.replacement and len(sampler) == samples):
         return
     raise ConfigurationError(
-        f"the loader has a {kind.__name__} of its own; leave the sampler out and let flockstep.shard split the data, "
-        "give it as batch_sampler=BatchSampler(sampler, …) to split its batches, or let it draw by flockstep.rank() "
-        "and do not call flockstep.shard"
+        f"the loader must have no custom sampler, got a {kind.__name__}; leave the sampler out and let "
+        "flockstep.shard split the data, pass batch_sampler=BatchSampler(sampler, …) to have its batches split, or "
+        "make the sampler depend on flockstep.rank() and do not call flockstep.shard"
     )

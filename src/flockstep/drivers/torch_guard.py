@@ -52,8 +52,9 @@ class Guard:
         self.check_structure()
         if self.unsent:
             raise ConfigurationError(
-                "optimizer.load_state_dict() has loaded a state that servers or other ranks do not have; call "
-                "optimizer.sync() on every rank before the next step: all ranks then continue with the state of rank 0"
+                "optimizer.load_state_dict() loaded a state that servers or other ranks do not have; call "
+                "optimizer.sync() on every rank before the next step, so that all ranks continue with the state of "
+                "rank 0"
             )
         flat = self._flat
         for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
@@ -81,8 +82,8 @@ class Guard:
                 before, now = (str(each).removeprefix("torch.") for each in (dtype, parameter.dtype))
                 raise ConfigurationError(
                     f"parameter {entry.name} must stay {before} {entry.shape} on {self._device}, as at "
-                    f"flockstep.distribute, is {now} {tuple(parameter.shape)} on {parameter.device}; convert the "
-                    "module before distribute, or a copy of it"
+                    f"flockstep.distribute, got {now} {tuple(parameter.shape)} on {parameter.device}; convert the "
+                    "module before distribute, or convert a copy of the module"
                 )
 
     def note(self) -> None:
@@ -130,27 +131,28 @@ class Guard:
                 continue
             if key in self._all:
                 raise ConfigurationError(
-                    f"parameter {name} was unfrozen after flockstep.distribute, which does not exchange it; leave it "
-                    "trainable at distribute, and keep it in a parameter group with lr=0"
+                    f"parameter {name} was unfrozen after flockstep.distribute, so it is not exchanged; make the "
+                    "parameter trainable before distribute, and keep it in a parameter group with lr=0 while it is "
+                    "frozen"
                 )
             raise ConfigurationError(
-                f"the module got parameter {name} after flockstep.distribute; replace layers before that, or "
-                "copy new weights to the old parameters and call optimizer.sync() on every rank"
+                f"the module got a new parameter {name} after flockstep.distribute; replace layers before distribute, "
+                "or copy new weights to the old parameters and call optimizer.sync() on every rank"
             )
         here = {id(parameter) for parameter in self._flat.module.parameters()}
         for entry, parameter in zip(self._flat.schema.entries, self._flat.parameters, strict=True):
             if id(parameter) not in trained:
-                how = "was frozen" if id(parameter) in here else "was taken out of the module"
+                how = "was frozen" if id(parameter) in here else "was removed from the module"
                 raise ConfigurationError(
-                    f"parameter {entry.name} {how} after flockstep.distribute, which still exchanges it; do that "
-                    "before distribute, or keep it in a parameter group with lr=0"
+                    f"parameter {entry.name} {how} after flockstep.distribute, which still exchanges the parameter; "
+                    "make this change before distribute, or keep the parameter in a parameter group with lr=0"
                 )
 
 
 def _changed(name: str) -> str:
     return (
-        f"parameter {name} was changed between two steps, without the strategy knowing; call optimizer.sync() "
-        "on every rank after loading or changing parameters: all ranks then continue with those of rank 0"
+        f"parameter {name} was changed between two steps outside the strategy; call optimizer.sync() on every rank "
+        "after loading or changing parameters, so that all ranks continue with the parameters of rank 0"
     )
 
 
@@ -161,15 +163,15 @@ def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) 
     for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
         if id(parameter) not in held:
             raise ConfigurationError(
-                f"parameter {entry.name} is trainable but the optimizer does not hold it; pass model.parameters() to "
-                "the optimizer, or freeze it with requires_grad_(False)"
+                f"the optimizer must hold every trainable parameter, but {entry.name} is missing; pass "
+                "model.parameters() to the optimizer, or freeze the parameter with requires_grad_(False)"
             )
     for key, parameter in held.items():
         if key not in trained and parameter.requires_grad:
             raise ConfigurationError(
-                f"the optimizer holds a trainable parameter of shape {tuple(parameter.shape)} that is not one of the "
-                "module's, so no worker would exchange it; pass to distribute a module that holds all of them, such "
-                "as a torch.nn.ModuleList, before it gets them"
+                f"the optimizer holds a trainable parameter of shape {tuple(parameter.shape)} that does not belong to "
+                "the module, so no worker would exchange it; pass to distribute a module that holds all parameters, "
+                "such as a torch.nn.ModuleList"
             )
 
 

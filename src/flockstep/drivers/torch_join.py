@@ -58,9 +58,9 @@ class Consent:
         active, overflows, rates = self._sum("join" if self.joining else "scaler", [1, bool(overflow), lr])
         if self.joining and self._alike and abs(rates - active * lr) > SAME * abs(rates):
             raise ConfigurationError(
-                f"worker {self._loop.rank} steps with learning rate {lr:g} where the mean of the workers is "
-                f"{rates / active:g}, so that their parameters would differ; workers with fewer batches have stepped "
-                "their schedule less often: step it once per epoch"
+                f"worker {self._loop.rank} steps with learning rate {lr:g}, but the mean of the workers is "
+                f"{rates / active:g}, so their parameters would differ; workers with fewer batches have stepped the "
+                "learning-rate schedule less often: step the schedule once per epoch"
             )
         self._weigh(active)
         return overflows > 0
@@ -79,13 +79,13 @@ class Consent:
         `stepped` returns False because the rank took no step, as in an evaluation.
         """
         if self.joining:
-            raise CompositionError("join() is already open; leave it before entering it again")
+            raise CompositionError("join() is already open; leave its with block before entering join() again")
         live = [one for one in self._live if not one._loop.finished]
         if self._needed and len(live) > 1:
             raise CompositionError(
-                f"a rank without batches can take part in the steps of one optimizer, this script has {len(live)} "
-                "whose ranks step together; give every rank the same number of batches (flockstep.shard does) without "
-                "join() and private=True, or finish() the other optimizers before"
+                "a rank without batches can take part in the steps of only one optimizer, but this script has "
+                f"{len(live)} whose ranks step together; give every rank the same number of batches (flockstep.shard "
+                "does this) without join() and private=True, or call finish() on the other optimizers first"
             )
         self._by_active, self.joining = by_active, True
         try:

@@ -121,7 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ConfigurationError(
-            "an optimizer of flockstep.distribute cannot be copied, for it is this process's part in a run; copy "
+            "an optimizer of flockstep.distribute belongs to the run of this process and cannot be copied; copy "
             "optimizer.state_dict() instead"
         )
 
@@ -187,8 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._backward.paused:
             raise ConfigurationError(
                 "step() inside no_sync() would use gradients that other workers have not received; leave the "
-                "context before the "
-                "last backward() of a step"
+                "no_sync() block before the last backward() of a step"
             )
         overflow = self._overflow()
         self._backward.check()
@@ -275,8 +274,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = self.__dict__.get("found_inf")
         if found is not None:
             self._backward.revise(
-                f"{self.loop.strategy} had sent a part of the gradients before GradScaler could unscale them; use "
-                "strategy all_reduce, which reads them in step()"
+                f"{self.loop.strategy} had sent part of the gradients before GradScaler could unscale them; use the "
+                "strategy all_reduce, which reads the gradients in step()"
             )
         if self.__dict__.get("grad_scale") is not None:
             self._require_unscalable()
@@ -288,8 +287,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for entry, parameter in zip(self.flat.schema.entries, self.flat.parameters, strict=True):
             if own and parameter.dtype is torch.float16:
                 raise ConfigurationError(
-                    f"GradScaler needs gradients that float16 does not round again once they are unscaled, "
-                    f"{entry.name} is float16; keep parameters in float32 under autocast"
+                    f"GradScaler needs gradients that stay unrounded when they are unscaled, but {entry.name} is "
+                    "float16; keep parameters in float32 under autocast"
                 )
 
     def _unscale(self) -> None:
@@ -430,6 +429,6 @@ def _require_dense(optimizer: torch.optim.Optimizer) -> None:
     """Raise `ConfigurationError` if the optimizer cannot step along a dense gradient."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigurationError(
-            "SparseAdam steps along sparse gradients alone, and strategies combine dense ones; use "
-            "torch.optim.Adagrad, which leaves rows without a gradient as they are, or Adam; sparse=True may stay"
+            "SparseAdam needs sparse gradients, but strategies combine dense gradients; use Adam, or "
+            "torch.optim.Adagrad, which does not change rows without a gradient; sparse=True may stay"
         )

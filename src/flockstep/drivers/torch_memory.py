@@ -138,8 +138,8 @@ class ServerMemory:
         self._require_servers()
         if self._loop.finished:
             raise ConfigurationError(
-                "after finish() only rank 0 holds the servers' optimizer state, and only if that rank had called "
-                "state_dict() or loaded a state before; call state_dict() before finish()"
+                "after finish() only rank 0 has the optimizer state of the servers, and only if state_dict() was "
+                "called or a state was loaded there before; call state_dict() before finish()"
             )
         self._asked = True
         set_state(self._flat, self._optimizer, self._loop.remembered())
@@ -161,11 +161,12 @@ class ServerMemory:
     def _require_servers(self) -> None:
         if self._own_memory:
             raise ConfigurationError(
-                f"servers of {self._loop.strategy} step with an optimizer of their own, whose state cannot be saved or "
-                "loaded; use a server_update that steps with the job's optimizer, such as plain"
+                f"servers of {self._loop.strategy} use a separate optimizer, whose state cannot be saved or loaded; "
+                "use a server_update that applies the job's optimizer, such as plain"
             )
         if not self._loop.held:
             raise ConfigurationError(
-                f"with {self._loop.strategy} workers hold slices of the state of {type(self._optimizer).__name__}, "
-                "which cannot be saved or loaded; use ps(bsp), or all_reduce, whose workers hold all of it"
+                f"with {self._loop.strategy} each worker holds a slice of the state of "
+                f"{type(self._optimizer).__name__}, which cannot be saved or loaded; use ps(bsp), or all_reduce, "
+                "whose workers hold the whole state"
             )

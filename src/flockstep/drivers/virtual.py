@@ -87,8 +87,8 @@ class Simulation:
         self._steps = 0
         if restarts and not plan.strategy.traits.restarts:
             raise CompositionError(
-                f"{plan.strategy} cannot restart in the middle of a run, because no single node holds its state; let "
-                "it run to its end"
+                f"{plan.strategy} cannot restart in the middle of a run, because no single node holds its whole "
+                "state; let the run continue to its end"
             )
         self._restarts = restarts
         self._steppers: dict[int, LocalOptimizer] = {}
@@ -163,7 +163,9 @@ class Simulation:
 
     def drive(self, runner: Runner) -> None:
         """Raise an error: in virtual time a node cannot wait alone, because all programs run together."""
-        raise RunError("in virtual time all programs run together; call Simulation.run")
+        raise RunError(
+            "in virtual time a node cannot wait alone, because all programs run together; call Simulation.run"
+        )
 
     def save(self) -> dict[Address, Saved]:
         """The state of every node, from which another simulation with a larger budget of steps can continue.
@@ -203,7 +205,7 @@ class Simulation:
         runner.replay(history.inputs, partial(self._begin, runner), partial(saved.settle, node))
         differs = to_bytes(self._facts(node)) != before
         if differs or str(runner.waiting) != str(waited):
-            other = ", and what it has differs" if differs else ""
+            other = ", and its state differs" if differs else ""
             raise RunError(
                 f"{node_name(node.address)} restarted and waits for {runner.waiting} at step {node.step}, where it "
                 f"had waited for {waited} at step {old.step}{other}: state that a program keeps between steps "
@@ -379,4 +381,4 @@ def due_at(began: float, finish: float, share: float) -> float:
 def _doing(runner: Runner) -> str:
     """What a node was doing, for an error message."""
     waits = f"waited for {runner.waiting}" if runner.waiting and not isinstance(runner.waiting, NeedGradient) else ""
-    return f"at step {runner.node.step} " + (waits or "could not go on")
+    return f"at step {runner.node.step} " + (waits or "could not continue")

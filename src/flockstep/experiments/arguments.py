@@ -46,6 +46,8 @@ def cluster_of(
 
     for name, value in (("network", network), ("compute", compute)):
         if value is not None:
-            raise ConfigurationError(f"{name} {value} is what cluster {cluster} says already; give one of them")
+            raise ConfigurationError(
+                f"{name} {value} and cluster {cluster} both describe the cluster; give only one of them"
+            )
     import_components(imports)
     return load_cluster(cluster)

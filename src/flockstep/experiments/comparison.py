@@ -52,7 +52,7 @@ class Grid:
     def __post_init__(self) -> None:
         if not self.strategies:
             raise ConfigurationError(
-                "a comparison needs at least one strategy, got none; give 'all_reduce' and 'gossip'"
+                "a comparison needs at least one strategy, got none; give for example 'all_reduce' and 'gossip'"
             )
         if self.seeds < 1:
             raise ConfigurationError(f"seeds must be >= 1 run of each strategy, got {self.seeds}; 5 are usual")
@@ -265,9 +265,9 @@ def _refuse_idle(
     real: dict[str, object] = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
     for name, value in (real if simulated else modeled).items():
         if value is not None:
-            where = "is for real processes only; leave it or simulated=True out"
+            where = "is for real processes only; leave out either this argument or simulated=True"
             if not simulated:
-                where = "matters in virtual time only; add simulated=True"
+                where = "has an effect in virtual time only; add simulated=True"
             raise ConfigurationError(f"{name}={value!r} {where}")
 
 

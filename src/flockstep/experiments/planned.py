@@ -84,7 +84,7 @@ def plan(
         ConfigurationError: a job, cluster, requirement or strategy does not exist.
     """
     if hours is not None and not 0 < hours < float("inf"):
-        raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length")
+        raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the length of the job")
     requirements, chosen = listed("require", require), listed("strategies", strategies)
     require_known(requirements)
     import_components(listed("imports", imports))

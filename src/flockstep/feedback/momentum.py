@@ -48,9 +48,9 @@ class Momentum(Feedback):
 
     def __post_init__(self) -> None:
         if not 0 <= self.m < 1:
-            raise ConfigurationError(f"momentum needs m from 0 to below 1, got {self.m}; 0.9 is usual")
+            raise ConfigurationError(f"momentum needs 0 <= m < 1, got {self.m}; 0.9 is usual")
         if self.clip is not None and not self.clip > 0:
-            raise ConfigurationError(f"momentum needs a clip above 0, got {self.clip}; none leaves gradients unchanged")
+            raise ConfigurationError(f"momentum needs clip > 0, got {self.clip}; none turns clipping off")
 
     needs_contraction = True
     """True, because with another codec the feedback memory could grow without bound."""

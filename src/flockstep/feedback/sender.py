@@ -24,8 +24,8 @@ def check_composition(codec: Codec, feedback: Feedback) -> None:
     """
     if feedback.needs_contraction and not (codec.contraction or codec.lossless or codec.variance(1) is not None):
         raise CompositionError(
-            f"feedback {feedback} needs a codec that is a contraction, got {codec}, with which its error may grow "
-            f"without bound; use feedback none, or a contraction such as half"
+            f"feedback {feedback} needs a codec that is a contraction, got {codec}, whose error may grow without "
+            "bound; use feedback none, or a contraction such as half"
         )
 
 

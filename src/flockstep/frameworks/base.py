@@ -102,9 +102,9 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ConfigurationError(f"batch must be >= 1, got {self.batch}")
+            raise ConfigurationError(f"batch must be >= 1, got {self.batch}; 32 is usual")
         if not self.epochs > 0:
-            raise ConfigurationError(f"epochs must be > 0, got {self.epochs}")
+            raise ConfigurationError(f"epochs must be > 0, got {self.epochs}; use for example 10")
 
 
 def metric_of(
@@ -221,7 +221,9 @@ class Engine(ABC):
         Raises:
             CompositionError: this framework computes no factors.
         """
-        raise CompositionError("this framework computes no factors of gradients; use torch, or another strategy")
+        raise CompositionError(
+            "this framework cannot factor gradients; use torch, or a strategy that sends whole gradients"
+        )
 
     def buffers(self, replica: int) -> FlatArray:
         """Return a replica's buffers that change in training, concatenated in float64; empty if there are none."""
@@ -231,7 +233,8 @@ class Engine(ABC):
         """Set a replica's buffers to the array that `buffers` returned, possibly in another process."""
         if len(values):
             raise ConfigurationError(
-                f"the model has no buffers that change, got {len(values)} values; build the same model"
+                f"this model has no buffers that change in training, got {len(values)} values; build the same model "
+                "as before"
             )
 
     def distil(

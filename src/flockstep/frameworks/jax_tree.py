@@ -30,7 +30,7 @@ class FlatTree:
         named = {_name(path): leaf for path, leaf in paths}
         if len(named) < len(paths):
             twice = next(name for name, count in Counter(_name(path) for path, _ in paths).items() if count > 1)
-            raise ConfigurationError(f"every parameter must have a name of its own, got {twice!r} twice; rename a key")
+            raise ConfigurationError(f"every parameter must have a different name, got {twice!r} twice; rename a key")
         for name, leaf in named.items():
             _require_parameter(name, leaf)
         leaves = {name: jnp.asarray(leaf) for name, leaf in named.items()}
@@ -49,12 +49,14 @@ class FlatTree:
         """
         leaves, structure = jax.tree.flatten(tree)
         if structure != self.structure:
-            raise ConfigurationError(f"{what} must be a tree like the parameters, {self.structure}, got {structure}")
+            raise ConfigurationError(
+                f"{what} must be a tree with the structure of the parameters, {self.structure}, got {structure}"
+            )
         for entry, leaf, view in zip(self.schema.entries, leaves, self.schema.views(flat).values(), strict=True):
             if isinstance(leaf, jax.core.Tracer):
                 raise ConfigurationError(
-                    f"{what} must be arrays, {entry.name} is being traced; call flockstep outside jax.jit, and compile "
-                    "the function that computes the gradients"
+                    f"{what} must be arrays, got a traced value for {entry.name}; call flockstep outside jax.jit, and "
+                    "compile only the function that computes the gradients"
                 )
             values = np.asarray(leaf)
             if values.shape != entry.shape:
@@ -91,8 +93,8 @@ def _require_parameter(name: str, leaf: Any) -> None:
     dtype = getattr(getattr(leaf, "dtype", None), "name", type(leaf).__name__)
     if dtype not in FLOATS:
         raise ConfigurationError(
-            f"parameter {name} must be an array of {', '.join(FLOATS)}, is {dtype}; leave what is not trained out of "
-            "the tree"
+            f"parameter {name} must be an array of {', '.join(FLOATS)}, got {dtype}; leave arrays that are not "
+            "trained out of the tree"
         )
     if dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise ConfigurationError(
@@ -100,10 +102,12 @@ def _require_parameter(name: str, leaf: Any) -> None:
             'jax.config.update("jax_enable_x64", True) first, or convert the parameters to float32'
         )
     if isinstance(leaf, jax.core.Tracer):
-        raise ConfigurationError(f"parameter {name} is being traced; call flockstep outside jax.jit")
+        raise ConfigurationError(
+            f"parameter {name} must be an array, got a traced value; call flockstep outside jax.jit"
+        )
     devices = leaf.devices() if isinstance(leaf, jax.Array) else ()
     if len(devices) > 1:
         raise ConfigurationError(
-            f"parameter {name} must be on one device, is on {len(devices)}; start one worker per device, with "
+            f"parameter {name} must be on one device, got {len(devices)} devices; start one worker per device, with "
             "flockstep launch -n"
         )

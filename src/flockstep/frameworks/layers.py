@@ -55,7 +55,9 @@ def file_shape(path: str | Path) -> ModelShape:
     if callable(getattr(module, "job", None)):
         return job_shape(load_job_file(path))
     if not callable(getattr(module, "model", None)) or not callable(getattr(module, "inputs", None)):
-        raise ConfigurationError(f"{where} has no job(), and not both model() and inputs(); add them")
+        raise ConfigurationError(
+            f"{where} must have job(), or both model() and inputs(), got neither; add these functions"
+        )
     try:
         model, inputs = module.model(), module.inputs()
     except Exception as error:
@@ -90,4 +92,6 @@ def _of_numpy(name: str, model: Model) -> ModelShape:
         return ModelShape(name, tuple(layers), itemsize, "softmax regression in numpy")
     sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in model.shapes.items()}
     unknown = [Layer(key, "other", parameters=size, counted="unknown") for key, size in sizes.items()]
-    return ModelShape(name, tuple(unknown), itemsize, f"{type(model).__name__} in numpy, whose work is not known")
+    return ModelShape(
+        name, tuple(unknown), itemsize, f"{type(model).__name__} in numpy; the number of its operations is not known"
+    )

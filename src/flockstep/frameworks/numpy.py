@@ -81,13 +81,13 @@ class QuadraticModel(Model):
         size = self.hessian.shape[0] if self.hessian.ndim else 0
         if self.hessian.shape not in ((size,), (size, size)) or size == 0:
             raise ConfigurationError(
-                f"hessian must be (d,) or (d, d), got {self.hessian.shape}; pass one row per dimension"
+                f"hessian must have shape (d,) or (d, d), got {self.hessian.shape}; pass one row per dimension"
             )
         if self.hessian.ndim == 2 and not np.array_equal(self.hessian, self.hessian.T):
-            raise ConfigurationError("hessian must be symmetric, got one that is not; use (H + H.T) / 2")
+            raise ConfigurationError("hessian must be symmetric, got an asymmetric matrix; use (H + H.T) / 2")
         self.start = None if start is None else np.array(start, dtype)
         if self.start is not None and self.start.shape != (size,):
-            raise ConfigurationError(f"start must have shape ({size},) as the hessian has, got {self.start.shape}")
+            raise ConfigurationError(f"start must have shape ({size},) to match the hessian, got {self.start.shape}")
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -128,7 +128,7 @@ class SoftmaxRegression(Model):
                 f"softmax regression needs features >= 1 and classes >= 2, got {features} and {classes}"
             )
         if not l2 >= 0:
-            raise ConfigurationError(f"l2 must be >= 0, got {l2}; use 0 for none")
+            raise ConfigurationError(f"l2 must be >= 0, got {l2}; use 0 for no penalty")
         self.features, self.classes, self.l2, self.dtype = features, classes, l2, dtype
 
     @property
@@ -187,7 +187,8 @@ class NumpyEngine(Engine):
             )
         if job.loss is not None:
             raise ConfigurationError(
-                f"{type(built).__name__} has a loss of its own, got another; leave out the job's loss"
+                f"{type(built).__name__} defines its own loss, and the job defines another loss; leave out the loss "
+                "of the job"
             )
         if not isinstance(job.optimizer, (Optimizer, str)):
             raise ConfigurationError(
@@ -264,7 +265,8 @@ class NumpyEngine(Engine):
         """
         if not isinstance(self.model, SoftmaxRegression):
             raise CompositionError(
-                f"{type(self.model).__name__} has no classes to learn from other models' predictions"
+                f"{type(self.model).__name__} has no classes and cannot learn from the predictions of other models; "
+                "use a classifier"
             )
         loss = self.gradient(params, indices, out, replica, step)
         x, own, views = self._data.train_x[indices], self.schema.views(params), self.schema.views(out)

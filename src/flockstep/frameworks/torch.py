@@ -72,8 +72,8 @@ class TorchEngine(FactoringEngine):
         self.flat = FlatModule(self.module.train(), gradients=False)
         if not self.flat.parameters[0].is_cpu:
             raise ConfigurationError(
-                f"the model of a job must be on the CPU, is on {self.flat.parameters[0].device}; a script's own model, "
-                "for flockstep.distribute, may be on a GPU"
+                f"the model of a job must be on the CPU, got {self.flat.parameters[0].device}; a model on a GPU needs "
+                "a script with flockstep.distribute"
             )
         self.schema = self.flat.schema
         self._start: FlatArray | None = None  # None while the module's own parameters are the initial ones
@@ -305,14 +305,14 @@ class TorchEngine(FactoringEngine):
     def _hindrance(self) -> str:
         """Return the reason not to try batching; "" if there is none."""
         if self._initial_buffers:
-            return f"buffer {next(iter(self._initial_buffers))!r} changes in training"
+            return f"buffer {next(iter(self._initial_buffers))!r} changes during training"
         if not self._random:
             return ""
         for name, module in self.module.named_modules():
             share = getattr(module, "p", 0)
             if "Dropout" in type(module).__name__ and isinstance(share, (int, float)) and share > 0:
                 return f"{type(module).__name__} {name!r} draws random numbers (p={share})"
-        return "the model draws random numbers in training"
+        return "the model draws random numbers during training"
 
     def _failure(self, params: FlatArray, indices: Indices, plain: FlatArray, batched: FlatArray) -> str:
         """Try batching, and return the reason why it does not work; "" if it does."""
@@ -330,7 +330,8 @@ class TorchEngine(FactoringEngine):
         if distance <= max(TOLERANCE[dtype] for dtype in dtypes) * size:
             return ""
         return (
-            f"the batched gradient differs from the plain one by {distance / size if size else distance:.1g} (relative)"
+            "the batched gradient differs from the gradient of one model by "
+            f"{distance / size if size else distance:.1g} (relative)"
         )
 
 

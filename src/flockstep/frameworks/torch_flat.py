@@ -154,15 +154,15 @@ class FlatModule:
         if own != given:
             wrong = next(name for name in [*own, *given] if own.get(name) != given.get(name))
             raise ConfigurationError(
-                f"the loaded master copy must have {wrong} as {own.get(wrong, 'no parameter')}, as the model, got "
-                f"{given.get(wrong, 'none')}; load the state of a model of the same shapes and dtypes"
+                f"the loaded master copy must match the model, with {wrong} as {own.get(wrong, 'no parameter')}, got "
+                f"{given.get(wrong, 'none')}; load the state of a model with the same shapes and dtypes"
             )
         pairs = list(zip((entry.name for entry in self.schema.entries), self.parameters, strict=True))
         for name, parameter in pairs:
             if name in values and not _same(values[name].to(parameter.detach()), parameter.detach()):
                 raise ConfigurationError(
-                    f"the loaded master copy must be that of the module's values, that of {name} rounds to others; "
-                    "load the model first, on every rank, from the same checkpoint, with both states taken at one time"
+                    f"the loaded master copy must round to the parameters of the module, got other values for {name}; "
+                    "load the model first, then the state from the same checkpoint, on every rank"
                 )
         for (name, _), view in zip(pairs, self.views(self._values), strict=True):
             if name in values:
@@ -413,14 +413,16 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
     """
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
-            raise ConfigurationError(f"parameter {name!r} has no shape yet; run the module on one batch before")
+            raise ConfigurationError(
+                f"parameter {name!r} has no shape yet; run the module on one batch before flockstep.distribute"
+            )
     device = None
     for name, parameter in trainable.items():
         device = device or parameter.device
         if parameter.device != device or device.type == "meta":
             raise ConfigurationError(
-                f"all trainable parameters must be on one device, with values, {name!r} is on {parameter.device} where "
-                f"others are on {device}; move the module with module.to(device)"
+                f"all trainable parameters must be on one device and have values, got {name!r} on {parameter.device} "
+                f"and others on {device}; move the module with module.to(device)"
             )
     _check_overlaps(module, trainable)
 
@@ -434,8 +436,8 @@ def _check_overlaps(module: torch.nn.Module, trainable: dict[str, torch.nn.Param
     for (_, end, one), (start, _, other) in _neighbors(ranges):
         if start < end and (one in trainable or other in trainable):
             raise ConfigurationError(
-                f"{one!r} and {other!r} must not share memory unless they are one parameter; assign the same "
-                f"torch.nn.Parameter to both names"
+                f"{one!r} and {other!r} must not share memory unless both are the same parameter; assign the same "
+                "torch.nn.Parameter to both names"
             )
 
 

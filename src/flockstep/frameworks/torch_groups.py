@@ -65,8 +65,8 @@ class TorchOptimizer(Optimizer):
         require(self.lr >= 0, "lr of torch", ">= 0", self.lr, "use for example 0.1")
         if self.kind not in ELEMENTWISE:
             raise ConfigurationError(
-                f"kind of torch must be one of {', '.join(ELEMENTWISE)}, got {self.kind}; others do not act element by "
-                f"element"
+                f"kind of torch must be one of {', '.join(ELEMENTWISE)}, got {self.kind}; choose an optimizer that "
+                "acts element by element"
             )
 
     def load(self) -> None:

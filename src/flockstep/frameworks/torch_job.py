@@ -48,8 +48,8 @@ def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
     for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
         if id(parameter) not in updated:
             raise ConfigurationError(
-                f"{type(theirs).__name__} must update every trainable parameter, leaves out {entry.name!r}; freeze it "
-                f"with requires_grad_(False)"
+                f"{type(theirs).__name__} must update every trainable parameter, but {entry.name!r} is missing; pass "
+                "all parameters, or freeze this parameter with requires_grad_(False)"
             )
     return optimizer
 

@@ -19,7 +19,7 @@ from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.torch_kinds import ModuleCall, is_known, layer_of, unknown
 
-NOTE = "found by running the module; layers are taken one after the other"
+NOTE = "found by running the module; layers are assumed to run one after the other"
 WHOLE = "(model)"
 """Name of the layer for the work that a model does itself, besides its children."""
 
@@ -49,13 +49,13 @@ def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: st
     lazy = next((key for key, one in module.named_parameters() if isinstance(one, UninitializedParameter)), None)
     if lazy is not None:
         raise ConfigurationError(
-            f"parameter {lazy!r} of {title} has no shape yet; call the module once before its layers are counted"
+            f"parameter {lazy!r} of {title} has no shape yet; call the module once before counting its layers"
         )
     tensors = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
     if batch is None:
         if not tensors or not tensors[0].dim():
             raise ConfigurationError(
-                f"{title} needs a tensor with a batch axis to find the number of samples, got none; pass batch="
+                f"{title} needs an input tensor with a batch axis to find the number of samples, got none; pass batch="
             )
         batch = len(tensors[0])
     if batch < 1:
@@ -69,8 +69,8 @@ def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: st
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             raise ConfigurationError(
-                f"{title} failed on the sample batch: {type(error).__name__}: {lines[0]}; give inputs it can be "
-                "called with"
+                f"{title} failed on the sample batch: {type(error).__name__}: {lines[0]}; pass inputs that the model "
+                "accepts"
             ) from error
     itemsize = next((one.element_size() for one in module.parameters()), 4)
     return ModelShape(title, found.finished(), itemsize, NOTE)
@@ -174,8 +174,7 @@ class _Finder:
             self.layers.append(Layer("(not used)", "unused", parameters=count, trained=trained, forward=Pass()))
         if not self.layers:
             raise ConfigurationError(
-                f"no module of {self.title} was called and it has no parameters, so there is nothing to count; give "
-                "another model"
+                f"{self.title} called no module and has no parameters, so no layer can be counted; give another model"
             )
         return tuple(self.layers)
 

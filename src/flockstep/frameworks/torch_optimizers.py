@@ -60,18 +60,19 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     if rule is None:
         known = ", ".join(kind.__name__ for kind in _RULES)
         raise ConfigurationError(
-            f"the optimizer must be one of torch.optim's {known}, got {who}; use one of these, or a strategy whose "
-            f"servers need no optimizer"
+            f"the optimizer must be one of torch.optim's {known}, got {who}; choose one of these, or a strategy whose "
+            "servers need no optimizer"
         )
     group = _one_group(optimizer, who)
     for name, value in group.items():
         if name in rule.must and value != rule.must[name]:
             raise ConfigurationError(
-                f"{name} of {who} must be {rule.must[name]}, got {value!r}; leave it out (flockstep has no counterpart)"
+                f"{name} of {who} must be {rule.must[name]}, got {value!r}; leave it out, because flockstep has no "
+                "such setting"
             )
         if name not in {*rule.same, *rule.must, *_HOW, *_SCHEDULE, "betas"}:
             raise ConfigurationError(
-                f"{who} has a setting {name}={value!r} that flockstep does not know; use a plain torch.optim.{who}"
+                f"{who} has the setting {name}={value!r}, which flockstep does not know; use a plain torch.optim.{who}"
             )
     values = {name: _plain(group[name]) for name in rule.same}
     return rule.build(**values, **rule.renamed(group))
@@ -92,9 +93,9 @@ def for_servers(optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: fl
         found = _grouped(optimizer, flat)
     else:
         raise ConfigurationError(
-            f"servers step slices of the parameters, which {kind.__name__} is not known to allow; use one of "
-            f"torch.optim's {', '.join(ELEMENTWISE)}, or a strategy whose workers step themselves, such as all_reduce, "
-            f"bucketed or local_sgd"
+            f"servers update slices of the parameters, and flockstep does not know whether {kind.__name__} allows "
+            f"this; use one of torch.optim's {', '.join(ELEMENTWISE)}, or a strategy whose workers update the "
+            "parameters, such as all_reduce, bucketed or local_sgd"
         )
     return Clipped(found, max_norm) if max_norm else found
 

@@ -86,18 +86,18 @@ def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep:
                 own[name] = value.to(parameter.device)
             elif not torch.equal(own[name].to(value), value):
                 raise ConfigurationError(
-                    f"the loaded state has {name} of a parameter in {_short(value.dtype)}, as servers remember it, "
-                    f"which {_short(parameter.dtype)} would round; load it under a strategy whose servers step, "
-                    f"or continue from the model alone"
+                    f"the loaded state has {name} of a parameter in {_short(value.dtype)}, as servers store it, but "
+                    f"this optimizer would round it to {_short(parameter.dtype)}; load the state under a strategy "
+                    "whose servers update the parameters, or continue from the model alone"
                 )
 
 
 def _require_whole(entry: Entry, name: str, value: torch.Tensor, dtype: str) -> None:
     if value.dtype.itemsize < getattr(torch, dtype).itemsize:
         raise ConfigurationError(
-            f"servers remember {name} in {dtype}, the state loaded for {entry.name} has it rounded to "
-            f"{_short(value.dtype)}; load what servers remembered after flockstep.distribute, with "
-            "optimizer.load_state_dict() of what that returned, or continue from the model alone"
+            f"servers store {name} in {dtype}, but the state loaded for {entry.name} is rounded to "
+            f"{_short(value.dtype)}; after flockstep.distribute load the state that the servers saved, with "
+            "optimizer.load_state_dict(), or continue from the model alone"
         )
 
 
@@ -148,8 +148,8 @@ def _plain(value: Any, tensors: list[torch.Tensor], whole: bool) -> Any:
     if not whole:
         return type(value).__name__
     raise ConfigurationError(
-        f"the state of an optimizer must be tensors, numbers and strings, got a {type(value).__name__}; load it on "
-        "every rank before flockstep.distribute"
+        f"the state of an optimizer must consist of tensors, numbers and strings, got a {type(value).__name__}; load "
+        "such a state on every rank before flockstep.distribute"
     )
 
 

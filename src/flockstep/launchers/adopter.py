@@ -146,8 +146,8 @@ class Adopter:
     def _meeting(self) -> Meeting:
         if self.place.coordinator is None:
             raise ConfigurationError(
-                f"{self.place.by} does not tell on which host rank 0 is; let it pass {COORDINATOR}=HOST:PORT, with an "
-                "address of that host and a free port there, and FLOCKSTEP_SECRET to every process (Open MPI: -x NAME; "
+                f"{self.place.by} does not tell which host runs rank 0; pass {COORDINATOR}=HOST:PORT, with an address "
+                "of that host and a free port there, and FLOCKSTEP_SECRET to every process (Open MPI: -x NAME; "
                 "MPICH: -genv NAME VALUE)"
             )
         return meeting_at(self.place.coordinator, read_secret(None), self.timeout)
@@ -160,9 +160,9 @@ class Adopter:
                 supervise(lambda node_spec: processes[node_spec.address].begin(node_spec), config, record, hosts)
         except FlockstepError:
             if record.begun is not None and not record.discard_unstepped():
-                on_stderr(f"the record is in {place}")
+                on_stderr(f"the record is written to {place}")
             raise
-        on_stderr(f"the record is in {place}")
+        on_stderr(f"the record is written to {place}")
 
     def _join(self, processes: Mapping[int, Adopted], meeting: Meeting, node: int, nodes: int) -> None:
         config = self.config
@@ -188,18 +188,20 @@ def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted], ti
         with contextlib.suppress(TimeoutError):
             one = _introduced(listener.accept()[0], place)
             if one.rank in found:
-                raise ConfigurationError(f"rank {one.rank} has come twice; call flockstep.distribute in one process")
+                raise ConfigurationError(
+                    f"two processes have rank {one.rank}; call flockstep.distribute in only one process per rank"
+                )
             found[one.rank] = one
         for one in found.values():
             if one.exit_code() is not None:
-                raise RunError(f"worker {one.rank} has ended before all workers of its host had come")
+                raise RunError(f"worker {one.rank} ended before all workers of its host had joined")
         missing = f"{place.local_workers - len(found)} of {place.local_workers} processes"
         if time.monotonic() > until:
             raise ConfigurationError(
-                f"{missing} of this host did not come within {timeout:g} s; every process must call "
-                "flockstep.distribute or flockstep.join, or give these a longer timeout"
+                f"{missing} of this host did not join within {timeout:g} s; every process must call "
+                "flockstep.distribute or flockstep.join, or give these functions a longer timeout"
             )
-        reminder.remind(f"{missing} of this host; ranks {', '.join(map(str, sorted(found)))} are here")
+        reminder.remind(f"{missing} of this host; so far ranks {', '.join(map(str, sorted(found)))} have joined")
 
 
 def _introduced(sock: socket.socket, place: Place) -> Adopted:
@@ -207,14 +209,15 @@ def _introduced(sock: socket.socket, place: Place) -> Adopted:
     data = b""
     while not data.endswith(b"\n") and len(data) < LONGEST:
         if not (chunk := sock.recv(LONGEST)):
-            raise RunError("a process of this host has ended before all had come")
+            raise RunError("a process of this host ended before all processes of the host had joined")
         data += chunk
     words = msgspec.json.decode(data, type=Introduction)
     one = Adopted(sock, words)
     if (words.workers, words.version) != (place.workers, __version__):
         error = ConfigurationError(
-            f"rank {words.rank} has flockstep {words.version} and {words.workers} workers, where another process of "
-            f"its host has {__version__} and {place.workers}; let one launcher start all, with one Python"
+            f"all processes of a host must have the same flockstep and the same number of workers: rank {words.rank} "
+            f"has flockstep {words.version} and {words.workers} workers, another process has {__version__} and "
+            f"{place.workers}; start all processes by one launcher, with one Python"
         )
         one.refuse(error)
         raise error

@@ -38,8 +38,8 @@ UNGUARDED = 83
 NODE = "flockstep-node"
 """Name of a process that is forked for a run; the process knows the name before it imports the user's program."""
 _GUARD = (
-    "every process of a run, or of a pool, imports the program that starts it, and this program starts a run while it "
-    'is imported; put the call under if __name__ == "__main__":'
+    "every process of a run, or of a pool, imports the program that starts the run, and this program starts a run "
+    'while it is being imported; put the call under if __name__ == "__main__":'
 )
 
 
@@ -197,8 +197,8 @@ def refuse_program() -> None:
     # A module, run with -m, is imported by its name; without a path, as in a notebook, nothing is imported.
     if path is not None and getattr(main, "__spec__", None) is None and not Path(path).is_file():
         raise ConfigurationError(
-            f"the processes of a run import the program that starts it, which must be a file, got {path}; "
-            "write it into a .py file and run that, or use python -c or a notebook"
+            f"the processes of a run import the program that starts the run, which must be a file, got {path}; write "
+            "the program into a .py file and run that file, or use python -c or a notebook"
         )
 
 

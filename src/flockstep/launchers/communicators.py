@@ -53,8 +53,9 @@ class Communicators:
         for other in links.values():
             if other.beside is not None and other.beside.hello.largest != largest:
                 raise ConfigurationError(
-                    f"{node_name(link.address)} joins with max_bytes={largest} where others have "
-                    f"{other.beside.hello.largest}; give every worker the same"
+                    f"every worker must join with the same max_bytes, got {largest} from {node_name(link.address)} "
+                    f"and {other.beside.hello.largest} from another worker; pass the same max_bytes to every call of "
+                    "flockstep.join"
                 )
         own = msgspec.structs.replace(
             hello, line=str(note["line"]), bus=str(note["bus"]), schema=NOTHING, largest=largest

@@ -50,9 +50,9 @@ class GradientFingerprints:
         if other is not None and not self.rates_reported:
             self.rates_reported = True
             on_stderr(
-                f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} and "
-                f"{other[1]:g} on worker {other[0]}, so their parameters diverge; load the state of a scheduler on "
-                "every rank, before or after distribute"
+                f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} "
+                f"and {other[1]:g} on worker {other[0]}, so their parameters diverge; load the state of the "
+                "learning-rate scheduler on every rank, before or after distribute"
             )
 
 
@@ -72,10 +72,11 @@ class DataDigests:
         other = next((rank for rank, digest in sorted(self.shown.items()) if digest != self.shown.get(0)), None)
         if len(self.shown) == self.workers and other is not None:
             on_stderr(
-                f"workers 0 and {other} read different data or in a different order, and flockstep.shard gives each "
-                f"worker only a part of what it reads, so that samples are left out or used several times; for data "
-                "that are each worker's own use flockstep.shard(…, private=True), otherwise read the same data in the "
-                "same order on every worker (random augmentation alone does no harm)"
+                f"workers 0 and {other} read different data or read the data in a different order, and "
+                "flockstep.shard gives each worker only a part of the data it reads, so some samples are left out or "
+                "used several times; for data that differ between workers use flockstep.shard(…, private=True), "
+                "otherwise read the same data in the same order on every worker (random augmentation alone does no "
+                "harm)"
             )
 
 
@@ -91,6 +92,6 @@ def warning(ranks: list[Address], step: int) -> str:
     """The warning for workers with equal gradients, with the way out."""
     named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     return (
-        f"workers {named} computed the same gradient at step {step}, so they draw the same batches; seed the drawing "
-        "of batches by flockstep.rank(), or give each worker its part with flockstep.shard"
+        f"workers {named} computed the same gradient at step {step}, so they draw the same batches; seed the random "
+        "order of the data with flockstep.rank(), or give each worker a part of the data with flockstep.shard"
     )

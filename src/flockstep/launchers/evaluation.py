@@ -138,7 +138,7 @@ class Evaluator(SnapshotHandler):
         reap([self._child], None)
         if not said:
             how = how_it_ended(self._child.exit_code() or 0)
-            return RunError(f"the process that evaluates {how}; the evaluations in the record are incomplete")
+            return RunError(f"the process that evaluates the model {how}; the evaluations in the record are incomplete")
         outcome = msgspec.json.decode(said, type=EvaluationOutcome)
         return of_kind(outcome.kind, outcome.reason, f"In the evaluation:\n{outcome.trace}") if outcome.kind else None
 

@@ -52,8 +52,8 @@ class Gathering:
             raise ConfigurationError(f"--nodes must be >= {least}, got {self.nodes}; leave it out for one host")
         if not 0 <= self.node < self.nodes:
             raise ConfigurationError(
-                f"--node-rank must be >= 0 and < {self.nodes}, the number of --nodes, got {self.node}; the "
-                "coordinator's host has rank 0"
+                f"--node-rank must be >= 0 and < {self.nodes}, the number of --nodes, got {self.node}; the host of "
+                "the coordinator has rank 0"
             )
 
     @property
@@ -69,8 +69,8 @@ class Gathering:
         """
         if workers < self.nodes:
             raise ConfigurationError(
-                f"a run over {self.nodes} hosts needs at least as many workers, got {workers}; raise -n, which counts "
-                "the workers of all hosts"
+                f"a run over {self.nodes} hosts needs at least {self.nodes} workers, got {workers}; raise -n, the "
+                "number of workers of all hosts"
             )
         ends = [workers * node // self.nodes for node in range(self.nodes + 1)]
         return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}

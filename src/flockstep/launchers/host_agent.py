@@ -121,7 +121,7 @@ class HostAgent:
             except KeyboardInterrupt as stop:
                 self._leave(str(stop) or "interrupted")
             if self._over is None or self._over.reason:
-                over = self._over or Over("the run was stopped", 1)
+                over = self._over or Over("the run was stopped by the user", 1)
                 kind = ConfigurationError if over.code == ConfigurationError.exit_code else RunError
                 raise kind(f"the run has ended: {over.reason}")
             reap(list(self._children.values()), None)
@@ -132,7 +132,7 @@ class HostAgent:
         until = time.monotonic() + 2 * GRACE
         while self._over is None and time.monotonic() < until:
             self._turn(POLL)
-        raise Interrupted(f"{reason}; the record is at the coordinator")
+        raise Interrupted(f"{reason}; the record is on the coordinator's host")
 
     def _reach(self) -> HostChannel:
         """Connect to the coordinator, as soon as it listens, and prove the secret."""
@@ -146,7 +146,7 @@ class HostAgent:
                 why = error.strerror or str(error)
             if time.monotonic() > until:
                 raise ConfigurationError(
-                    f"no coordinator answers at {self._meeting.where} within {self._meeting.timeout:g} s ({why}); "
+                    f"no coordinator answered at {self._meeting.where} within {self._meeting.timeout:g} s ({why}); "
                     f"start node 0, check the address, the firewall and the route, or {WAIT_LONGER}"
                 )
             reminder.remind(f"the coordinator at {self._meeting.where} ({why})")
@@ -157,17 +157,19 @@ class HostAgent:
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         try:
             while not channel.established:
-                reminder.remind(f"the coordinator at {self._meeting.where} (connected, and it has not answered yet)")
+                reminder.remind(
+                    f"the coordinator at {self._meeting.where} (connected, but the coordinator has not answered yet)"
+                )
                 channel.flush()
                 self._meeting.wait(channel, RETRY)
                 channel.receive()
                 if time.monotonic() > until:
-                    raise PeerLost(f"it did not answer for {self._meeting.timeout:g} s")
+                    raise PeerLost(f"no answer within {self._meeting.timeout:g} s")
         except PeerLost as error:
             channel.close()
             raise ConfigurationError(
-                f"the coordinator at {self._meeting.where} does not let this host in: {error}; give every host the "
-                "same secret, and check that it is flockstep that listens there"
+                f"the coordinator at {self._meeting.where} did not admit this host: {error}; give every host the same "
+                "secret, and check that a flockstep coordinator listens at this address"
             ) from None
         channel.keep_alive()
         return channel
@@ -177,12 +179,14 @@ class HostAgent:
         self._send(self._join)
         reminder = Reminder(self._say)
         while True:
-            reminder.remind(f"the coordinator at {self._meeting.where} to let this host in")
+            reminder.remind(f"the coordinator at {self._meeting.where} to admit this host")
             self._meeting.wait(self._channel, RETRY)
             arrived = self._received()
             for at, (message, _) in enumerate(arrived):
                 if isinstance(message, Refused | Over):
-                    raise ConfigurationError(f"the coordinator at {self._meeting.where} refused: {message.reason}")
+                    raise ConfigurationError(
+                        f"the coordinator at {self._meeting.where} refused this host: {message.reason}"
+                    )
                 if isinstance(message, Accepted):
                     self._early = arrived[at + 1 :]
                     return message
@@ -203,7 +207,7 @@ class HostAgent:
             with contextlib.suppress(PeerLost):  # what has arrived counts; the next call raises
                 self._channel.flush()
         except (PeerLost, ProtocolError, ValueError) as error:
-            raise RunError(f"the coordinator at {self._meeting.where} is gone: {error}") from None
+            raise RunError(f"the connection to the coordinator at {self._meeting.where} is lost: {error}") from None
         if self._channel.silent:
             raise RunError(
                 f"the coordinator at {self._meeting.where} has not answered for {self._heartbeat:g} s; its host is "
@@ -319,5 +323,8 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} at the coordinator"
+            return (
+                f"{name} is {theirs.get(name, 'missing')} on that host and {ours.get(name, 'missing')} at the "
+                "coordinator"
+            )
     return None

@@ -187,11 +187,11 @@ class OtherHosts:
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
         """Let the agent of its host start a worker or a server; None if the worker's process exists already."""
-        raise LookupError(f"{spec.address} is on no other host")
+        raise LookupError(f"no other host runs {spec.address}")
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
         """Connect to the process, which listens at `endpoint` on its host."""
-        raise LookupError(f"{address} is on no other host")
+        raise LookupError(f"no other host runs {address}")
 
     def descriptors(self) -> dict[int, bool]:
         """File descriptors to wait for, each with whether it has to accept output."""
@@ -272,8 +272,8 @@ class RemoteHosts(OtherHosts):
             self._require_hosts("before the run began")
             if time.monotonic() > until:
                 raise ConfigurationError(
-                    f"{missing} did not come within {self._meeting.timeout:g} s{self._turned_away}; start flockstep "
-                    f"there with --coordinator {self._meeting.where}, or {WAIT_LONGER}"
+                    f"{missing} did not join within {self._meeting.timeout:g} s{self._turned_away}; start flockstep "
+                    f"on every host with --coordinator {self._meeting.where}, or {WAIT_LONGER}"
                 )
             if reminder.remind(f"{missing} at {self._meeting.where}"):
                 for host in self._hosts.values():
@@ -281,7 +281,8 @@ class RemoteHosts(OtherHosts):
         ranks = sorted([*self._where, *self._own])
         if self._placement is None and ranks != list(range(self._workers)):
             raise ConfigurationError(
-                f"the hosts have the ranks {ranks}, and a run of {self._workers} workers needs each of them once"
+                f"the ranks of the hosts must be 0 to {self._workers} - 1, each exactly once, got {ranks}; use the "
+                "same -n and --nodes on every host"
             )
 
     def _missing(self) -> str:
@@ -387,20 +388,22 @@ class RemoteHosts(OtherHosts):
             channel.flush()
             message = decoded(arrived[0][0]) if arrived else None
         except ValueError:
-            self._turn_away(begun, channel, f"it does not speak as flockstep {__version__} does; {SAME_VERSION}")
+            self._turn_away(
+                begun, channel, f"the other end does not use the protocol of flockstep {__version__}; {SAME_VERSION}"
+            )
             return
         except (PeerLost, ProtocolError) as error:
             self._turn_away(begun, channel)
             if channel.begun and channel.peer not in self._named and len(self._named) < NAMED:
                 self._named.add(channel.peer)  # others are no hosts of ours: they are only counted
-                why = str(error) if channel.established else "it does not know the secret of this run"
+                why = str(error) if channel.established else "the other end does not know the secret of this run"
                 self._say_turned_away(channel.peer, why)
             return
         if message is None and time.monotonic() - begun > PROVING:
             self._turn_away(begun, channel)
         if message is None:
             return
-        reason = self._objection(message) if isinstance(message, Join) else "it did not say which host it is"
+        reason = self._objection(message) if isinstance(message, Join) else "the first message does not name a host"
         if reason is not None or not isinstance(message, Join):
             self._turn_away(begun, channel, reason or "")
             return
@@ -424,16 +427,25 @@ class RemoteHosts(OtherHosts):
         if join.nodes != self._nodes.stop or join.workers != self._workers:
             return (
                 f"{said} was started for {join.nodes} hosts and {join.workers} workers, the coordinator for "
-                f"{self._nodes.stop} and {self._workers}; give every host the same --nodes and -n"
+                f"{self._nodes.stop} hosts and {self._workers} workers; give every host the same --nodes and -n"
             )
         if join.node in self._hosts:
-            return f"{said} has joined already; give every host its own --node-rank"
+            return f"{said} has joined already; give every host a different --node-rank"
         if join.node not in self._nodes:
-            return f"{said} is not one of the other hosts, which are {self._nodes.start} to {self._nodes.stop - 1}"
+            return (
+                f"the node rank of {said} must be one of {self._nodes.start} to {self._nodes.stop - 1}; correct "
+                "--node-rank"
+            )
         if taken := [rank for rank in self._ranks_of(join) if rank in self._where or rank in self._own]:
-            return f"{said} has the ranks {taken}, which another host has too"
+            return (
+                f"{said} has the ranks {taken}, which another host has already; give every host the same -n and --nodes"
+            )
         wrong = differing(self._settings, join.settings)
-        return None if wrong is None else f"{said} differs: {wrong}; start every host alike"
+        return (
+            None
+            if wrong is None
+            else f"{said} differs from the coordinator: {wrong}; start every host with the same command"
+        )
 
     def _serve(self, host: Host) -> None:
         """Handle the messages of a host."""
@@ -445,7 +457,7 @@ class RemoteHosts(OtherHosts):
             self._lose(host, str(error))
         else:
             if host.channel.silent:
-                self._lose(host, f"it has not answered for {self._heartbeat:g} s")
+                self._lose(host, f"no answer for {self._heartbeat:g} s")
 
     def _lose(self, host: Host, reason: str) -> None:
         """A host is gone, and with it all its processes."""

@@ -79,7 +79,7 @@ class Pods:
                 f"--image must name a container image, got {self.image!r}; write REGISTRY/NAME:TAG"
             )
         if self.nodes < 2:
-            raise ConfigurationError(f"--nodes must be >= 2, got {self.nodes}; one pod needs no manifest of a run")
+            raise ConfigurationError(f"--nodes must be >= 2, got {self.nodes}; a run on one pod needs no manifest")
         if not 0 < self.port < 1 << 16:
             raise ConfigurationError(f"--port must be >= 1 and <= 65535, got {self.port}; {PORT} is the default")
         if self.gpus < 0:
@@ -89,11 +89,13 @@ class Pods:
             if name is not None and not (_NAME.fullmatch(name) and len(name) <= longest):
                 raise ConfigurationError(
                     f"{option} must be 1 to {longest} lower-case letters, digits and hyphens, without a hyphen at "
-                    f"either end, got {name!r}; Kubernetes takes no other name"
+                    f"either end, got {name!r}; choose a name that Kubernetes accepts"
                 )
         for option, amount in (("--cpu", self.cpu), ("--memory", self.memory)):
             if amount is not None and not _QUANTITY.fullmatch(amount):
-                raise ConfigurationError(f"{option} must be a quantity such as 500m, 4 or 8Gi, got {amount!r}")
+                raise ConfigurationError(
+                    f"{option} must be a quantity of Kubernetes, got {amount!r}; write it like 500m, 4 or 8Gi"
+                )
 
     @property
     def first(self) -> str:
@@ -121,7 +123,7 @@ def require_trains(command: Sequence[str]) -> None:
     """Raise `ConfigurationError` unless a command may run on several hosts."""
     if not command or command[0] not in ("launch", "train"):
         raise ConfigurationError(
-            f"a run over several hosts is a command that trains, got {command[0] if command else 'none'!r}; write "
+            f"a run over several hosts needs a command that trains, got {command[0] if command else 'none'!r}; write "
             "launch or train, as for one host, such as: launch -n 4 train.py"
         )
 

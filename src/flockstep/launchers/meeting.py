@@ -22,9 +22,7 @@ EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
 """Addresses on which a process listens if it listens on all addresses of its host."""
 TIMEOUT = 600.0
 """Default time in seconds within which all hosts must have joined."""
-WAIT_LONGER = (
-    "raise --timeout, or the argument timeout of flockstep.distribute in a script that torchrun or mpirun starts"
-)
+WAIT_LONGER = "raise --timeout, or the timeout of flockstep.distribute in a script that torchrun or mpirun starts"
 """Advice to a user whose wait for other hosts has timed out."""
 
 
@@ -73,8 +71,9 @@ class Meeting:
         ours = self.host.partition(".")[0] == socket.gethostname().partition(".")[0]
         if ours and ip_address(address.partition("%")[0]).is_loopback:  # as Debian's /etc/hosts has it
             raise ConfigurationError(
-                f"the coordinator's host {self.host} has the address {address} on itself, which other hosts cannot "
-                f"reach; give every host --coordinator ADDRESS:{self.port}, or set FLOCKSTEP_COORDINATOR to it"
+                f"the coordinator's host name {self.host} stands for the address {address} on that host itself, and "
+                f"other hosts cannot reach this address; give every host --coordinator ADDRESS:{self.port}, or set "
+                "FLOCKSTEP_COORDINATOR to it"
             )
         return address
 
@@ -91,7 +90,10 @@ class Meeting:
             return socket.create_connection((self.host, self.port), max(seconds, 5.0), own)
         except OSError as error:
             if own is not None and error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigurationError(f"--host-address must be an address of this host, got {self.own}") from None
+                raise ConfigurationError(
+                    f"--host-address must be an address of this host, got {self.own}; leave it out, or give one "
+                    "of this host's addresses"
+                ) from None
             raise
 
     def listen(self) -> socket.socket:
@@ -153,8 +155,8 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigurationError(
-            f"the host {host!r} cannot be reached from here: {error.strerror}; give --host-address, the address "
-            "of this machine that it can connect to"
+            f"the host {host!r} cannot be reached from here: {error.strerror}; set --host-address to an address of "
+            "this machine that can connect to that host"
         ) from None
 
 
@@ -164,11 +166,13 @@ def read_secret(file: Path | None) -> bytes:
     Raises:
         ConfigurationError: there is no secret, or it is too short, or others may read the file.
     """
-    how = "make one with: openssl rand -hex 32"
+    how = "make a secret with: openssl rand -hex 32"
     if file is not None:
         try:
             if file.stat().st_mode & 0o077:
-                raise ConfigurationError(f"others may read the secret in {file}; allow only yourself: chmod 600 {file}")
+                raise ConfigurationError(
+                    f"other users can read the secret in {file}; allow only yourself: chmod 600 {file}"
+                )
             text = file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"cannot read the secret in {file}: {error}; {how}") from None

@@ -81,7 +81,9 @@ class Namespaces(Transport):
     def _enter(self, label: str, host: str, number: int, supervisor: int) -> None:
         """Move this process into a new namespace and connect the namespace to the bridge."""
         if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
-            raise ConfigurationError(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}; be root")
+            raise ConfigurationError(
+                f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}; run the command as root"
+            )
         outer, inner = f"{label}h{number}", f"{label}c{number}"
         outside = ["nsenter", f"--net=/proc/{supervisor}/ns/net"]
         limit = ["root", "tbf", "rate", f"{round(8 * units.bandwidth(self.bandwidth))}bit", "burst", self._burst]
@@ -113,7 +115,7 @@ def require() -> None:
     """
     if sys.platform != "linux" or os.geteuid() or not all(map(shutil.which, ("ip", "tc", "nsenter"))):
         raise ConfigurationError(
-            "namespaces need Linux, root, and the commands ip, tc and nsenter; use --transport tcp for one host"
+            "namespaces need Linux, root, and the commands ip, tc and nsenter; to run on one host, use --transport tcp"
         )
 
 
@@ -126,8 +128,8 @@ def _make_bridge(bridge: Path) -> None:
     sweep(_links())
     if _of(os.getpid(), _links()):
         raise ConfigurationError(
-            "a process can have one run in network namespaces at a time, got a second; wait for the end of the first, "
-            f"or, if there is none, remove its bridge: ip link del {label}"
+            "a process can have only one run in network namespaces at a time, got a second run; wait for the end of "
+            f"the first run, or, if there is none, remove its bridge: ip link del {label}"
         )
     _run(["ip", "link", "add", label, "address", ADDRESS, "type", "bridge"])
     try:
@@ -152,7 +154,7 @@ def _take_subnet(label: str) -> str:
             return subnet
         _run(["ip", "addr", "del", address, "dev", label])
     raise ConfigurationError(
-        "hosts in namespaces need a private network of 254 addresses, and this machine routes all of them; use "
+        "namespaces need a private network of 254 addresses, and this machine routes all such networks already; use "
         "--transport tcp"
     )
 
@@ -255,5 +257,8 @@ def _claim(directory: Path) -> int:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise ConfigurationError(f"{' '.join(command)}: {done.stderr.strip()}; be root, on a machine that allows it")
+        raise ConfigurationError(
+            f"the command {' '.join(command)} failed: {done.stderr.strip()}; run as root, on a machine that "
+            "allows network namespaces"
+        )
     return done.stdout

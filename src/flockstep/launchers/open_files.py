@@ -29,6 +29,6 @@ def require_open_files(processes: int, more: int = FILES_OF_SUPERVISOR) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < needed:
         raise ConfigurationError(
-            f"a run of this size opens up to {needed} files and sockets in one process, and the limit is {limit}; "
+            f"a run of this size opens up to {needed} files and sockets in one process, but the limit is {limit}; "
             f"raise the limit (ulimit -n {needed}), or use fewer workers"
         )

@@ -142,7 +142,7 @@ class RankOutput:
                 rest = rest[file.write(rest) :]
         except OSError as error:
             self._files.pop(stream).close()
-            say_full(Path(file.name), error, "output is missing from it from now on")
+            say_full(Path(file.name), error, "later output is missing from this file")
 
     def close(self, failed: bool) -> None:
         """End the output of a script; if the script has `failed` and its output is hidden, show the end of its

@@ -63,8 +63,9 @@ class RayGathering(TaskGathering):
         if not group.wait(self.meeting.timeout):
             free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ConfigurationError(
-                f"the Ray cluster did not give {len(bundles)} nodes with {bundles} within {self.meeting.timeout:g} s; "
-                f"it has {_nodes_of(ray)} nodes and {free} free; ask for fewer workers, or fewer cores for each"
+                f"the Ray cluster could not reserve {len(bundles)} nodes with {bundles} within "
+                f"{self.meeting.timeout:g} s; it has {_nodes_of(ray)} nodes, with {free} free; use fewer workers, or "
+                "fewer cores for each worker"
             )
         return group
 
@@ -133,8 +134,8 @@ def _connected(ray: Any) -> Iterator[None]:
     """Context manager: this process is a driver of a cluster; one that was connected before stays so."""
     if ray.util.client.ray.is_connected():
         raise ConfigurationError(
-            "this driver is a Ray client, which the nodes of the cluster cannot reach; run the program on a node of "
-            "the cluster, for example with: ray job submit -- python PROGRAM"
+            "this program uses a Ray client, which the nodes of the cluster cannot reach; run the program on a node "
+            "of the cluster, for example with: ray job submit -- python PROGRAM"
         )
     if ray.is_initialized():
         yield
@@ -144,8 +145,8 @@ def _connected(ray: Any) -> Iterator[None]:
         ray.init(address="auto", logging_level="warning")
     except ConnectionError:
         raise ConfigurationError(
-            "no Ray cluster runs on this machine; begin one with: ray start --head, or set RAY_ADDRESS, or call "
-            "ray.init before"
+            "no Ray cluster runs on this machine; start a cluster with: ray start --head, or set RAY_ADDRESS, or "
+            "call ray.init first"
         ) from None
     try:
         if threading.current_thread() is threading.main_thread():

@@ -138,7 +138,7 @@ def _file_of_module(name: str) -> str:
     for part in accumulate(name.split("."), "{}.{}".format):
         found = None if places is None else PathFinder.find_spec(part, places)
         if found is None:
-            raise ConfigurationError(f"there is no module {part}; give its name as in python -m, without .py")
+            raise ConfigurationError(f"there is no module {part}; give its name as with python -m, without .py")
         places = found.submodule_search_locations
     inside = next(filter(Path.is_file, (Path(place) / "__main__.py" for place in places or ())), None)
     return str(inside or (found.origin if found is not None else name))
@@ -263,7 +263,8 @@ def supervise(
         if records:
             where = ", ".join(one.path.name for one in records)
             outcome.warnings.append(
-                f"this record is that of the script's first call of distribute; those of the others are in {where}"
+                "this record describes the script's first call of distribute; the records of later calls are in "
+                f"{where}"
             )
         if error is not None and supervisor.failed_later:
             outcome.warnings.append(f"the script failed in a later call of distribute: {error}")

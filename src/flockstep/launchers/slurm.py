@@ -58,12 +58,12 @@ FORGOTTEN = "FORGOTTEN"
 """State of a job that Slurm no longer knows of."""
 ENDED = {
     "CANCELLED": "was canceled",
-    "TIMEOUT": "reached its time limit; give it more with --slurm-options --time=HOURS:MINUTES:SECONDS",
+    "TIMEOUT": "reached its time limit; allow more time with --slurm-options --time=HOURS:MINUTES:SECONDS",
     "DEADLINE": "reached its deadline",
     "NODE_FAIL": "lost a host",
-    "BOOT_FAIL": "had a host that did not start",
-    "OUT_OF_MEMORY": "used more memory than it had; give it more with --slurm-options --mem=SIZE",
-    "PREEMPTED": "had to make room for another job",
+    "BOOT_FAIL": "had a host that failed to start",
+    "OUT_OF_MEMORY": "used more memory than its limit; allow more memory with --slurm-options --mem=SIZE",
+    "PREEMPTED": "was preempted by another job",
 }
 """Slurm's state of a job that has ended → text about the end."""
 POLL = 0.25
@@ -182,9 +182,7 @@ def _require(tool: str) -> None:
 def _shares(workers: int, nodes: int, cpus: float, gpus: float) -> list[str]:
     """Options of sbatch for what the workers need on each host."""
     if not 0 < nodes <= workers:
-        raise ConfigurationError(
-            f"--nodes must be at least 1 and at most {workers}, the number of workers (-n), got {nodes}"
-        )
+        raise ConfigurationError(f"--nodes must be >= 1 and <= {workers}, the number of workers (-n), got {nodes}")
     for name, amount, least in (("cpus", cpus, 1), ("gpus", gpus, 0)):
         if amount != int(amount) or amount < least:
             raise ConfigurationError(
@@ -290,8 +288,8 @@ class _Job:
         said = [re.sub("^sbatch: (error: |fatal: )?", "", line) for line in done.stderr.splitlines() if line.strip()]
         number = next(iter(re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)), "")  # a site may say more
         if done.returncode or not number:
-            reason = said[-1] if said else f"sbatch ended with exit code {done.returncode} and gave no number"
-            raise ConfigurationError(f"Slurm did not take the job: {reason}; see --slurm-options, --nodes and -n")
+            reason = said[-1] if said else f"sbatch ended with exit code {done.returncode} and printed no job number"
+            raise ConfigurationError(f"Slurm did not accept the job: {reason}; see --slurm-options, --nodes and -n")
         self.number = number
         on_stderr(f"submitted job {number}")
 
@@ -353,15 +351,15 @@ class _Job:
         state, host = self.state["JobState"], self.state.get("BatchHost", "its host")
         code, _, signum = self.state.get("ExitCode", "").partition(":")
         if state == FORGOTTEN:
-            raise RunError(f"Slurm no longer knows of job {self.number}; how it ended cannot be told")
+            raise RunError(f"Slurm no longer has information about job {self.number}, so its result is unknown")
         if state in ENDED:
             raise RunError(f"job {self.number} {ENDED[state]}")
         if state not in ("COMPLETED", "FAILED") or not code.isdecimal() or signum != "0":
-            raise RunError(f"job {self.number} ended as {state} on {host}, with exit code and signal {code}:{signum}")
+            raise RunError(f"job {self.number} ended as {state} on {host}, with exit code:signal {code}:{signum}")
         if int(code) == SEPARATE:
             raise ConfigurationError(
-                f"the host {host} of job {self.number} does not see {Path.cwd()} and {self.folder.parent}; work, and "
-                "keep the record (--out), in folders of a file system that all hosts share"
+                f"the host {host} of job {self.number} cannot see {Path.cwd()} and {self.folder.parent}; work in a "
+                "folder of a file system that all hosts share, and keep the record (--out) there too"
             )
         return int(code)
 

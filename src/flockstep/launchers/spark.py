@@ -109,7 +109,7 @@ class SparkGathering(TaskGathering):
             try:
                 self.rows.barrier().mapPartitions(work).collect()
             except Exception as error:  # noqa: BLE001 - of Spark, py4j, or what the task raised
-                errors.append(f"the stage on Spark failed: {_in_short(error)}")
+                errors.append(f"the Spark stage failed: {_in_short(error)}")
 
         thread = threading.Thread(target=submit, name="flockstep-spark", daemon=True)
         thread.start()
@@ -180,8 +180,7 @@ def _as_rdd(rows: Any, x: str | Sequence[str], y: str) -> tuple[Any, Columns]:
         if "NOT_IMPLEMENTED" not in str(error) and "JVM_ATTRIBUTE_NOT_SUPPORTED" not in str(error):
             raise
         raise ConfigurationError(
-            "a DataFrame of Spark Connect has no partitions that tasks of ours can run on; use a session without "
-            "remote()"
+            "flockstep cannot run tasks on the partitions of a Spark Connect DataFrame; use a session without remote()"
         ) from None
 
 
@@ -207,7 +206,8 @@ def _work(spec: TaskSpec, columns: Columns, own: OwnData, digests: Sequence[str]
     x, y = columns.arrays(rows)
     if digest_of(x, y) != digests[rank]:
         raise RunError(
-            f"partition {rank} gave other rows than when it was counted; sort within partitions, or cache the rows"
+            f"partition {rank} returned different rows than when its rows were counted; sort the rows within each "
+            "partition, or cache them"
         )
     places = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")  # Spark removes what a killed task leaves there
     with tempfile.TemporaryDirectory(prefix="flockstep-rows-", dir=places[0] or None) as folder:
@@ -231,9 +231,13 @@ def _stacked(values: Sequence[Any], what: str) -> FlatArray:
     try:
         array = np.array(values)
     except ValueError:
-        raise ConfigurationError(f"the {what} must have one shape in all rows; pad them, or leave rows out") from None
+        raise ConfigurationError(
+            f"the {what} must have the same shape in all rows, got different shapes; pad the values, or leave out rows"
+        ) from None
     if values and (array.dtype.kind not in "biuf" or not np.isfinite(array).all()):
-        raise ConfigurationError(f"the {what} must be finite numbers in every row; leave out rows without one (dropna)")
+        raise ConfigurationError(
+            f"the {what} must be finite numbers in every row; leave out rows with missing values (dropna)"
+        )
     return array
 
 
@@ -249,14 +253,14 @@ def _require_alike(partitions: Sequence[PartitionFacts]) -> None:
             )
         if one.shapes != partitions[0].shapes:
             raise ConfigurationError(
-                f"partition {rank} has inputs and targets of the shapes {one.shapes}, partition 0 "
+                f"partition {rank} has inputs and targets of the shapes {one.shapes}, but partition 0 has "
                 f"{partitions[0].shapes}; give every row the same shape"
             )
     sizes = [one.rows for one in partitions]
     if max(sizes) > UNEVEN * min(sizes):
         on_stderr(
-            f"partitions have {min(sizes)} to {max(sizes)} rows: every worker takes equally many batches, so the rows "
-            "of a small partition count more; repartition() makes them even"
+            f"partitions have {min(sizes)} to {max(sizes)} rows, and every worker takes equally many batches, so the "
+            "rows of small partitions are used more often; repartition() makes partitions equal in size"
         )
 
 
@@ -266,8 +270,8 @@ def _require_slots(context: Any, partitions: int) -> None:
     slots = java.maxNumConcurrentTasks(java.resourceProfileManager().defaultResourceProfile())
     if slots < partitions:
         raise ConfigurationError(
-            f"{partitions} partitions need as many tasks at once, and the cluster runs {slots}; use coalesce({slots}), "
-            "or more executors"
+            f"{partitions} partitions need {partitions} tasks at the same time, but the cluster runs only {slots}; "
+            f"use coalesce({slots}), or more executors"
         )
 
 

@@ -105,7 +105,9 @@ def _parsed(hosts: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
         names.append(name)
         shares.append(int(share))
     if len(set(names)) < len(names):
-        raise ConfigurationError(f"--hosts names a host twice, got {hosts!r}; give each host all its workers at once")
+        raise ConfigurationError(
+            f"--hosts must name every host once, got {hosts!r}; give each host all its workers in one entry"
+        )
     return tuple(names), tuple(shares)
 
 
@@ -118,7 +120,9 @@ def _own_address(ssh: Sequence[str], name: str) -> str:
     try:
         done = subprocess.run([*ssh, "-G", name], check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        raise ConfigurationError(f"{ssh[0]} is not installed; install OpenSSH, or start each host by --nodes") from None
+        raise ConfigurationError(
+            f"{ssh[0]} is not installed; install OpenSSH, or start each host by hand with --nodes"
+        ) from None
     except subprocess.CalledProcessError as error:
         raise ConfigurationError(f"ssh does not accept the host {name!r}: {error.stderr.strip()}") from None
     settings = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)

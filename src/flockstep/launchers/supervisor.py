@@ -275,7 +275,7 @@ class Supervisor:
     def _ask_for_call(self, rank: int, number: int) -> None:
         """A worker calls `distribute` for the second time, or for a later one: let it say hello."""
         if self._begin_call is None or not 2 <= number <= len(self._calls) + 1:
-            raise ProtocolError(f"it began call {number} of distribute after {len(self._calls)}")
+            raise ProtocolError(f"the worker began call {number} of distribute after {len(self._calls)} calls")
         if number == len(self._calls) + 1:
             later = self._begin_call(self, number)
             later._open_within(self)
@@ -427,7 +427,10 @@ class Supervisor:
         if hello.address in self._links or hello.address in self._gone:  # a lost node may not return
             return
         if hello.protocol != PROTOCOL:
-            raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
+            raise ConfigurationError(
+                f"{node_name(hello.address)} uses protocol {hello.protocol}, the launcher uses protocol "
+                f"{PROTOCOL}; install the same flockstep for every worker"
+            )
         self._check_hello(hello)
         link = self._links[hello.address] = ProcessLink(self.frames, hello)
         self._open.callback(link.close)
@@ -444,8 +447,8 @@ class Supervisor:
         self.outcome.schema.require(hello.schema, node_name(hello.address))
         if rule_of(hello.strategy) != self.outcome.strategy:
             raise ConfigurationError(
-                f"{node_name(hello.address)} asks for {hello.strategy} where others ask for {self.outcome.strategy}; "
-                "give every worker the same strategy"
+                f"every worker must use the same strategy, got {hello.strategy} from {node_name(hello.address)} and "
+                f"{self.outcome.strategy} from another worker; give every worker the same strategy"
             )
 
     def _start_servers(self) -> None:
@@ -466,8 +469,9 @@ class Supervisor:
         spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
         if self._number > 1 and all(map(self._hosts.has, range(self._workers))):
             raise ConfigurationError(
-                f"a later call of distribute starts its servers on the coordinator's host, got {hello.strategy} with a "
-                "coordinator without workers, which no worker could reach; use a strategy without servers there"
+                f"a later call of distribute starts its servers on the coordinator's host, got {hello.strategy} and a "
+                "coordinator without workers, whose host no worker can reach; use a strategy without servers in "
+                "later calls"
             )
         if self._number == 1 and self._hosts.place_server(node_spec.address, index, beside):
             return self._hosts.start(node_spec, spec)
@@ -549,7 +553,7 @@ class Supervisor:
         """Write a node's events to the record."""
         writer = self._writers.get(address)
         if writer is None:
-            raise ProtocolError("it sent events before the run began")
+            raise ProtocolError("the process sent events before the run began")
         for event in events:
             writer.write(event)
             if isinstance(event, StepEvent):

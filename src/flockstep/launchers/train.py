@@ -198,8 +198,8 @@ def _train(
         notes += [] if checkpoints is None else checkpoints.notes
         if evaluation.skipped:
             notes.append(
-                f"{len(evaluation.skipped)} evaluations were skipped, because snapshots arrived faster than they "
-                "could be evaluated; raise evaluate_every for fewer of them"
+                f"{len(evaluation.skipped)} evaluations were skipped because snapshots arrived faster than the model "
+                "could be evaluated; raise evaluate_every to evaluate less often"
             )
         if error is not None:
             raise error

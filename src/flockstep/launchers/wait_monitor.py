@@ -114,11 +114,12 @@ class WaitMonitor:
         limited = self._stepping or any(rank not in joined for rank in late)
         if limited and self._limit is not None and longest >= self._limit:
             raise RunError(
-                f"{sentence}; that is longer than --step-timeout {self._limit:g}: fix what hangs, or raise the limit"
+                f"{sentence}; this exceeds --step-timeout {self._limit:g}: fix the cause of the wait, or raise the "
+                "limit"
             )
         if self._is_awaited(late, waiting, joined, ended) and min(longest, now - self._said) >= self._period:
             self._said = now
-            self._say(f"{sentence}; --step-timeout SECONDS ends such a run")
+            self._say(f"{sentence}; add --step-timeout SECONDS to end such a run")
 
     def _last_sign(self, rank: int) -> float:
         """Time of a worker's last step, or of its last report that it waited, whichever is later."""
@@ -141,7 +142,7 @@ class WaitMonitor:
             have, are, reached = ("has", "it is", "has") if len(missing) == 1 else ("have", "they are", "have")
             return (
                 f"{_and(map(node_name, missing))} {have} not joined the run after {seconds:.0f} s: {are} still "
-                f"importing, or {reached} not reached flockstep.distribute or flockstep.join"
+                f"importing modules, or {reached} not reached flockstep.distribute or flockstep.join"
             )
         if stuck:
             return f"every worker has waited for {seconds:.0f} s: {'; '.join(self._held(late))}"

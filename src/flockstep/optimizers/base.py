@@ -98,8 +98,8 @@ def layers_of(params: FlatArray, state: OptimizerState, who: str) -> tuple[slice
     """
     if not state.tensors or state.tensors[-1].stop != len(params):
         raise CompositionError(
-            f"{who} must step whole layers, got {len(params)} parameters of unknown layers; use it where workers step "
-            f"themselves (all_reduce, local_sgd), or sgd"
+            f"{who} needs whole layers, got {len(params)} parameters whose layers are not known; use {who} where "
+            "workers update the parameters (all_reduce, local_sgd), or use sgd"
         )
     return state.tensors
 
@@ -138,4 +138,6 @@ def require_visible(eps: float, params: FlatArray) -> None:
     """
     if rounded(eps, params) == 0:
         smallest = float(namespace(params).finfo(params.dtype).tiny)
-        raise ConfigurationError(f"eps must not vanish in {params.dtype}, got {eps}; use at least {smallest:.0e}")
+        raise ConfigurationError(
+            f"eps must be large enough to change a number of {params.dtype}, got {eps}; use at least {smallest:.0e}"
+        )

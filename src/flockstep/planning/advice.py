@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from flockstep.planning.search import Found
 
 REQUIREMENTS = {
-    "unbalanced": "the workers' data differ in kind or size, as if sorted by label",
+    "unbalanced": "the data of the workers differ in kind or size, as if sorted by label",
     "reproducible": "repeating the run must give the same result",
     "elastic": "workers come and go",
-    "private": "data may not leave the machines that hold them",
+    "private": "data may not leave the machines that store them",
     "slow-links": "links are sometimes slower than the cluster's description says",
 }
 """Requirement that a user can name → meaning of the requirement."""
 DROPS = "drops part of each gradient without error feedback, which costs accuracy (feedback=residual avoids that)"
 """Reason for which a strategy is not advised, whatever the requirements."""
-UNCOUNTED = "records no updates, so the worth of its samples is not known"
+UNCOUNTED = "records no updates, so the value of its samples is not known"
 """Reason for which a strategy without trials is not advised on its speed."""
 LEAVING = {
     "others": "its workers compute on samples of other workers",
@@ -186,9 +186,11 @@ def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) 
     if untried:
         were = "none was" if not tried else "only 1 was" if len(tried) == 1 else f"only {len(tried)} were"
         rest = ", ".join(map(short, untried))
-        said.append(f"This advice is partial: of {len(untried) + len(tried)} strategies {were} tried; {rest} not.")
+        said.append(
+            f"This advice is partial: of {len(untried) + len(tried)} strategies {were} tried; not tried: {rest}."
+        )
     if tried and choice.name not in tried:
-        said.append(f"No strategy that was tried reached the target; the plan alone recommends {short(choice.name)}.")
+        said.append(f"No tried strategy reached the target; the plan alone recommends {short(choice.name)}.")
     elif untried and planned.name not in tried:
         said.append(f"The plan alone would recommend {short(planned.name)}, which was not tried.")
     return tuple(said)
@@ -245,7 +247,7 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     if "unbalanced" in requirements and not (is_central(cell) and is_synchronous(cell, traits)):
         return "needs similar data on all workers"
     if "unbalanced" in requirements and traits.delivery == "partial":
-        return "drops the gradients of slow workers, whose data then count less"
+        return "drops the gradients of slow workers, so the data of these workers count less"
     if "reproducible" in requirements and not is_synchronous(cell, traits):
         return "the order of updates differs from run to run"
     if "reproducible" in requirements and not is_repeatable(cell, traits):

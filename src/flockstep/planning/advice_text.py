@@ -61,8 +61,8 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
         single = f"{alone.name} needs {formatting.size(alone.memory)} and has {formatting.size(memory)}"
     others = list(why.values())
     said = [single, *(f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))]
-    way = "plan for machines with more memory" if too_large else "leave out a --require"
-    return (f"No strategy meets the needs: {'; '.join(said)}.", f"To get advice, {way}.")
+    way = "plan for machines with more memory" if too_large else "leave out one --require"
+    return (f"No strategy meets the requirements: {'; '.join(said)}.", f"To get advice, {way}.")
 
 
 def recommendation(case: Case, choice: StepPrediction) -> tuple[str, ...]:
@@ -96,14 +96,14 @@ def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Sentences on why the strategy with the most samples per second is not recommended."""
     others = [one for one in case.left if one.strategy is not None and combines(one)]
     if not others:
-        return ("No other strategy meets the needs.",)
+        return ("No other strategy meets the requirements.",)
     if case.outlook.workers == 1:
         return ()
     best = max(others, key=lambda one: one.samples_per_second)
     ratio = best.samples_per_second / choice.samples_per_second
     said = (
-        f"The most that {many(best.workers, 'worker')} of {case.outlook.site.cluster.name} process is "
-        f"{formatting.number(best.samples_per_second)}, with {short(best.name)}, or {as_much(ratio)}"
+        f"{many(best.workers, 'worker')} of {case.outlook.site.cluster.name} process at most "
+        f"{formatting.number(best.samples_per_second)} samples a second, with {short(best.name)}, or {as_much(ratio)}"
     )
     if ratio < 1 or case.worth(best) >= case.worth(choice):
         return (f"{said}.",)
@@ -113,9 +113,8 @@ def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
 def _dear(case: Case, found: StepPrediction) -> str:
     relative_samples = formatting.number(case.outlook.relative_samples(found))
     return (
-        f"{relative_samples} of those are predicted to do the work of one sample of plain training, so that it "
-        f"advances "
-        f"{as_much(case.worth(found), 'quickly')} as one worker"
+        f"{relative_samples} of its samples are predicted to do the work of one sample of plain training, so that it "
+        f"advances {as_much(case.worth(found), 'quickly')} as one worker"
     )
 
 
@@ -130,7 +129,7 @@ def _uncompressed(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     ratio = best.samples_per_second / choice.samples_per_second
     if ratio <= 1.005:
         slower = as_much(case.worth(best) / case.worth(choice), "quickly")
-        return (f"Do not compress: the best that does, {short(best.name)}, would advance {slower}.",)
+        return (f"Do not compress: the best strategy with compression, {short(best.name)}, would advance {slower}.",)
     said = (
         f"Compression would process {as_much(ratio)} samples, with {short(best.name)}, but {_dear(case, best)}, "
         f"and {short(choice.name)} {as_much(case.worth(choice), 'quickly')}."
@@ -163,10 +162,9 @@ def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
         )
     if case.second is not None:
         said.append(
-            f"The runner-up is {short(case.second.name)} with {formatting.number(case.second.samples_per_second)} "
-            "samples "
-            f"a second and {formatting.number(outlook.relative_samples(case.second))} of them to one sample of plain "
-            f"training."
+            f"The runner-up is {short(case.second.name)}, with {formatting.number(case.second.samples_per_second)} "
+            f"samples a second; {formatting.number(outlook.relative_samples(case.second))} of its samples do the work "
+            "of one sample of plain training."
         )
     said += [f"Taken into account: {one}." for one in case.meanings]
     if choice.strategy is not None and outlook.site.cluster.failures:
@@ -193,12 +191,12 @@ def _graded(outlook: Outlook, choice: StepPrediction) -> str:
     parts.append(many(row.hyper_parameters, "additional hyper-parameter") if row.hyper_parameters else _NO_MORE)
     if row.exposure is not None:
         parts.append(f"all workers wait for {exposed(row.exposure)} of the slowest worker's delay")
-    parts.append(f"repeating a result is {row.reproducible}")
-    return f"In the terms of Langer et al. (2020), table 2, it is {row.technique}: {', '.join(parts)}."
+    parts.append(f"repeating a result exactly is {row.reproducible}")
+    return f"In the terms of table 2 of Langer et al. (2020), the strategy is {row.technique}: {', '.join(parts)}."
 
 
 _NO_MORE = "there are no additional hyper-parameters"
-_RATES = {"higher": "may grow with the workers", "likely": f"is {RATES['likely']}", "lower": "must be lower"}
+_RATES = {"higher": "may grow with the number of workers", "likely": f"is {RATES['likely']}", "lower": "must be lower"}
 
 
 def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
@@ -228,7 +226,7 @@ def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover],
 
 def _faster(ratio: float) -> str:
     if ratio < 1.001:
-        return "less than 0.1 % faster: the two are practically equal"
+        return "less than 0.1 % faster: both are practically equal"
     return f"{formatting.share(ratio - 1)} faster" if ratio < CLOSE else f"{formatting.number(ratio, 2)} times as fast"
 
 
@@ -238,7 +236,7 @@ def _measured(outlook: Outlook, choice: StepPrediction, second: StepPrediction) 
         return ()
     named = [shlex.quote(short(one.name)) for one in (choice, second) if one.strategy is not None]
     options = " ".join(f"-s {one}" for one in named)
-    return (f"their time to target, measured: the same command with --simulate {options}",)
+    return (f"the measured time to target of both strategies: repeat the command with --simulate {options}",)
 
 
 def quantity(one: Crossover, side: str) -> str:
@@ -248,5 +246,5 @@ def quantity(one: Crossover, side: str) -> str:
     if one.quantity == "parameters":
         return f"{side} {amount(one.value)} parameters (now {amount(one.here)})"
     if one.value < FEW:
-        return "with the first slow spells (fewer than 0.1 % of steps)"
-    return f"where more than {formatting.share(one.value)} of steps begin a slow spell"
+        return "as soon as workers are sometimes slow (in fewer than 0.1 % of steps)"
+    return f"where a worker becomes slow in more than {formatting.share(one.value)} of its steps"

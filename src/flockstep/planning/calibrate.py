@@ -137,17 +137,19 @@ def _described(
     if workers > 1:
         message = _message(events)
         wires.append(_wire(_figures(events), message, notes))
-        notes.append("links were measured one pair at a time: the slowdown of simultaneous messages is not included")
+        notes.append(
+            "links were measured one pair of workers at a time: the slowdown of simultaneous messages is not included"
+        )
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     group = MachineGroup("here", 1, workers, cores=cores, memory=memory)
     overhead = 0.0
     if machine.work is not None:
         overhead = max(0.0, mean_of(fit.law) - machine.work / machine.operations)
     notes.append(
-        "operations are measured on a matrix product, and overhead is the rest of this job's gradient time: a "
-        "rough guess for other jobs"
+        "operations per second are measured on a matrix product, and overhead is the remaining time of this job's "
+        "gradient: a rough guess for other jobs"
     )
-    notes.append("failures are not measured")
+    notes.append("the rate of failures is not measured")
     shape = ClusterShape(
         "here",
         (group,),
@@ -182,13 +184,19 @@ def _sharing(alone: list[float], together: list[float], workers: int, notes: lis
     if workers == 1:
         return 1, together
     slowdown = statistics.fmean(together) / statistics.fmean(alone)  # a few gradients wait for a core, most do not
-    notes.append(f"a gradient takes {slowdown:.2f} times as long on average with all {workers} at once as alone")
+    notes.append(
+        f"with all {workers} workers at once, a gradient takes on average {slowdown:.2f} times as long as with "
+        "one worker alone"
+    )
     cores = min(range(1, workers + 1), key=lambda c: abs(math.log(slowdown * c / workers)))
     if cores == workers:
         return cores, together
     scale = slowdown * cores / workers
     if abs(scale - 1) > NEAR:
-        notes.append(f"no whole number of cores explains that slowdown: durations are {scale:.2f} times those alone")
+        notes.append(
+            f"no whole number of cores explains this slowdown: durations are assumed to be {scale:.2f} times "
+            "those of one worker alone"
+        )
     return cores, [scale * one for one in alone]
 
 
@@ -225,8 +233,8 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
         )
     if len(usable) < len(found):
         notes.append(
-            f"{many(len(found) - len(usable), 'pair')} left out: a large message took no longer than a small one, "
-            f"which determines no bandwidth"
+            f"{many(len(found) - len(usable), 'pair')} of workers left out: a large message took no longer than a "
+            "small one, which determines no bandwidth"
         )
     latencies, bandwidths = [], []
     for (small, short), (large, long) in usable.values():
@@ -238,11 +246,15 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
         ("bandwidth", [8e-9 * one for one in bandwidths], "Gbit/s"),
     ):
         low, high = min(values), max(values)
-        notes.append(f"{name} of {many(len(values), 'pair')}: {low:.3g} to {high:.3g} {unit}, the median is taken")
+        notes.append(
+            f"{name} of {many(len(values), 'pair')} of workers: {low:.3g} to {high:.3g} {unit}; the median is used"
+        )
         if high > UNEQUAL * low:
             factor = formatting.number(high / max(low, 1e-12), 2)
-            notes.append(f"pairs differ in {name} by a factor of {factor}: one link describes them poorly")
+            notes.append(
+                f"pairs of workers differ in {name} by a factor of {factor}: a single link describes these pairs poorly"
+            )
     latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)
     if not latency:
-        notes.append("latency is 0: a small message takes no longer than its handling at both ends")
+        notes.append("latency is set to 0: a small message takes no longer than its handling at both ends")
     return ClusterLink("node", ("here",), float(f"{bandwidth:.4g}"), float(f"{latency:.4g}"))

@@ -101,9 +101,13 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
     record = RunFolder(Path(folder))
     config = record.read_config()
     if config.kind == "launch":
-        raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; check a run of a job")
+        raise ConfigurationError(
+            f"{folder} is the record of a script, which does not name the strategy; check a run of a job"
+        )
     if config.kind != "simulate" and cluster is None:
-        raise ConfigurationError(f"{folder} is of real processes, whose machines are in no record; name a cluster")
+        raise ConfigurationError(
+            f"{folder} is the record of a run on real processes, which does not describe the machines; name a cluster"
+        )
     events = record.read_events()
     measured, hosts = measure(events, config.workers, str(folder)), hosts_in(events)
     config = trusted(config, folder, imports)
@@ -161,8 +165,8 @@ def _elsewhere(hosts: Hosts, cluster: ClusterShape) -> tuple[str, ...]:
     there = [size for _, size in cluster.placed(sum(ran))]
     if ran == there:
         return ()
-    said = f"the run had {ran} workers on its hosts, {cluster.name} has {there} on its machines"
-    return (f"{said}: the error includes that difference",)
+    said = f"the run had {ran} workers on its hosts, but {cluster.name} has {there} on its machines"
+    return (f"{said}: the error includes this difference",)
 
 
 def for_report(
@@ -220,7 +224,7 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
     seconds = usual_seconds(steps, length)
     if not seconds > 0:
         raise ConfigurationError(
-            f"steps in {where} must take time to be compared with a prediction, got 0 s; simulate with gradients that "
+            f"steps in {where} must take more than 0 s to be compared with a prediction; simulate with gradients that "
             "take time"
         )
     counted = [one for mine in steps for one in mine[first_counted(length) :]]

@@ -144,7 +144,7 @@ def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
     if approximates(found):
         said.append("messages are approximations")
         if drops(found):
-            said.append("the part left out is lost, because there is no error feedback")
+            said.append("the part of a gradient that a message leaves out is lost, because there is no error feedback")
     if not is_synchronous(cell, traits):
         said.append(f"updates are late by {number(lateness(found, site), 2)} versions on average")
     if not is_central(cell):

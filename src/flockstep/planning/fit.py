@@ -171,11 +171,11 @@ def fit_records(
             one, other = getattr(first.config, name), getattr(run.config, name)
             if one != other:
                 raise ConfigurationError(
-                    f"records must be of one {name}, got {one} and {other}; fit each of them by itself"
+                    f"all records must have the same {name}, got {one} and {other}; fit each record separately"
                 )
         if run.hosts != first.hosts:
             raise ConfigurationError(
-                f"records must be of the same hosts, got {first.hosts} and {run.hosts}; fit each of them by itself"
+                f"all records must have the same hosts, got {first.hosts} and {run.hosts}; fit each record separately"
             )
     notes = [f"fitted by flockstep calibrate to {len(runs)} record(s) of {first.config.job}"]
     notes += [f"{one.config.strategy}: {one.seconds:.4g} s a step" for one in runs]
@@ -188,18 +188,19 @@ def fit_records(
         wires = (ClusterLink("inside", names, found[1], found[0], all(run.fair for run in runs)),)
         if several := tuple(group.name for group in groups if group.workers > 1):
             wires = (ClusterLink("node", several, FAST), *wires)
-            notes.append("messages within a host are assumed to cost no more than their handling")
+            notes.append("messages within a host are assumed to take only the time of handling them")
         errors = [math.exp(_misfit([run], *found)) - 1 for run in runs]
         notes.append(
-            f"with these a step takes longer than in the record(s) by {', '.join(f'{e:+.1%}' for e in errors)}"
+            "with the fitted values a step takes longer than in the records, by "
+            f"{', '.join(f'{e:+.1%}' for e in errors)}"
         )
         if max(map(abs, errors)) > POOR:
             notes.append(
-                "that is a poor fit: something other than latency and bandwidth distinguishes these strategies"
+                "this is a poor fit: something other than latency and bandwidth distinguishes these strategies"
             )
     notes.append(
-        "cores, memory, failures and the rates of codecs are in no record; computing is assumed to be as slow "
-        "as in the run"
+        "records contain no cores, memory, failures or rates of codecs; gradients are assumed to take as long as in "
+        "the run"
     )
     shape = ClusterShape(
         "fitted", groups, wires, law, None, 0.0, f"as in the record of {first.config.job}", identity(first.config.job)
@@ -214,7 +215,9 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
     steps = steps_by_worker(events, config.workers, str(folder))
     length = min(LONGEST, shortest(steps, str(folder)))
     if config.kind == "launch":
-        raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; fit a run of a job")
+        raise ConfigurationError(
+            f"{folder} is the record of a script, which does not name the strategy; fit a run of a job"
+        )
     config = trusted(config, folder, imports)
     schema = prepare(config)[0].schema
     return _Run(
@@ -238,8 +241,8 @@ def hosts_in(events: Sequence[Event]) -> Hosts:
     hosts = next((event.hosts for event in events if isinstance(event, HostsEvent)), ())
     if [rank for host in hosts for rank in host] != list(range(sum(map(len, hosts)))):
         raise ConfigurationError(
-            f"workers of a host must be neighbors in rank, as on the machines of a cluster, got hosts {hosts}; let the "
-            "launcher fill one host after the other"
+            f"the workers of a host must have consecutive ranks, as on the machines of a cluster, got hosts {hosts}; "
+            "let the launcher fill one host after the other"
         )
     return hosts
 
@@ -252,8 +255,8 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
     """
     if workers > len(events):
         raise ConfigurationError(
-            f"{where} must hold three steps or more of every worker, got {len(events)} events of {workers} workers; "
-            "run longer, or correct workers in config.toml"
+            f"{where} must contain at least three steps of every worker, got {len(events)} events of {workers} "
+            "workers; repeat the run with more steps, or correct workers in config.toml"
         )
     steps: list[list[StepEvent]] = [[] for _ in range(workers)]
     for event in events:
@@ -261,14 +264,14 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
             continue
         if not 0 <= event.rank < workers:
             raise ConfigurationError(
-                f"rank of a step in {where} must be >= 0 and < {workers}, its workers, got {event.rank}; "
-                "correct workers in config.toml, or run again"
+                f"the rank of a step in {where} must be >= 0 and < {workers}, the number of workers, got "
+                f"{event.rank}; correct workers in config.toml, or repeat the run"
             )
         for name in ("compute_seconds", "wait_seconds", "comm_seconds", "sent_bytes"):
             if not 0 <= getattr(event, name) <= MOST:
                 raise ConfigurationError(
                     f"{name} of a step must be >= 0 and <= {MOST:g}, got {getattr(event, name)} of worker "
-                    f"{event.rank} in {where}; run again"
+                    f"{event.rank} in {where}; repeat the run"
                 )
         steps[event.rank].append(event)
     return steps
@@ -282,7 +285,9 @@ def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
     """
     length = min(map(len, steps))
     if length < 3:
-        raise ConfigurationError(f"{where} must hold three steps or more of every worker, got {length}; run longer")
+        raise ConfigurationError(
+            f"{where} must contain at least three steps of every worker, got {length}; repeat the run with more steps"
+        )
     return length
 
 
@@ -315,7 +320,8 @@ def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeMo
     times = [[one for run in runs for rank in host for one in run.counted(rank) if one > 0] for host in hosts]
     if min(map(len, times)) < 2:
         raise ConfigurationError(
-            "records must hold the seconds of gradients, got none; give runs whose gradients take time"
+            "records must contain gradients that take time, got none; give the records of runs whose gradients take "
+            "time"
         )
     medians = [statistics.median(mine) for mine in times]
     sizes, shared = [len(host) for host in hosts], max(map(len, hosts)) > 1
@@ -338,32 +344,32 @@ def _link(
     """Fit latency and bandwidth; the seconds and bytes per second that are given are kept."""
     free = [one.takes(0.0, math.inf) for one in runs]
     shares = [1 - base / one.seconds for one, base in zip(runs, free, strict=True)]
-    notes.append(f"share of a step that is messages: {', '.join(f'{max(share, 0.0):.0%}' for share in shares)}")
+    notes.append(f"share of the step time spent on messages: {', '.join(f'{max(share, 0.0):.0%}' for share in shares)}")
     if max(shares) < NOTHING:
-        notes.append("that is too little to determine latency or bandwidth: the link is assumed to cost nothing")
+        notes.append("this share is too small to determine latency or bandwidth: the link is assumed to cost nothing")
         return latency or 0.0, bandwidth or FAST
     if latency is None and bandwidth is None:
         found = _both(runs, free)
         if found is not None:
             notes.append(
-                "latency and bandwidth were separated by the different numbers of bytes and messages in the records"
+                "latency and bandwidth were told apart by the different numbers of bytes and messages in the records"
             )
             return found
         latency = 0.0
         notes.append(
-            "latency cannot be separated from bandwidth in these records: it counts as 0, and the bandwidth is "
-            "an effective "
-            "one, right for messages of these sizes; add the record of a strategy with others, or give --latency"
+            "these records do not allow latency and bandwidth to be told apart: latency is set to 0, and the "
+            "bandwidth is an effective bandwidth, correct for messages of these sizes; add the record of a strategy "
+            "with other message sizes, or give --latency"
         )
     if bandwidth is None:
         assert latency is not None
         known = latency
         value = _solve(lambda x: _misfit(runs, known, x), FAST, SLOW, notes, "bandwidth")
-        notes.append("bandwidth is effective: it includes the cost of copies and protocols")
+        notes.append("the bandwidth is an effective bandwidth: it includes the cost of copies and protocols")
         return known, value
     if latency is None:
         value = _solve(lambda x: _misfit(runs, x, bandwidth), SHORT, LONG, notes, "latency")
-        notes.append("latency is effective: it includes the processes' handling of a message")
+        notes.append("the latency is an effective latency: it includes the time in which processes handle a message")
         return value, bandwidth
     return latency, bandwidth
 
@@ -430,11 +436,13 @@ def _solve(misfit: Callable[[float], float], quick: float, slow: float, notes: l
     low, high = math.log(quick), math.log(slow)
     below, above = misfit(quick), misfit(slow)
     if abs(below) < NOTHING:
-        notes.append(f"steps hardly depend on the {what}: the best possible value is used")
+        notes.append(f"the step time hardly depends on the {what}: the best possible value is used")
         return quick
     if below >= 0 or above <= 0:
         least, most = ("shorter", "best") if below >= 0 else ("longer", "worst")
-        notes.append(f"steps are {least} than rehearsals with the {most} {what}: that value is used, and fits poorly")
+        notes.append(
+            f"steps are {least} than in a rehearsal with the {most} {what}: this value is used, and the fit is poor"
+        )
         return quick if below >= 0 else slow
     side = 0
     for _ in range(SEARCH):

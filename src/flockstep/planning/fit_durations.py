@@ -39,21 +39,25 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
     times = np.sort(np.asarray(seconds, dtype=np.float64))
     if len(times) < 2 or not times[0] > 0 or not math.isfinite(times[-1]):
         raise ConfigurationError(
-            f"a compute model needs two or more durations > 0, got {len(times)} from {times[:1]} on; measure more steps"
+            f"a compute model needs at least two durations > 0, got {len(times)} durations, beginning with "
+            f"{times[:1]}; measure more steps"
         )
     mean = _short(float(times.mean()))
     if times.std() < STEADY * times.mean():
-        return Fit(ConstantTime(mean), f"constant, for {len(times)} durations differ by less than {STEADY:.1%}")
+        return Fit(ConstantTime(mean), f"constant, because {len(times)} durations differ by less than {STEADY:.1%}")
     logs = np.log(times)
     law = Lognormal(mean, _short(float(logs.std())))
     distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)
     limit = NEAR / math.sqrt(len(times)) + SLACK
-    apart = f"{len(times)} durations, whose distribution is {distance:.2f} away from a lognormal distribution"
+    apart = (
+        f"{len(times)} durations, whose distribution is at a distance of {distance:.2f} from a lognormal distribution"
+    )
     if distance <= limit:
-        return Fit(law, f"lognormal, which fits {apart}: a distance of up to {limit:.2f} can be chance")
+        return Fit(law, f"lognormal, which fits {apart}: chance explains a distance of up to {limit:.2f}")
     return Fit(
         Empirical(_quantiles(times)),
-        f"given by quantiles, because no named distribution fits {apart}: only up to {limit:.2f} can be chance",
+        f"given by quantiles, because no named distribution fits {apart}: chance explains only a distance of up to "
+        f"{limit:.2f}",
     )
 
 

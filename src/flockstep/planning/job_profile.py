@@ -211,26 +211,31 @@ class Site:
 
     def assumptions(self) -> list[str]:
         """Sentences about the assumptions that replace information missing from job and cluster."""
-        said = ["memory does not include activations, which flockstep layers shows"]
+        said = ["memory does not include activations; flockstep layers shows them"]
         if len({group.speed for group in self.cluster.groups}) > 1:
-            said.append("one worker has the fastest machine to itself; the first of several may have a slower one")
+            said.append(
+                "one worker alone runs on the fastest machine; the first of several workers may run on a slower machine"
+            )
         if self.seconds is not None:
             said.append(
-                f"a gradient is assumed to last {formatting.seconds(self.seconds)} at speed 1, for its operations and "
-                "the "
-                f"overhead; what {self.cluster.name} calls compute says only how much that varies"
+                f"a gradient is assumed to take {formatting.seconds(self.seconds)} at speed 1, for its operations and "
+                f"the overhead; compute of {self.cluster.name} describes only how much this time varies"
             )
         elif not self._measured:
             mean = mean_of(self.cluster.law)
             said.append(
-                f"a gradient is assumed to last {formatting.seconds(mean)} as on {self.cluster.name}, whatever the "
+                f"a gradient is assumed to take {formatting.seconds(mean)} as on {self.cluster.name}, whatever the "
                 "job: "
-                + ("the work of the model is not known" if self.task.work is None else "the cluster has no operations")
+                + (
+                    "the number of operations of the model is not known"
+                    if self.task.work is None
+                    else "the cluster has no operations per second"
+                )
             )
         if not self.cluster.rates.encode:
             said.append(
-                f"encoding is assumed to cost {WORK['encode']:.0f} operations an element and decoding "
-                f"{WORK['decode']:.0f}: {self.cluster.name} has no measured rates (flockstep calibrate measures them)"
+                f"encoding is assumed to take {WORK['encode']:.0f} operations per element and decoding "
+                f"{WORK['decode']:.0f}: {self.cluster.name} has no measured rates (flockstep calibrate measures rates)"
             )
         return said
 
@@ -242,7 +247,7 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
         ConfigurationError: the job or model does not exist, or cannot be run.
     """
     if batch is not None and batch < 1:
-        raise ConfigurationError(f"batch must be >= 1, got {batch}; leave it out for the job's own")
+        raise ConfigurationError(f"batch must be >= 1, got {batch}; leave it out for the job's own batch")
     if what in MODELS:
         return _of_shape(reference(what), batch)
     given = imported

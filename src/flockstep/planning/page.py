@@ -61,7 +61,9 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
         drawings.append(Drawing("scaling", "How it scales", SCALING, scaling_picture(outlook)))
         listings.append(scaling_table(outlook))
     if outlook.workers > 1 and math.isfinite(outlook.site.link[1]) and (best_there := best_map(outlook, advice)):
-        drawings.append(Drawing("map", "Best strategy by bandwidth and parameters", MAP, best_there.picture(outlook)))
+        drawings.append(
+            Drawing("map", "Best strategy by bandwidth and number of parameters", MAP, best_there.picture(outlook))
+        )
         listings.append(best_there.table())
     return Page(
         brand="flockstep plan",
@@ -70,10 +72,10 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
         sentences=advice.sentences,
         lists=(
             ("Why", advice.reasons),
-            ("What would change this", advice.changes),
+            ("What would change this recommendation", advice.changes),
             ("Ruled out", ruled_out(advice.excluded)),
             ("Scaling", scaling(outlook.curves, advice.excluded)),
-            ("Not in these figures", [*outlook.left_out, *unplanned(outlook)]),
+            ("What these figures do not include", [*outlook.left_out, *unplanned(outlook)]),
         ),
         drawings=drawings,
         listings=listings,
@@ -83,26 +85,28 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _DASHES = ("solid", "dot", "dashdot")
 PREDICTED = (
-    "Worth: predicted speed relative to one worker, that is samples per second, divided by the number of samples that "
-    "do the work of one sample of plain training; the highest first, including strategies that are ruled out. Then: "
-    "samples per second of all workers; seconds between two gradients of a worker; share of that time spent "
-    "computing; bytes per step sent by a worker, and through the busiest server; staleness in versions, mean and "
-    "maximum; memory on a worker; rehearsed with all workers, or with fewer. The row in green is the recommendation."
+    "Worth: predicted speed relative to one worker, that is samples per second divided by the number of samples that "
+    "do the work of one sample of plain training. Strategies are ordered by worth, including strategies that are "
+    "ruled out. The other columns: samples per second of all workers; seconds between two gradients of a worker; "
+    "share of this time spent computing; bytes sent per step by a worker, and through the busiest server; staleness "
+    "in versions, mean and maximum; memory on a worker; whether the rehearsal had all workers or fewer. The green "
+    "row is the recommendation."
 )
 GRADED = (
-    "Table 2 of Langer et al. (2020), computed: whether the workers' data must be similar; whether the best learning "
-    "rate is higher or lower than one worker's; staleness in versions; hyper-parameters that the strategy adds; share "
-    "of the slowest worker's delay that all workers take on (over 100 %: it affects later steps); whether the other "
-    "workers continue after one is lost; how hard it is to reproduce a result; and departures from plain training."
+    "The columns of table 2 of Langer et al. (2020), computed for this job: whether the data of the workers must be "
+    "similar; whether the best learning rate is higher or lower than that of one worker; staleness in versions; "
+    "number of hyper-parameters that the strategy adds; share of the slowest worker's delay that delays all workers "
+    "(over 100 %: the delay affects later steps); whether the other workers continue after one worker is lost; how "
+    "hard it is to reproduce a result exactly; and how the strategy departs from plain training."
 )
 SCALING = (
-    "Worth over the number of workers: predicted speed relative to one worker, from rehearsals with constant gradient "
-    "times plus the cost of the slowest worker. The thick dashed line is one worker alone."
+    "Worth over the number of workers. Worth is the predicted speed relative to one worker, from rehearsals with "
+    "constant gradient times plus the delay caused by the slowest worker. The thick dashed line is one worker alone."
 )
 MAP = (
-    "The strategy with the highest worth among those that meet the requirements and fit in memory, over bandwidth and "
-    "parameters; the work of a gradient stays the same. The legend explains the letters. The cross is this cluster "
-    "and model."
+    "The strategy with the highest worth among the strategies that meet the requirements and fit in memory, over "
+    "bandwidth and number of parameters, if a gradient always takes the same number of operations. The legend "
+    "explains the letters. The cross marks this cluster and model."
 )
 
 
@@ -117,7 +121,7 @@ def scaling_picture(outlook: Outlook) -> Figure:
             "y": one.worths,
             "line": {"color": COLORS[place % len(COLORS)], "dash": _DASHES[place % len(_DASHES)]},
             "marker": {"symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 8},
-            "hovertemplate": "workers %{x}: worth %{y:.3g}<extra>" + safe(short(one.name)) + "</extra>",
+            "hovertemplate": "%{x} workers: worth %{y:.3g}<extra>" + safe(short(one.name)) + "</extra>",
         }
         for place, one in enumerate(outlook.curves)
     ]
@@ -135,7 +139,7 @@ def scaling_picture(outlook: Outlook) -> Figure:
     sizes = sorted({n for one in outlook.curves for n in one.workers})
     across = axis("workers", type="log", tickvals=sizes, ticktext=[f"{n:,}" for n in sizes])
     worths = [max(worth, LITTLE) for one in outlook.curves for worth in one.worths]
-    up = axis("times as quickly as one worker", type="log", **decades([1, *worths], number))
+    up = axis("speed relative to one worker", type="log", **decades([1, *worths], number))
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
     return {"data": data, "layout": layout(520, xaxis=across, yaxis=up, hovermode="closest", legend=legend)}
 
@@ -148,7 +152,7 @@ def scaling_table(outlook: Outlook) -> Listing:
         known = dict(zip(one.workers, one.worths, strict=True))
         rows.append((short(one.name), *(worth_of(known.get(n)) for n in sizes)))
     headings = ("strategy", *(f"{n:,}" for n in sizes))
-    return Listing("How it scales, in figures", "Worth over workers.", headings, rows)
+    return Listing("Worth by number of workers, as a table", "Worth over workers.", headings, rows)
 
 
 @dataclass(frozen=True)
@@ -175,13 +179,15 @@ class Map:
     def key(self) -> str:
         """The meaning of the letters, as text."""
         meant = "; ".join(f"{self.letter(name)}: {short(name)}" for name in self.kinds)
-        return f"Parameters over the bandwidth of the slowest link. {meant}."
+        return f"Rows: number of parameters. Columns: bandwidth of the slowest link. {meant}."
 
     def table(self) -> Listing:
         """The map as a table of letters, with the largest model first as in the figure."""
         rows = [(amount(size), *map(self.letter, row)) for size, row in zip(self.sizes, self.names, strict=True)]
         headings = ("parameters", *map(speed, self.bandwidths))
-        return Listing("Best strategies, in letters", self.key, headings, rows[::-1])
+        return Listing(
+            "Best strategy by bandwidth and number of parameters, as a table of letters", self.key, headings, rows[::-1]
+        )
 
     def picture(self, outlook: Outlook) -> Figure:
         """The map as a figure with a colored cell and a letter for each point."""

@@ -94,7 +94,9 @@ class Outlook:
         for found in self.predictions:
             if found.name == name:
                 return found
-        raise ConfigurationError(f"{name} must be among the strategies of the plan, got none; name one that is listed")
+        raise ConfigurationError(
+            f"{name} must be among the strategies of the plan, but is not; choose a strategy that the plan lists"
+        )
 
     def pace(self, name: str) -> Pace | None:
         """Model of how a strategy's step time depends on workers, bandwidth, model size and stragglers; None for one
@@ -175,7 +177,7 @@ def plan(
     count = cluster.workers if workers is None else workers
     if count > MOST:
         raise ConfigurationError(
-            f"a plan looks at up to {MOST:,} workers, got {count:,}; give {MOST:,} or fewer with --workers"
+            f"a plan takes at most {MOST:,} workers, got {count:,}; give at most {MOST:,} with --workers"
         )
     site.compute(count)
     found, refused = [alone(site)], list[tuple[str, str]]()
@@ -220,10 +222,13 @@ def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
     """Refuse a strategy that needs a single machine, or matrices, if the site has none."""
     shared = strategy.taxonomy_entry is not None and strategy.taxonomy_entry.topology == "shared memory"
     if shared and len(site.cluster.placed(workers)) > 1:
-        raise ConfigurationError("all workers must be on one machine; plan it for a cluster of one node")
+        raise ConfigurationError(
+            "the strategy needs all workers on one machine, but the cluster has several; plan for a cluster of "
+            "one machine"
+        )
     if strategy.traits.matrices and not any(len(shape) > 1 for shape in site.task.tensors):
         raise ConfigurationError(
-            "the strategy factors matrices, but only the size of this model is known; plan it for a job"
+            "the strategy factors matrices, but only the size of this model is known; plan for a job instead"
         )
 
 
@@ -247,15 +252,18 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
     said = site.assumptions()
     if workers > site.cluster.workers:
         said.insert(0, _more(site.cluster, workers))
-    said.append("how much a sample is worth under a strategy: samples per second say nothing about accuracy")
-    said.append("reading data, evaluating, starting, and what the operating system and other programs take")
+    said.append("how much a sample contributes to accuracy under a strategy: samples per second do not show it")
+    said.append(
+        "the time for reading data, evaluating and starting, and the time taken by the operating system and "
+        "other programs"
+    )
     if site.cluster.failures:
         daily = formatting.number(site.cluster.failures * 86400, 2)
         said.append(
-            f"failures: about {daily} a day on all machines together; the advice includes them, and assumes "
-            f"that servers do not fail"
+            f"failures: about {daily} a day on all machines together; the advice includes them, but assumes that "
+            "servers do not fail"
         )
-    said.append("strategies were rehearsed for some tens or hundreds of steps with one set of random times")
+    said.append("each strategy was rehearsed for some tens or hundreds of steps, with one set of random times")
     return tuple(said)
 
 
@@ -263,7 +271,7 @@ def _more(cluster: ClusterShape, workers: int) -> str:
     """Sentence that the cluster has fewer workers than requested, and where the others are assumed to be."""
     machines = len(cluster.placed(workers))
     if machines > cluster.nodes:
-        taken = f"assumed to be on more machines of the same kind, {machines:,} instead of {cluster.nodes:,}"
+        taken = f"assumed to run on more machines of the same kind, {machines:,} instead of {cluster.nodes:,}"
     else:
         taken = "assumed to share its machines"
     return f"{cluster.name} has {cluster.workers:,} workers: {workers:,} are {taken}"

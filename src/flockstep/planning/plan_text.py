@@ -28,8 +28,8 @@ HEADINGS = (
 RANKS = (0, 0, 2, 3, 4, 5, 8, 7, 9, 6, 10)
 """Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
 MEANT = {
-    "worth": "worth: speed relative to one worker alone, samples counted by the work they do.",
-    "computes": "computes: share of a step spent computing; the rest is communicating and waiting.",
+    "worth": "worth: predicted speed relative to one worker alone, with samples weighted by the work they do.",
+    "computes": "computes: share of a step spent computing; the rest of the step is communication and waiting.",
     "sends": "sends: bytes that a worker sends per step.",
 }
 """Heading of a column → meaning of the column."""
@@ -126,7 +126,7 @@ def scaling_sentence(one: Curve) -> str:
     last = "on" if one.beats_one_to == one.workers[-1] else f"up to {one.beats_one_to:,}"
     begins = f"{name} is worth more than one worker from {many(one.beats_one_from, 'worker')} {last}"
     if one.pays_to <= 1:
-        return f"{begins}; doubling them does not pay"
+        return f"{begins}; doubling the number of workers does not pay"
     far = f"as far as {one.pays_to:,}" if one.pays_to == one.workers[-1] else f"up to {many(one.pays_to, 'worker')}"
     return f"{begins}; doubling them pays {far}"
 

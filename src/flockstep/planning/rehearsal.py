@@ -316,7 +316,7 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
         most = int((QUICK if stage.quick else LARGE) / (workers**2 * whole))
         if most < min(least, short):
             raise Unrehearsed(
-                f"{stage.strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan it "
+                f"{stage.strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan "
                 "for a smaller model or fewer workers"
             ) from None
     return _of_size(stage, whole, min(short, most))
@@ -365,8 +365,8 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         count = more
     if silent:
         raise Unrehearsed(
-            f"{stage.strategy} sent nothing in {steps} steps, and a rehearsal has no more; let workers exchange more "
-            "often, or try it with flockstep simulate"
+            f"{stage.strategy} sent nothing in the {steps} steps of a rehearsal, which is the maximum; let workers "
+            "exchange more often, or try the strategy with flockstep simulate"
         )
     if abreast and found.seconds_per_step:
         found = replace(found, steps_per_second=stage.workers / found.seconds_per_step)
@@ -567,8 +567,8 @@ def _unlike(
         one, other = getattr(large, name), getattr(small, name)
         if abs(one - other) > ALIKE * max(one, other):
             return (
-                f"it sends other shares of a surrogate of {ELEMENTS:,} elements than of one of {ELEMENTS // 4:,}, so "
-                "that neither can stand for the model"
+                f"the strategy sends a different share of a model of {ELEMENTS:,} elements than of a model of "
+                f"{ELEMENTS // 4:,}, so a small model cannot stand for the real model"
             )
     return None
 

@@ -125,8 +125,8 @@ def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None
     if found.spread > WIDE and not found.settled:
         slow = found.seconds_per_step * 2 * found.spread / (1 + found.spread)
         raise Unpredictable(
-            f"cannot be predicted: in one half of its rehearsal a step takes {in_seconds(slow / found.spread)}, in the "
-            f"other {in_seconds(slow)}; try it with flockstep simulate"
+            f"cannot be predicted: a step takes {in_seconds(slow / found.spread)} in one half of the rehearsal and "
+            f"{in_seconds(slow)} in the other half; try the strategy with flockstep simulate"
         )
     return _of_rehearsal(strategy, site, workers, _leveled(found, site, strategy, workers) if steps is None else found)
 
@@ -225,7 +225,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
     task, seconds = site.task, found.seconds_per_step
     said, versions = [f"{found.steps} steps in virtual time"], has_versions(strategy)
     if not found.settled:
-        said.append("its halves differ by more than 5 %")
+        said.append("both halves of the rehearsal differ by more than 5 %")
     return StepPrediction(
         str(strategy),
         strategy,
@@ -266,7 +266,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPredictio
         moved.samples_per_second,
         site.task.nbytes * (2.0 + site.task.slots) + pace.grown(lambda found: found.held, workers),
         "extrapolation",
-        (f"from rehearsals with {', '.join(map(str, pace.sizes))} workers, every link as slow as the slowest",),
+        (f"extrapolated from rehearsals with {', '.join(map(str, pace.sizes))} workers and only slowest links",),
         pace.updates,
     )
 

@@ -87,10 +87,11 @@ class SurrogateEngine(NumpyEngine):
         """
         if self._surrogate_batches.layers is None:
             raise ConfigurationError(
-                "factors belong to fully connected layers, but only the size of this model is known; plan it for a job"
+                "the strategy factors fully connected layers, but only the size of this model is known; plan for a "
+                "job instead"
             )
         if self._surrogate_batches.layers and self.factor != 1:
-            raise Shrunk(f"factors of layers do not shrink as a surrogate of {self.schema.size} elements does")
+            raise Shrunk(f"a small model of {self.schema.size} elements cannot represent the factors of layers")
         return self._surrogate_batches.layers
 
     def factored(
@@ -148,7 +149,7 @@ class _Bowl(Model):
     def gradients(
         self, params: Mapping[str, FlatArray], x: FlatArray, y: FlatArray, out: Mapping[str, FlatArray]
     ) -> FlatArray:
-        raise NotImplementedError("the engine knows the gradients of the whole array")
+        raise NotImplementedError("a surrogate model has only gradients of the whole array")
 
     def outputs(self, params: Mapping[str, FlatArray], x: FlatArray) -> FlatArray:
         return x

@@ -125,7 +125,7 @@ class TrialStore:
 
     def _refuse(self, error: OSError) -> NoReturn:
         raise ConfigurationError(
-            f"cannot keep trials in {self.folder}: {error.strerror}; name another folder with --keep"
+            f"cannot save trials in {self.folder}: {error.strerror}; name another folder with --keep"
         ) from None
 
     def _read(self) -> None:
@@ -139,7 +139,7 @@ class TrialStore:
                 self._known[one.trial.strategy, one.lr] = one.trial, _seconds(one.within)
         except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError):
             raise ConfigurationError(
-                f"{self._file} must hold kept trials, got something else; give another folder with --keep"
+                f"{self._file} must hold saved trials, got something else; give another folder with --keep"
             ) from None
         for name, value in self.settings.items():
             if before.get(name) != value:

@@ -39,9 +39,9 @@ FINE = 200
 DEAR = 2
 """Training samples per test sample between two evaluations, to limit the real time of evaluations."""
 LEFT_OUT = (
-    "in trials, adding received arrays and the servers' computations take no time",
+    "in trials, adding received arrays and the computations of servers take no time",
     "in trials, a sender encodes the whole model at every gradient",
-    "if workers' models differ, a trial ends by averaging them once, over the slowest link",
+    "if workers have different models, a trial ends with averaging the models once, over the slowest link",
     "no node fails in a trial, and each trial has one set of random times",
 )
 """Effects that the virtual seconds of a trial ignore."""
@@ -98,8 +98,8 @@ class TrialContext:
             make = self.site.task.job
             if make is None:
                 raise ConfigurationError(
-                    f"{self.site.task.name} has sizes but no data, so that nothing can be trained; give a job, such as "
-                    "digits, or a file with job()"
+                    f"{self.site.task.name} describes sizes but has no data, so no model can be trained; give a job, "
+                    "such as digits, or a Python file with job()"
                 )
             job = make(seed)
             data = job.data()
@@ -191,11 +191,11 @@ def goal_of(job: Job, target: float | None) -> float:
     goal = job.target if target is None else target
     if goal is None or not math.isfinite(goal):
         raise ConfigurationError(
-            f"time to target needs a finite target, got {goal} of {job.name}; give one with --target, such as 0.95"
+            f"time to target needs a finite target, got {goal} of {job.name}; give a target with --target, such as 0.95"
         )
     if job.metric == "accuracy" and not 0 < goal <= 1:
         raise ConfigurationError(
-            f"the target of {job.name} must be an accuracy, above 0 and up to 1, got {goal:g}; give one such as 0.95"
+            f"the target of {job.name} must be an accuracy > 0 and <= 1, got {goal:g}; give a target such as 0.95"
         )
     return goal
 

@@ -60,7 +60,7 @@ def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None
     if probable <= RISK:
         return None
     lasts = _lasting(length(found, outlook))
-    return f"{ends}: in {formatting.share(probable)} of runs of {lasts} it ends early"
+    return f"{ends}: {formatting.share(probable)} of runs of {lasts} end early"
 
 
 def sentence(found: StepPrediction, outlook: Outlook) -> str:
@@ -69,8 +69,8 @@ def sentence(found: StepPrediction, outlook: Outlook) -> str:
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
     return (
         f"Of {many(found.workers, 'worker')} {_lost(deaths(found, outlook))} in the "
-        f"{_lasting(length(found, outlook))} that the run is assumed to last{_why(outlook)}, and none can "
-        f"join in their place; {found.name} {ends}, so that {_of_runs(risk(found, outlook))} early."
+        f"{_lasting(length(found, outlook))} that the run is assumed to take{_why(outlook)}, and no new worker can "
+        f"join; {found.name} {ends}, so that {_of_runs(risk(found, outlook))} early."
     )
 
 
@@ -82,7 +82,7 @@ def _lost(odds: Sequence[float]) -> str:
     mean = math.fsum(count * one for count, one in enumerate(odds))
     if mean >= 1:
         return f"{formatting.number(mean, 2)} are expected to die"
-    return f"fewer than one is expected to die ({_of_runs(math.fsum(odds[1:]), 'loses', 'lose')} any)"
+    return f"fewer than one worker is expected to die ({_of_runs(math.fsum(odds[1:]), 'loses', 'lose')} any)"
 
 
 def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
@@ -101,7 +101,11 @@ def _survived(found: StepPrediction) -> int:
 def _why(outlook: Outlook) -> str:
     if outlook.length is not None:
         return ""
-    return " (--hours says otherwise)" if outlook.steps is None else f" ({outlook.steps:,} steps; --hours changes that)"
+    return (
+        " (--hours says otherwise)"
+        if outlook.steps is None
+        else f" ({outlook.steps:,} steps; --hours sets another length)"
+    )
 
 
 def _lasting(seconds: float) -> str:

@@ -154,7 +154,7 @@ class RunConfig:
         if self.workers < 1:
             raise ConfigurationError(f"workers must be >= 1, got {self.workers}; use 1 for plain training")
         if self.seed < 0:
-            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any whole number from 0")
+            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any whole number >= 0")
         if self.threads is not None and self.threads < 1:
             raise ConfigurationError(f"threads must be >= 1, got {self.threads}; 1 is usual")
         if self.heartbeat is not None and not 1 <= self.heartbeat <= LONGEST_HEARTBEAT:
@@ -165,7 +165,7 @@ class RunConfig:
         _ = self.bad_gradients  # refuses what is invalid
         if self.step_timeout is not None and not self.step_timeout > 0:
             raise ConfigurationError(
-                f"step_timeout must be > 0 s, got {self.step_timeout:g}; leave it out to wait as long as it takes"
+                f"step_timeout must be > 0 s, got {self.step_timeout:g}; leave it out for no limit"
             )
 
         if self.keep is not None and self.keep < 1:
@@ -234,7 +234,9 @@ class RunConfig:
         try:
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ConfigurationError(f"{where} is not a TOML document: {error}; run again to write a new one") from None
+            raise ConfigurationError(
+                f"{where} is not a TOML document: {error}; repeat the run to write a new file"
+            ) from None
         known = [f.name for f in dataclasses.fields(cls)]
         for key in data:
             if key not in known:
@@ -242,7 +244,7 @@ class RunConfig:
         try:
             return msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
-            raise ConfigurationError(f"{where} does not describe a run: {error}; correct that value") from None
+            raise ConfigurationError(f"{where} does not describe a run: {error}; correct this value") from None
 
 
 def same_run(a: RunConfig, b: RunConfig) -> bool:

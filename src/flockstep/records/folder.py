@@ -111,7 +111,7 @@ class EventWriter:
         dropped = self._buffer.count(b"\n", begun)
         del self._buffer[begun:]
         if not self._lost:
-            say_full(self._path, error, "events are missing from the record from now on")
+            say_full(self._path, error, "later events are missing from the record")
         self._lost += dropped
 
     def _in_line(self) -> bool:
@@ -175,7 +175,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"{self.path} is a file, not a folder; choose another folder for the run")
         if self.path.exists() and not self.config_file.exists() and not all(map(_may_go, self.path.iterdir())):
-            raise ConfigurationError(f"{self.path} holds files but no run; choose an empty or a new folder")
+            raise ConfigurationError(f"{self.path} contains files but no run; choose an empty or a new folder")
         with owned(self.path):
             if not overwrite and (what := self._computed()) is not None:
                 raise ConfigurationError(
@@ -258,7 +258,7 @@ class RunFolder:
             ConfigurationError: config.toml is missing, or does not describe a run.
         """
         if not self.config_file.is_file():
-            raise ConfigurationError(f"{self.path} holds no run: config.toml is missing; name the folder of a run")
+            raise ConfigurationError(f"{self.path} contains no run: config.toml is missing; name the folder of a run")
         return RunConfig.from_toml(
             self.config_file.read_text(encoding="utf-8", errors="replace"), str(self.config_file)
         )
@@ -285,7 +285,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            say_full(self.events_file, error, f"the events stay in {self.path / 'events'}")
+            say_full(self.events_file, error, f"the events remain in {self.path / 'events'}")
             return events
         for file in (self.path / "events").glob("*.jsonl"):
             file.unlink()
@@ -302,7 +302,7 @@ class RunFolder:
         if not self.summary_file.is_file():
             why = "the run ended without a summary"
             if _gone(self.summary_file):  # of a run whose disk was full
-                why = f"the summary of the run is gone: it was in {self.summary_file.readlink()}"
+                why = f"the summary of the run was lost: it was stored in {self.summary_file.readlink()}"
             return summarize(self.read_config(), self.read_events(), "interrupted", why)
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
@@ -310,7 +310,8 @@ class RunFolder:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 _require_fields(msgspec.json.decode(self.summary_file.read_bytes()), Summary, str(self.summary_file))
             raise ConfigurationError(
-                f"{self.summary_file} is not readable: {error}; delete it to compute it again"
+                f"{self.summary_file} cannot be read: {error}; delete this file, and flockstep computes the summary "
+                "again"
             ) from None
 
     def read(self) -> Record:
@@ -336,9 +337,9 @@ class RunFolder:
         """
         for file in (self.result_file, self.path / "schema.json"):
             if _gone(file):
-                raise ConfigurationError(f"{file} is gone: it was in {file.readlink()}; repeat the run")
+                raise ConfigurationError(f"{file} was lost: it was stored in {file.readlink()}; repeat the run")
             if not file.is_file():
-                raise ConfigurationError(f"{self.path} holds no result; the run did not end, repeat it")
+                raise ConfigurationError(f"{self.path} contains no result, because the run did not end; repeat the run")
         schema = _undamaged(self.path / "schema.json", lambda file: msgspec.json.decode(file.read_bytes(), type=Schema))
         params = _undamaged(self.result_file, lambda file: np.load(file, allow_pickle=False))
         _require(params, schema, str(self.path / "result.npy"))
@@ -391,7 +392,7 @@ def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
     except (OSError, ValueError, TypeError, EOFError) as error:
-        raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to write it again") from None
+        raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to write a new file") from None
 
 
 def _gone(file: Path) -> bool:
@@ -448,7 +449,9 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
             return _not_finite(msgspec.json.decode(line))
         where = f"line {number} of {path}"
         _refuse_other_version(line, where)
-        raise ConfigurationError(f"{where} is no event: {error}; delete that line to read the rest") from None
+        raise ConfigurationError(
+            f"{where} is not an event: {error}; delete this line to read the rest of the file"
+        ) from None
 
 
 def _refuse_other_version(line: bytes, where: str) -> None:
@@ -473,7 +476,9 @@ def _require_fields(data: object, kind: type[msgspec.Struct], where: str) -> Non
 
 
 def _other_version(error: UnknownName, where: str) -> UnknownName:
-    return UnknownName(f"{where}: {error}; read the record with the version of flockstep that wrote it, or run again")
+    return UnknownName(
+        f"{where}: {error}; read the record with the version of flockstep that wrote it, or repeat the run"
+    )
 
 
 def _not_finite(data: dict[str, Any]) -> Event:
@@ -501,6 +506,6 @@ def _remove_half_line(path: Path) -> None:
 def _require(params: FlatArray, schema: Schema, who: str) -> None:
     if params.shape[-1:] != (schema.size,) or params.ndim > 2 or params.dtype != np.dtype(schema.dtype):
         raise SchemaMismatch(
-            f"{who} has shape {params.shape} and dtype {params.dtype} where the schema says ({schema.size},) and "
-            f"{schema.dtype}, a row for each member of an ensemble; write both of the same model"
+            f"{who} has shape {params.shape} and dtype {params.dtype}, but the schema says ({schema.size},), with one "
+            f"row for each member of an ensemble, and {schema.dtype}; write result and schema of the same model"
         )

@@ -83,8 +83,8 @@ def _lock(folder: Path) -> IO[str]:
             pid = file.read().strip() or "another one"
             file.close()
             raise ConfigurationError(
-                f"{folder} is in use: process {pid} writes its record there; wait for its end, or choose another "
-                "folder with --out"
+                f"{folder} is in use: process {pid} writes the record of a run there; wait until that process ends, "
+                "or choose another folder with --out"
             ) from None
         if _is_at(folder, file):
             break

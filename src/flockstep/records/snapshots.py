@@ -59,7 +59,7 @@ class Snapshot(msgspec.Struct, frozen=True):
             file.seek(start * dtype.itemsize)
             read: FlatArray = np.empty(stop - start, dtype)
             if file.readinto(read.view(np.uint8).data) != read.nbytes:
-                raise RunError(f"{self.path} is cut short: it holds less than {self.nbytes} bytes of parameters")
+                raise RunError(f"{self.path} is incomplete: it holds less than {self.nbytes} bytes of parameters")
         return read
 
     def read_buffers(self) -> FlatArray:
@@ -124,7 +124,7 @@ class SnapshotWriter:
         """
         self._missing -= part.nbytes
         if self._missing < 0:
-            raise ProtocolError(f"{node_name(self.item.address)} sent more of a snapshot than it had announced")
+            raise ProtocolError(f"{node_name(self.item.address)} sent more bytes of a snapshot than announced")
         rest = part.view(np.uint8).data
         while rest:
             assert self._file is not None
@@ -166,7 +166,8 @@ class SnapshotWriter:
         if before is not None:
             Path(before.name).unlink(missing_ok=True)
         raise RunError(
-            f"the parameters could not be written anywhere ({'; '.join(self._reasons)}); free one of these places"
+            f"the parameters could not be written to any place ({'; '.join(self._reasons)}); free space in one of "
+            "these places"
         )
 
     def _give_up(self, error: OSError) -> None:

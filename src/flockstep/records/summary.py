@@ -336,7 +336,7 @@ class _Quality(NamedTuple):
 
 def _why_diverged(quality: _Quality, events: Sequence[Event]) -> str | None:
     if quality.diverged:
-        return "loss or metric of the last evaluation is not finite; lower the learning rate"
+        return "the loss or metric of the last evaluation is not finite; lower the learning rate"
     return next((event.reason for event in events if isinstance(event, DivergedEvent)), None)
 
 

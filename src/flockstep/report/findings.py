@@ -64,7 +64,7 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
         return [
             (
                 f"There is no target, so runs are ranked by their final {best.metric}: {series[0].label} ended with "
-                f"{formatting.metric(best.final_metric)}."
+                f"the best value, {formatting.metric(best.final_metric)}."
             )
         ]
     goal = f"{best.metric} {best.target:g}"
@@ -72,7 +72,7 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
     if not hits:
         return [
             (
-                f"No run reached {goal}. {series[0].label} came nearest in the ranking with a final {best.metric} of "
+                f"No run reached {goal}. {series[0].label} is ranked first, with a final {best.metric} of "
                 f"{formatting.metric(best.final_metric)}."
             )
         ]
@@ -81,10 +81,12 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
         second = hits[1]
         if "=" in places([hits[0].summary, second.summary])[0]:
             why = "the evaluations are too far apart" if seeds == 1 else "the ranges of their seeds overlap too much"
-            text += f" {second.label} followed after {_clock(second)}: a tie, for {why} to tell which was first."
+            text += (
+                f" {second.label} followed after {_clock(second)}, which is a tie: {why} to tell which run was first."
+            )
         else:
             ratio = formatting.times(_ratio(second.time, hits[0].time))
-            text += f" {second.label} followed after {_clock(second)} ({ratio} the time)."
+            text += f" {second.label} followed after {_clock(second)}, {ratio} the time."
     if missed:
         who = _and([f"{one.label} (best {formatting.metric(one.record.summary.best_metric)})" for one in missed])
         text += f" {who} never reached it."
@@ -98,7 +100,10 @@ def _why(fast: _Hit, slow: _Hit) -> str:
     samples = _ratio(fast.samples, slow.samples)
     speed = _ratio(fast.samples * slow.time, fast.time * slow.samples)
     took = formatting.share(_ratio(fast.time, slow.time))
-    head = f"The slowest run that reached it, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of that: "
+    head = (
+        f"The slowest run that reached the target, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of "
+        "that time: "
+    )
     pace = f"it processed {formatting.times(speed)} as many samples a second"
     if samples > 1.03:
         return f"{head}it needed {formatting.times(samples)} the samples, but {pace}."
@@ -118,7 +123,7 @@ def _step(hit: _Hit) -> str:
     }
     total = sum(spent.values())
     if not total or not summary.steps:
-        return f"{hit.label} has no times in the record"
+        return f"no times are recorded for {hit.label}"
     parts = _and([f"{formatting.share(seconds / total)} {name}" for name, seconds in spent.items()])
     sent = summary.sent_bytes_per_worker * summary.workers / summary.steps
     return f"{hit.label} {formatting.seconds(total / summary.steps)}, {parts}, with {formatting.size(sent)} sent"
@@ -141,14 +146,14 @@ def _quality(series: Sequence[Series]) -> list[str]:
     if late:
         mean, one = max(late, key=lambda pair: pair[0])
         found.append(
-            f"Updates were stalest in {one.label}: {formatting.number(mean, 2)} versions on average, at most "
-            f"{one.record.summary.staleness_max}."
+            f"The highest mean staleness was that of {one.label}: {formatting.number(mean, 2)} versions on average, "
+            f"at most {one.record.summary.staleness_max}."
         )
     apart = [(s.divergence, one) for one in series if (s := one.record.summary).divergence]
     if apart:
         distance, one = max(apart, key=lambda pair: pair[0])
         found.append(
-            f"Replicas were furthest apart at the end in {one.label}: root mean square distance from their mean "
+            f"The replicas of {one.label} were furthest apart at the end: root mean square distance from their mean "
             f"{formatting.number(distance)}."
         )
     partial = [
@@ -157,7 +162,7 @@ def _quality(series: Sequence[Series]) -> list[str]:
         if (share := one.record.summary.completeness) is not None and share < 1
     ]
     if partial:
-        found.append(f"Not every update took effect everywhere: communication completeness was {_and(partial)}.")
+        found.append(f"Not every update took effect on all nodes: communication completeness was {_and(partial)}.")
     found += [f"In {one.label}, {sentence}." for one in series for sentence in one.record.summary.refusals]
     lost = [one.label for one in series if one.record.summary.lost]
     if lost:
@@ -170,17 +175,18 @@ def _caveats(series: Sequence[Series], repeated: int) -> list[str]:
     found = []
     if repeated > 1:
         found.append(
-            f"Figures are medians over {repeated} seeds; curves, bars and counts are those of the run nearest "
-            f"to the medians."
+            f"Figures are medians over {repeated} seeds; curves, bars and counts are those of the run nearest to the "
+            "medians."
         )
     elif len(seeds) == 1:
         found.append(
-            f"All runs used one seed ({min(seeds)}): small differences can be chance; repeat with other seeds."
+            f"All runs used one seed ({min(seeds)}), so small differences can be due to chance; repeat the runs with "
+            "other seeds."
         )
     if series[0].record.summary.clock == "virtual":
         found.append(
-            "Seconds are virtual: gradients, losses and bytes are real, but time follows the compute and network "
-            "model above and was not measured."
+            "Seconds are virtual: gradients, losses and bytes are real, but times are computed with the compute and "
+            "network model above and were not measured."
         )
     return found
 

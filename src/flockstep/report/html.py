@@ -37,21 +37,22 @@ _FACTS = (
     ("threads", "threads per process"),
 )
 _PROGRESS = (
-    "The same runs at equal time, equal bytes and equal samples. A ring marks the first evaluation at the target. "
-    "Vertical axes show where the runs differ; “whole range” shows the rest. Choose a name to hide or show a run in "
-    "all six plots; drag to zoom, double-click to reset."
+    "The same runs at equal time, equal bytes and equal samples. A ring marks the first evaluation that reached the "
+    "target. Vertical axes show the range in which the runs differ; “whole range” shows the whole axis. Click a name "
+    "to hide or show a run in all six plots; drag to zoom, double-click to reset."
 )
 _PER_STEP = (
-    "Accounted time of all workers divided by their steps. Communicating: the worker stood still for a transfer. "
-    "Waiting: the worker waited for other nodes."
+    "Accounted time of all workers divided by their number of steps. Communicating: the worker stood still for a "
+    "transfer. Waiting: the worker waited for other nodes."
 )
-_PER_WORKER = "One bar per worker. Unequal bars within a panel are stragglers, or workers that wait for them."
+_PER_WORKER = (
+    "One bar per worker. Bars of unequal length within a panel show stragglers, or workers that wait for stragglers."
+)
 _STALENESS = (
-    "Staleness: how many updates had been applied between reading the parameters and applying the gradient computed "
-    "from them."
+    "Staleness: number of updates applied between reading the parameters and applying the gradient computed from them."
 )
 _TIMELINE = (
-    "All runs on one time axis, the first few workers and servers of each; in gaps nothing was recorded. "
+    "All runs on one time axis, with the first few workers and servers of each run; nothing was recorded in gaps. "
     "Drag to zoom, double-click to reset."
 )
 
@@ -159,7 +160,7 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
                 )
             )
         elif lost:
-            found.append((one, "finished, but lost nodes", lost))
+            found.append((one, "the run finished, but lost nodes", lost))
     return found
 
 
@@ -176,11 +177,11 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
         title = f"{metric[:1].upper()}{metric[1:]} and loss against seconds, bytes and samples"
         drawn.append(_drawing("progress", title, _PROGRESS, series, figures.progress))
     if any(one.record.summary.steps for one in series):
-        drawn.append(_drawing("per-step", "What a local step costs", _PER_STEP, series, activity.per_step))
-        drawn.append(_drawing("per-worker", "Where each worker's time went", _PER_WORKER, series, activity.per_worker))
+        drawn.append(_drawing("per-step", "Time per local step of a worker", _PER_STEP, series, activity.per_step))
+        drawn.append(_drawing("per-worker", "How each worker spent its time", _PER_WORKER, series, activity.per_worker))
     if figures.staleness(series) is not None:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
-        note = f" No staleness on the record of: {', '.join(without)}." if without else ""
+        note = f" No staleness was recorded for: {', '.join(without)}." if without else ""
         drawn.append(_drawing("staleness", "Staleness of updates", _STALENESS + note, series, figures.staleness))
     first = activity.timeline(series)
     if first:
@@ -195,7 +196,8 @@ def _clocks(series: Sequence[Series]) -> str:
     if not found:
         return ""
     return (
-        f" A node's clock is off the launcher's by at most {formatting.seconds(max(found))}, as measured at the start."
+        f" The clock of every node agrees with the launcher's clock to within {formatting.seconds(max(found))}, as "
+        "measured at the start."
     )
 
 

@@ -32,20 +32,20 @@ HEADINGS = (
 PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
 """Title of each plot of the figure → vertical range of the plot, as shares of the plotting area."""
 CAPTION = (
-    "Layers from the input (left) to the output (right); of many, every second or third is named. "
-    "Multiply-adds are those of the forward pass of one sample. "
-    "Work W is the number of floating-point operations, forward and backward; depth D is the longest chain of "
-    "dependent operations. Bytes are sent by one worker in a step: to average the gradient (2 (P-1)/P of it), or "
-    "to gather and return the activations of a layer that is split, in the cheaper of its two directions."
+    "Layers from the input (left) to the output (right); if there are many layers, only every second or third is "
+    "named. Multiply-adds are those of the forward pass of one sample. Work W is the number of floating-point "
+    "operations, forward and backward; depth D is the longest chain of dependent operations. Bytes are those that "
+    "one worker sends per step: to average the gradient (2 (P-1)/P of the gradient), or to gather and return the "
+    "activations of a layer that is split, in the cheaper of its two directions."
 )
 
 
 EXPLAINED = (
-    "multiply-adds: those of the forward pass for one sample; work W and depth D: all operations, and the longest "
-    "chain of dependent operations; W/D: mean number of operations that can run at the same time; activations: those "
-    "of the batch; data parallel and split: bytes that a worker sends in a step if the data, or this layer, are split "
-    "over the workers; cheaper: which of the two is less (colored if it is split), and in the last row the bytes if "
-    "every layer uses its cheaper way."
+    "multiply-adds: of the forward pass of one sample; work W and depth D: number of all operations, and the longest "
+    "chain of dependent operations; W/D: mean number of operations that can run at the same time; activations: size "
+    "for the whole batch; data parallel and split: bytes that a worker sends per step if the data, or this layer, "
+    "are split over the workers; cheaper: the way that sends fewer bytes (colored if the layer is split), and in the "
+    "last row the bytes if every layer is divided in its cheaper way."
 )
 
 
@@ -135,16 +135,17 @@ def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
     """The totals of the table in sentences."""
     require_scale(batch, workers)
     first = (
-        f"{model.name}: {model.parameters:,} parameters, {amount(model.multiply_adds)} multiply-adds a sample forward; "
-        f"a gradient of {batch} samples takes {amount(model.work(batch))} floating-point operations, "
-        f"{model.depth(batch):,} deep: on average {amount(model.parallelism(batch))} can run at the same time."
+        f"{model.name}: {model.parameters:,} parameters, {amount(model.multiply_adds)} multiply-adds per sample in "
+        f"the forward pass; a gradient of {batch} samples takes {amount(model.work(batch))} floating-point operations "
+        f"in {model.depth(batch):,} dependent steps: on average {amount(model.parallelism(batch))} operations can run "
+        "at the same time."
     )
     said = [first]
     if workers > 1 and model.gradients:
         said.append(_advice(model, batch, workers))
     if model.unknown:
         names = [f"{layer.name} ({layer.kind})" for layer in model.layers if layer.name in model.unknown]
-        said.append(f"The work of {_listed(names)}; could not be counted and is taken as 0.")
+        said.append(f"The number of operations of {_listed(names)} could not be counted and is set to 0.")
     return said
 
 
@@ -152,14 +153,13 @@ def _advice(model: ModelShape, batch: int, workers: int) -> str:
     sent, split = model.data_bytes(workers), model.split_layers(batch, workers)
     start = f"Data parallelism on {workers} workers sends {formatting.size(sent)} per worker and step"
     if not split:
-        return f"{start}; at {batch} samples per worker no layer would send fewer bytes if it were split."
+        return f"{start}; at {batch} samples per worker, splitting a layer would not reduce the bytes of any layer."
     least = model.cheapest_bytes(batch, workers)
     named = {layer.name: model.break_even_batch(layer, workers) for layer in model.layers if layer.name in split}
     largest = max(named, key=lambda name: named[name])
     return (
-        f"{start}; with {_listed(split)} split over the workers it would be {formatting.size(least)}. For {largest} "
-        "this "
-        f"holds below {formatting.number(named[largest])} samples per worker."
+        f"{start}; with {_listed(split)} split over the workers, each worker would send {formatting.size(least)}. For "
+        f"{largest} this holds below {formatting.number(named[largest])} samples per worker."
     )
 
 
@@ -299,7 +299,7 @@ def layers_page(model: ModelShape, batch: int, workers: int) -> Page:
     return Page(
         brand="flockstep layers",
         title=f"{model.name}: {batch} samples on each of {workers} workers",
-        footer=f"{model.note}. Times and links are not part of this page. MB = 1,000,000 bytes.",
+        footer=f"{model.note}. Times and links are not considered on this page. MB = 1,000,000 bytes.",
         sentences=sentences(model, batch, workers),
         drawings=(Drawing("picture", "Layer by layer", CAPTION, picture(model, batch, workers)),),
         listings=(

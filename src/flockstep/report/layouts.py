@@ -25,8 +25,8 @@ MOST = 4
 PANEL_PX, GAP_PX, TOP_PX = 330, 120, 120
 CAPTION = (
     "Lower bound of the time in which one step exchanges and updates the parameters: transmitting, adding gradients "
-    "(10 GiB/s) and updating (2 GiB/s), one after the other, without latency. Computing is not included. "
-    "Above: over the number of workers. Below: over the speed of every worker's link."
+    "(10 GiB/s) and updating (2 GiB/s), one after the other, without latency. The time to compute gradients is not "
+    "included. Upper row: over the number of workers. Lower row: over the bandwidth of every worker's link."
 )
 
 
@@ -51,7 +51,7 @@ class Delays:
         if self.workers < 1:
             raise ConfigurationError(f"layouts need >= 1 worker, got {self.workers}; 16 is usual")
         if not 1 <= len(self.models) <= MOST:
-            raise ConfigurationError(f"layouts need 1 to {MOST} models, got {len(self.models)}; vgg-a is one")
+            raise ConfigurationError(f"layouts need 1 to {MOST} models, got {len(self.models)}; give for example vgg-a")
 
     def seconds(self, model: ModelSize, name: str) -> float:
         """Seconds per step of the layout `name` for one model."""
@@ -80,10 +80,10 @@ class Delays:
             least, most = min(shared, key=lambda n: self.seconds(model, n)), "naive server"
             times = self.seconds(model, most) / self.seconds(model, least)
             said.append(
-                f"{model.name} ({formatting.size(model.nbytes)}) on {self.workers} workers with {self.link}: at least "
-                f"{formatting.seconds(self.seconds(model, most))} a step with a {most}, "
-                f"{formatting.seconds(self.seconds(model, least))} with a {least}, {formatting.number(times)} times "
-                "less."
+                f"{model.name} ({formatting.size(model.nbytes)}) on {self.workers} workers with {self.link}: a step "
+                f"takes at least {formatting.seconds(self.seconds(model, most))} with a {most} and at least "
+                f"{formatting.seconds(self.seconds(model, least))} with a {least}, which is "
+                f"{formatting.number(times)} times less."
             )
         return said
 
@@ -100,13 +100,13 @@ def speed(bandwidth: float) -> str:
 def layouts_page(delays: Delays) -> Page:
     """Return the HTML page with the figure, and its values as tables."""
     headings = ("layout", *(f"{model.name} ({formatting.size(model.nbytes)})" for model in delays.models))
-    note = f"Seconds a step, {delays.workers} workers, {delays.link} each."
+    note = f"Lower bounds in seconds per step, for {delays.workers} workers with links of {delays.link}."
     return Page(
         brand="flockstep layouts",
-        title=f"Least delay of a step by layout, {delays.workers} workers, {delays.link}",
+        title=f"Lower bound of the delay per step by layout, {delays.workers} workers, {delays.link}",
         footer="Lower bounds after Langer et al. (2020), figure 14. MB = 1,000,000 bytes.",
         lists=(("In words", delays.sentences()),),
-        drawings=(Drawing("layouts", "Where the parameters lie", CAPTION, picture(delays)),),
+        drawings=(Drawing("layouts", "Layout: where the parameters are stored", CAPTION, picture(delays)),),
         listings=(
             Listing("Least delay", note, headings, delays.rows()),
             *(_over_workers(delays, model) for model in delays.models),
@@ -117,7 +117,7 @@ def layouts_page(delays: Delays) -> Page:
 def _over_workers(delays: Delays, model: ModelSize) -> Listing:
     times = Times.of(model.nbytes, delays.bandwidth)
     rows = [(name, *(formatting.seconds(form(n, times)) for n in WORKERS)) for name, form in LAYOUTS.items()]
-    heading = f"{model.name}: a step over the number of workers"
+    heading = f"{model.name}: lower bound of the delay per step, by number of workers"
     return Listing(heading, f"{delays.link} each.", ("layout", *(f"{n:,}" for n in WORKERS)), rows)
 
 

@@ -112,8 +112,8 @@ def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> l
     said = []
     if len(groups) > len(chosen):
         said.append(
-            "the learning rates marked * were chosen on these same runs, so their figures are optimistic: run "
-            "the chosen ones with another --seed before quoting them"
+            "the learning rates marked * were chosen on these same runs, so their figures are optimistic: repeat the "
+            "runs at these rates with another --seed before quoting the figures"
         )
     for group in chosen:
         rates = sorted(
@@ -122,13 +122,15 @@ def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> l
         lr = group.runs[0].lr
         if len(rates) > 1 and lr in (rates[0], rates[-1]):
             end = "smallest" if lr == rates[0] else "largest"
-            said.append(f"{group.runs[0].strategy}: the best learning rate {lr:g} is the {end} of the grid; extend it")
+            said.append(
+                f"{group.runs[0].strategy}: the best learning rate {lr:g} is the {end} of the grid; extend the grid"
+            )
         said += _missed([one for one in groups if one.runs[0].strategy == group.runs[0].strategy], group)
     seeds = [tuple(run.seed for run in group.runs) for group in groups]
     if len(set(seeds)) > 1:
         said.append(
-            f"medians are over different seeds, from {min(map(len, seeds))} to {max(map(len, seeds))} runs "
-            f"each, and are not comparable; repeat the command to complete them"
+            f"medians are over different numbers of seeds, from {min(map(len, seeds))} to {max(map(len, seeds))} runs "
+            "each, and are not comparable; repeat the command to complete the missing runs"
         )
     return said
 
@@ -162,7 +164,7 @@ def best(groups: Sequence[RepeatedRuns]) -> RepeatedRuns:
 def title(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> str:
     """Title of the table of ranges."""
     seeds = max(len(group.runs) for group in groups)
-    over = f"Medians over {seeds} seeds [smallest to largest]" if seeds > 1 else "Every learning rate"
+    over = f"Medians over {seeds} seeds [smallest to largest value]" if seeds > 1 else "Every learning rate"
     return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
 
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from flockstep.report import formatting
 
-HEADINGS = ("strategy", "predicted s a step", "in the run", "error", "predicted MB sent a step", "in the run", "from")
+HEADINGS = (
+    "strategy",
+    "predicted seconds per step",
+    "in the run",
+    "error",
+    "predicted MB sent per step",
+    "in the run",
+    "from",
+)
 
 
 @dataclass(frozen=True)

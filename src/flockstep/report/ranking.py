@@ -58,8 +58,8 @@ def require_comparable(summaries: Sequence[Summary]) -> None:
         found = {str(getattr(summary, name)) for summary in summaries}
         if len(found) > 1:
             raise ConfigurationError(
-                f"runs with different {plural} are not comparable, got {' and '.join(sorted(found))}; rank each "
-                f"on its own"
+                f"runs with different {plural} are not comparable, got {' and '.join(sorted(found))}; rank the runs "
+                "of each group separately"
             )
 
 

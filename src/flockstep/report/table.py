@@ -16,7 +16,7 @@ _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "fai
 def columns(summary: Summary) -> tuple[TableColumn, ...]:
     """The columns of the ranked table; all rows share the clock and the metric of `summary`."""
     metric, goal = summary.metric, f"{summary.metric} {summary.target:g}" if summary.target is not None else None
-    reached = f"seconds to {goal}: until the first evaluation that reached it; > where none did."
+    reached = f"seconds to {goal}: until the first evaluation that reached the target; > if no evaluation reached it."
     return (
         TableColumn("#"),
         TableColumn("strategy", text=True),
@@ -31,12 +31,12 @@ def columns(summary: Summary) -> tuple[TableColumn, ...]:
     )
 
 
-_STALENESS = "staleness: updates applied between reading the parameters and applying the gradient."
+_STALENESS = "staleness: number of updates applied between reading the parameters and applying the gradient."
 _COMPUTING = "computing: share of a worker's time; the rest is communicating and waiting."
 _DIVERGENCE = "divergence: root mean square distance of the replicas from their mean at the last evaluation."
 _APPLIED = (
-    "updates applied: share of the workers' updates that entered the models of the other workers, or of the servers; "
-    "below 100 % where workers exchange with few others at a time, or drop updates: no sign of an unfinished run."
+    "updates applied: share of the workers' updates that entered the models of the other workers, or of the servers. "
+    "A finished run can stay below 100 % if workers exchange with few workers at a time, or drop updates."
 )
 
 
@@ -85,7 +85,10 @@ def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
         )
         said.append(f"=: a tie, {why}.")
     if seeds == 1 and len(ranked) > 1 and ranked[0].clock == "real":
-        said.append("One run each: how much seconds vary is not known; --seeds 5 ranks medians and shows their ranges.")
+        said.append(
+            "Each strategy has only one run, so the variation of the seconds is not known; --seeds 5 ranks "
+            "medians and shows ranges."
+        )
     return said
 
 
@@ -105,7 +108,8 @@ def one_by_one(configs: Iterable[RunConfig]) -> list[str]:
     """Sentences about simulations that could not compute the gradients of several workers in one call."""
     said = {config.versions.get("gradients", "batched") for config in configs} - {"batched"}
     return [
-        f"gradients were computed {how}; seconds are virtual, but the simulation takes longer" for how in sorted(said)
+        f"gradients were computed {how}; seconds are virtual, but the simulation itself takes longer"
+        for how in sorted(said)
     ]
 
 

@@ -56,7 +56,8 @@ def check_shares(at: tuple[float, ...], who: str) -> None:
     """
     if not all(a < b for a, b in zip((0.0, *at), (*at, 1.0), strict=True)):
         raise ConfigurationError(
-            f"at of {who} must be shares of the run that ascend within (0, 1), got {at}; use for example (0.5, 0.75)"
+            f"at of {who} must be shares of the run in ascending order within (0, 1), got {at}; use for example (0.5, "
+            "0.75)"
         )
 
 
@@ -68,7 +69,7 @@ def check_positive(who: str, **values: float) -> None:
     """
     for name, value in values.items():
         if not 0 < value < float("inf"):
-            raise ConfigurationError(f"{name} of {who} must be > 0 and finite, got {value}; 1 changes nothing")
+            raise ConfigurationError(f"{name} of {who} must be > 0 and finite, got {value}; 1 has no effect")
 
 
 def check_epochs(who: str, epochs: float) -> None:

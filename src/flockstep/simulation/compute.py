@@ -220,7 +220,7 @@ class Pareto(_Random):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _above(self.shape, 1, "shape", "the mean is infinite at 1; use 1.1 for a very heavy tail")
+        _above(self.shape, 1, "shape", "use 1.1 for a very heavy tail, because at 1 the mean is infinite")
 
     def _draw(self, random: np.random.Generator) -> Draws:
         least = self.mean * (self.shape - 1) / self.shape
@@ -287,10 +287,10 @@ class Speeds(_Wrapper):
     def __post_init__(self) -> None:
         if not self.factors:
             raise ConfigurationError(
-                "factors must hold at least one number, got (); use (1, 2) for every other worker slow"
+                "factors must contain at least one number, got (); use (1, 2) if every other worker is slow"
             )
         for factor in self.factors:
-            _above(factor, 0, "a speed's factor", "2 means twice as slow")
+            _above(factor, 0, "a speed's factor", "2 stands for twice as slow")
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
         """The durations of `base`, times the factor of the worker's rank."""
@@ -314,7 +314,7 @@ class SlowSpells(_Wrapper):
             raise ConfigurationError(
                 f"probability must be in [0, 1], got {self.probability:g}; use 0.01 for 1 step in 100"
             )
-        _above(self.factor, 0, "a spell's factor", "10 means ten times as slow")
+        _above(self.factor, 0, "a spell's factor", "10 stands for ten times as slow")
         if self.length < 1:
             raise ConfigurationError(f"length must be >= 1 step, got {self.length}; use 1 for single slow steps")
 
@@ -348,10 +348,10 @@ class SharedCores(_Wrapper):
     def __post_init__(self) -> None:
         if self.cores < 1:
             raise ConfigurationError(
-                f"cores must be >= 1, got {self.cores}; leave shared_cores out for a core per worker"
+                f"cores must be >= 1, got {self.cores}; leave shared_cores out if every worker has its own core"
             )
         if self.base.sharing is not None:
-            raise CompositionError(f"the workers of {self.base} share cores already; give shared_cores once")
+            raise CompositionError(f"the workers of {self.base} share cores already; use shared_cores only once")
 
     @property
     def sharing(self) -> int | None:

@@ -41,7 +41,8 @@ class FairLink(Network):
         units.duration(self.latency, "latency")
         if not 0 <= self.spread < math.inf:
             raise ConfigurationError(
-                f"spread must be >= 0 and finite, got {self.spread:g}; 0.25 is usual, 0 makes shares equal"
+                f"spread must be >= 0 and finite, got {self.spread:g}; 0.25 is usual, 0 gives all connections equal "
+                "shares"
             )
 
     def start(self, cluster: Cluster) -> Fabric:

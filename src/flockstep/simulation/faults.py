@@ -55,7 +55,7 @@ class Drops(Fault):
 
     def __post_init__(self) -> None:
         if self.nth < 1:
-            raise ConfigurationError(f"nth must be >= 1, got {self.nth}; 1 is the first message")
+            raise ConfigurationError(f"nth must be >= 1, got {self.nth}; use 1 for the first message")
 
     def check(self, cluster: Cluster) -> None:
         _takes_part(self.source, cluster)
@@ -73,7 +73,7 @@ class Slows(Fault):
 
     def __post_init__(self) -> None:
         if not 0 < self.factor < math.inf:
-            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 2 means twice as slow")
+            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; use 2 for twice as slow")
         units.duration(self.at, "at")
         units.duration(self.until, "until")
 
@@ -104,10 +104,14 @@ class Narrows(Fault):
 
     def __post_init__(self) -> None:
         if not 0 < self.factor < math.inf:
-            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 10 leaves a tenth")
+            raise ConfigurationError(
+                f"factor must be > 0 and finite, got {self.factor}; 10 leaves a tenth of the bandwidth"
+            )
         at, until = units.duration(self.at, "at"), units.duration(self.until, "until")
         if until and until <= at:
-            raise ConfigurationError(f"until must be after at, got {self.until} and {self.at}; 0 means forever")
+            raise ConfigurationError(
+                f"until must be after at, got {self.until} and {self.at}; use 0 for a fault that does not end"
+            )
 
     def check(self, cluster: Cluster) -> None:
         _takes_part(self.node, cluster)
@@ -122,6 +126,6 @@ def _takes_part(node: Address, cluster: Cluster) -> None:
     if node not in cluster.addresses:
         workers, servers = cluster.workers, cluster.servers
         raise ConfigurationError(
-            f"{node_name(node)} does not take part: there are {workers} workers (0 to {workers - 1}) and {servers} "
-            f"servers{f' (-1 to -{servers})' if servers else ''}; name one of these"
+            f"{node_name(node)} does not exist in this run: there are {workers} workers (0 to {workers - 1}) and "
+            f"{servers} servers{f' (-1 to -{servers})' if servers else ''}; name one of these nodes"
         )

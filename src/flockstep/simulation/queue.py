@@ -39,7 +39,10 @@ class EventQueue(Generic[E]):
             RunError: `time` lies in the past, is infinite or is not a number.
         """
         if not self.now <= time < _NEVER:
-            raise RunError(f"an event's time must be finite and >= now ({self.now}), got {time}; schedule it at now")
+            raise RunError(
+                f"the time of an event must be finite and >= the current time ({self.now}), got {time}; schedule "
+                "the event at the current time"
+            )
         self._count = count = self._count + 1
         heapq.heappush(self._heap, (time, count, event))
 

@@ -38,21 +38,24 @@ class Tiers(Network):
     def __post_init__(self) -> None:
         if not self.machines or min(self.machines) < 1:
             raise ConfigurationError(
-                f"machines must hold >= 1 worker each, got {self.machines}; write (2, 2) for two machines of two"
+                f"each of the machines must hold >= 1 worker, got {self.machines}; write (2, 2) for two machines with "
+                "two workers each"
             )
         if len(self.tiers) != len(self.machines) or set(self.tiers) != set(range(self._count)):
             raise ConfigurationError(
-                f"tiers must number the tier of each of {len(self.machines)} machines from 0, got {self.tiers}; write "
-                "(0, 0, 1) for two machines in the first"
+                f"tiers must give the number of the tier, from 0, for each of the {len(self.machines)} machines, got "
+                f"{self.tiers}; write (0, 0, 1) for two machines in the first tier and one in the second"
             )
         pairs = self._count * (self._count - 1) // 2
         for name, wanted in (("inside", len(self.machines)), ("among", self._count), ("between", pairs)):
             got = len(getattr(self, name))
             if got not in (1, wanted) and wanted:
-                raise ConfigurationError(f"{name} must hold 1 or {wanted} links, got {got}; one counts for all")
+                raise ConfigurationError(
+                    f"{name} must hold 1 or {wanted} links, got {got}; give 1 link to use it everywhere"
+                )
         if any(isinstance(one, FairLink) for one in self.cards) and self._count > 1:
             raise ConfigurationError(
-                f"among may hold a fair_link if there is one tier, got {self._count}; write link(…) in its place"
+                f"among may hold a fair_link only if there is one tier, got {self._count} tiers; use link(…) instead"
             )
 
     @property
@@ -64,7 +67,9 @@ class Tiers(Network):
         """
         found = tuple(one for one in self.among if isinstance(one, Link | FairLink))
         if len(found) < len(self.among):
-            raise ConfigurationError(f"among must hold links, got {self.among}; write link('1gbit', '50us')")
+            raise ConfigurationError(
+                f"among must hold links, got {self.among}; write for example link('1gbit', '50us')"
+            )
         return found
 
     @property
@@ -80,7 +85,8 @@ class Tiers(Network):
         """
         if cluster.workers > sum(self.machines):
             raise ConfigurationError(
-                f"the machines hold {sum(self.machines)} workers, got {cluster.workers}; add machines to tiers(…)"
+                f"the machines of tiers(…) must hold all {cluster.workers} workers, got room for "
+                f"{sum(self.machines)}; add machines"
             )
         floor = _Floor(self, cluster)
         known: dict[tuple[Address, Address], Route] = {}

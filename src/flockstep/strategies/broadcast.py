@@ -44,7 +44,9 @@ class Broadcast(Strategy):
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < float("inf"):
-            raise ConfigurationError(f"scale must be > 0 and finite, got {self.scale}; 1 sums the workers' updates")
+            raise ConfigurationError(
+                f"scale must be > 0 and finite, got {self.scale}; 1 adds up the updates of the workers"
+            )
 
     # Complete, with unbounded delay; workers may die.
     traits = Traits(delivery="unbounded delay", survives=True, results=("rank0", "mean", "best"))

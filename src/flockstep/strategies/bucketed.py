@@ -39,7 +39,9 @@ class Bucketed(Strategy):
                 got = getattr(self, name)
                 raise ConfigurationError(f"{name} must be > 0 megabytes and finite, got {got}; 25 and 1 are usual")
         if self.accumulate < 1:
-            raise ConfigurationError(f"accumulate must be >= 1 batches, got {self.accumulate}; 1 steps after each")
+            raise ConfigurationError(
+                f"accumulate must be >= 1 batches, got {self.accumulate}; use 1 for a step after each batch"
+            )
 
     # Synchronous where every step exchanges: a dead worker stops all workers.
     traits = Traits("synchronous", survives=False, results=("rank0", "mean"), clips="combined")

@@ -37,9 +37,13 @@ class Codistillation(Strategy):
         if self.period < 1:
             raise ConfigurationError(f"period must be >= 1 steps, got {self.period}; 50 is usual")
         if not 0 <= self.weight < math.inf:
-            raise ConfigurationError(f"weight must be >= 0 and finite, got {self.weight}; 1 counts as much as the loss")
+            raise ConfigurationError(
+                f"weight must be >= 0 and finite, got {self.weight}; at 1 the term has the weight of the loss"
+            )
         if self.burn_in < 0:
-            raise ConfigurationError(f"burn_in must be >= 0 steps, got {self.burn_in}; 0 learns from the first copies")
+            raise ConfigurationError(
+                f"burn_in must be >= 0 steps, got {self.burn_in}; use 0 to learn from the first copies"
+            )
 
     # Updates reach other workers through predictions only; workers may die.
     traits = Traits("partial", survives=True, results=("best", "ensemble", "rank0"), needs_job=True)

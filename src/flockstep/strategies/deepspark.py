@@ -44,17 +44,20 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.factor < float("inf"):
-            raise ConfigurationError(f"factor must be >= 1, got {self.factor}; 1.2 is usual, 1 keeps alpha")
+            raise ConfigurationError(
+                f"factor must be >= 1, got {self.factor}; 1.2 is usual, and 1 keeps alpha constant"
+            )
         if not 0 <= self.improvement < 1:
-            raise ConfigurationError(f"improvement must be in [0, 1), got {self.improvement}; 0.05 stands for 5 %")
+            raise ConfigurationError(f"improvement must be in [0, 1), got {self.improvement}; use 0.05 for 5 %")
         if not 0 <= self.smallest <= self.alpha:
             raise ConfigurationError(
-                f"smallest must be in [0, alpha] = [0, {self.alpha}], got {self.smallest}; lower it or raise alpha"
+                f"smallest must be in [0, alpha] = [0, {self.alpha}], got {self.smallest}; lower smallest or raise "
+                "alpha"
             )
         if self.beta is not None and self.beta > self.smallest:
             raise ConfigurationError(
-                f"beta must be <= smallest = {self.smallest}, the smallest value of alpha, got {self.beta}; lower "
-                "it or raise smallest"
+                f"beta must be <= smallest = {self.smallest}, the lower limit of alpha, got {self.beta}; lower beta "
+                "or raise smallest"
             )
         if self.largest is not None and not self.alpha <= self.largest <= 0.5:
             raise ConfigurationError(

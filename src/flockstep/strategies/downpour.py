@@ -122,13 +122,13 @@ class Downpour(Strategy):
         check_filters(self.filters, self.codec)
         if self.server_update.compares_reads and (self.overlap or (self.n_push, self.n_fetch) != (1, 1)):
             raise CompositionError(
-                f"{self.server_update} depends on what workers have read, but gradients of downpour({self.n_push}, "
-                f"{self.n_fetch}, overlap={self.overlap}) are computed after steps of the worker's own; use "
-                f"downpour(1, 1, overlap=False), or another server_update"
+                f"{self.server_update} needs gradients at parameters that workers have read, but with "
+                f"downpour({self.n_push}, {self.n_fetch}, overlap={self.overlap}) workers change their parameters "
+                "before they compute gradients; use downpour(1, 1, overlap=False), or another server_update"
             )
         for name in ("n_push", "n_fetch", "shards"):
             if (got := getattr(self, name)) < 1:
-                raise ConfigurationError(f"{name} of downpour must be >= 1, got {got}; the usual is 1")
+                raise ConfigurationError(f"{name} of downpour must be >= 1, got {got}; 1 is usual")
 
     @property
     def traits(self) -> Traits:

@@ -37,7 +37,9 @@ class ElasticMomentum(ElasticAveraging):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, the paper's 0.99")
+            raise ConfigurationError(
+                f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, and the paper uses 0.99"
+            )
 
     # The traits of easgd; needs to know the job's optimizer.
     traits = Traits("partial", survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
@@ -50,8 +52,8 @@ class ElasticMomentum(ElasticAveraging):
         """
         if not isinstance(me.optimizer, SGD) or me.optimizer.dampening:
             raise CompositionError(
-                f"eamsgd has its own momentum and needs sgd without dampening, got {me.optimizer}; use for "
-                f"example sgd(lr=0.01), or easgd with your optimizer"
+                f"eamsgd has its own momentum and needs sgd without momentum and dampening, got {me.optimizer}; use "
+                "for example sgd(lr=0.01), or easgd with your optimizer"
             )
         return Velocity(namespace(me.params).zeros_like(me.params))
 

@@ -37,7 +37,9 @@ class SynchronousElasticAveraging(Strategy):
 
     def __post_init__(self) -> None:
         if self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 1 exchanges at every step")
+            raise ConfigurationError(
+                f"period must be >= 1 local steps, got {self.period}; use 1 to exchange at every step"
+            )
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise ConfigurationError(
                 f"alpha must be in [0, 1], got {self.alpha}; leave it out for 0.9 / workers, that is beta = 0.9"

@@ -74,9 +74,12 @@ class EpochServer(Strategy):
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ConfigurationError(f"share must be in (0, 1], got {self.share}; Project Adam's is 0.75")
+            raise ConfigurationError(f"share must be in (0, 1], got {self.share}; Project Adam uses 0.75")
         if self.length < 1:
-            raise ConfigurationError(f"length must be >= 1 steps, got {self.length}; use a pass over a worker's data")
+            raise ConfigurationError(
+                f"length must be >= 1 steps, got {self.length}; use the number of steps in one pass over a "
+                "worker's data"
+            )
 
     # Asynchronous within an epoch; some batches are never used.
     traits = Traits("partial", True, ("server", "mean", "rank0", "best"), True, fixed_steps=False, needs_job=True)

@@ -65,8 +65,8 @@ def _not_finite(node: Node, message: Message, update: FlatArray) -> str | None:
     if where < 0:
         return None
     return (
-        f"what {node_name(message.source)} sends to {node_name(node.address)} must be finite, got "
-        f"{float(update[where])} at element {where} of its {message.tag!r} at step {node.before + message.step}; "
+        f"an update from {node_name(message.source)} to {node_name(node.address)} must be finite, got "
+        f"{float(update[where])} at element {where} of message {message.tag!r} at step {node.before + message.step}; "
         "lower the learning rate or clip the gradient"
     )
 

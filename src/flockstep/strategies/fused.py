@@ -109,7 +109,9 @@ class Fused(Strategy):
         while left:
             named = (await me.receive("go", 0)).note.tensors
             if not all(0 <= i < len(me.tensors) for i in named):
-                raise ProtocolError(f"worker 0 named the tensors {named}; there are 0 to {len(me.tensors) - 1}")
+                raise ProtocolError(
+                    f"worker 0 named the tensors {named}, but there are only tensors 0 to {len(me.tensors) - 1}"
+                )
             parts = [me.tensors[i] for i in named]
             buffer = namespace(mean).concatenate([mean[part] for part in parts])
             await self.collective.average(me, buffer)

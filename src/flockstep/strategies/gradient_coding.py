@@ -55,7 +55,7 @@ class GradientCoding(Strategy):
 
     def __post_init__(self) -> None:
         if self.s < 0:
-            raise ConfigurationError(f"s must be >= 0 stragglers, got {self.s}; 0 is without redundancy")
+            raise ConfigurationError(f"s must be >= 0 stragglers, got {self.s}; use 0 for no redundancy")
 
     @property
     def traits(self) -> Traits:
@@ -75,7 +75,7 @@ class GradientCoding(Strategy):
             ConfigurationError: s is too large, or the number of workers is not a multiple of s + 1.
         """
         if self.s >= workers and workers > 1:
-            raise ConfigurationError(f"s must be below the number of workers, {workers}, got {self.s}; use s=1")
+            raise ConfigurationError(f"s must be below {workers}, the number of workers, got {self.s}; use s=1")
         if self.scheme == "fractional" and workers > 1 and workers % (self.s + 1):
             raise ConfigurationError(
                 f"fractional coding needs a multiple of s + 1 = {self.s + 1} workers, got {workers}; use scheme=cyclic"
@@ -113,7 +113,8 @@ class GradientCoding(Strategy):
                 state.gone.add(message.source)
                 if len(state.gone) > s:
                     raise PeerLost(
-                        f"{len(state.gone)} workers are lost, gradient coding with s={s} tolerates {s}; raise s"
+                        f"{len(state.gone)} workers are lost, but gradient coding with s={s} tolerates only {s}; "
+                        "raise s"
                     )
             if message.tag != "coded" or message.note.turn != me.version:
                 continue
@@ -155,7 +156,9 @@ def decoder(scheme: Literal["cyclic", "fractional"], n: int, s: int, survivors: 
         PeerLost: fewer than n - s workers survive.
     """
     if len(survivors) < n - s:
-        raise PeerLost(f"{n - len(survivors)} of {n} workers are missing, the code with s={s} tolerates {s}; raise s")
+        raise PeerLost(
+            f"{n - len(survivors)} of {n} workers are missing, but the code with s={s} tolerates only {s}; raise s"
+        )
     if scheme == "fractional":
         groups = [rank // (s + 1) for rank in survivors]
         return tuple(float(groups.index(group) == i) for i, group in enumerate(groups))

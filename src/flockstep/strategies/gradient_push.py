@@ -68,7 +68,9 @@ class GradientPush(Strategy):
 
     def __post_init__(self) -> None:
         if self.tau < 0:
-            raise ConfigurationError(f"tau must be >= 0 steps, got {self.tau}; use 1 to overlap with one gradient")
+            raise ConfigurationError(
+                f"tau must be >= 0 steps, got {self.tau}; use 1 to overlap the messages with one gradient"
+            )
 
     # Updates spread along the graph's edges; a dead worker's mass is lost, and the others continue.
     traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
@@ -89,8 +91,8 @@ class GradientPush(Strategy):
         require_column_stochastic(self.topology, workers, f"sgp on {self.topology}")
         if any(not weights.diagonal().all() for weights in mixing(self.topology, workers)):
             raise ConfigurationError(
-                f"sgp needs workers that keep part of their mass, got one on {self.topology} that sends all of it; "
-                "leave its weights out, or let them sum to less than one"
+                f"sgp needs workers that keep part of their own weight, got {self.topology}, in which a worker sends "
+                "all its weight away; leave out the weights of the topology, or let them sum to less than one"
             )
 
     def worker_state(self, me: Worker) -> PushSumState:

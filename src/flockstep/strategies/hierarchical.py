@@ -189,8 +189,8 @@ def _require_ranks(me: Server, message: Message) -> None:
     ranks, versions = message.note.ranks, message.note.versions
     if not ranks or len(ranks) != len(versions) or not all(0 <= rank < me.cluster.workers for rank in ranks):
         raise ProtocolError(
-            f"{node_name(message.source)} sent a sum of gradients of ranks {ranks} with versions {versions}; "
-            f"each needs one of the ranks 0 to {me.cluster.workers - 1}, and a version"
+            f"{node_name(message.source)} sent a sum of gradients of ranks {ranks} with versions {versions}; each "
+            f"gradient needs a version and one of the ranks 0 to {me.cluster.workers - 1}"
         )
 
 
@@ -242,8 +242,8 @@ class Hierarchical(Strategy):
             raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; 4 is usual")
         if self.leaf == "asynchronous" and self.root == "synchronous":
             raise CompositionError(
-                "a synchronous root waits for a sum of every leaf, but leaf=asynchronous sends sums at its own rate; "
-                "use root=asynchronous too"
+                "a synchronous root waits for one sum from every leaf, but with leaf=asynchronous leaves send sums "
+                "at different rates; use root=asynchronous too"
             )
 
     @property

@@ -53,7 +53,9 @@ class LocalSGD(Strategy):
 
     def __post_init__(self) -> None:
         if isinstance(self.period, int) and self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 1 averages after every step")
+            raise ConfigurationError(
+                f"period must be >= 1 local steps, got {self.period}; use 1 to average after every step"
+            )
         if self.weighting not in ("equal", "samples"):
             raise ConfigurationError(
                 f"weighting must be equal or samples, got {self.weighting}; leave it out for equal"

@@ -38,7 +38,9 @@ class MajorityVote(Strategy):
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
-            raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 for none")
+            raise ConfigurationError(
+                f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, and 0 turns momentum off"
+            )
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), approximation="lost")
@@ -82,7 +84,8 @@ class MajorityVote(Strategy):
         where = first_not_finite(gradient)
         if where >= 0:
             raise Diverged(
-                f"cannot vote with {gradient[where]} at element {where}; lower the learning rate or clip the gradient"
+                f"signs can only be counted for numbers, got {gradient[where]} at element {where}; lower the learning "
+                "rate or clip the gradient"
             )
         return gradient
 
@@ -100,6 +103,6 @@ def unpacked(data: Bytes, size: int) -> FlatArray:
         ProtocolError: `data` does not have the number of bytes that `size` signs take.
     """
     if name_of(data) != "uint8" or len(data) != (size + 7) // 8:
-        raise ProtocolError(f"{size} signs take {(size + 7) // 8} bytes, got {len(data)} of {name_of(data)}")
+        raise ProtocolError(f"{size} signs need {(size + 7) // 8} bytes, got {len(data)} of {name_of(data)}")
     signs: FlatArray = kernels.of(data).unpack(data, size, 1) > 0
     return signs

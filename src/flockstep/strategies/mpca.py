@@ -62,9 +62,11 @@ class PenalizedAveraging(Strategy):
 
     def __post_init__(self) -> None:
         if not 0 <= self.rho < float("inf"):
-            raise ConfigurationError(f"rho must be >= 0 and finite, got {self.rho}; 0.5 is usual, 0 for no penalty")
+            raise ConfigurationError(
+                f"rho must be >= 0 and finite, got {self.rho}; 0.5 is usual, and 0 turns the penalty off"
+            )
         if not 0 <= self.gamma <= 1:
-            raise ConfigurationError(f"gamma must be in [0, 1], got {self.gamma}; 0 does not extrapolate")
+            raise ConfigurationError(f"gamma must be in [0, 1], got {self.gamma}; use 0 for no extrapolation")
 
     # The penalty draws replicas together; a dead worker stops all workers.
     traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))

@@ -132,8 +132,8 @@ async def _heard(me: Worker, j: int) -> FlatArray:
         return me.params
     if message.step != me.step - 1:
         raise PeerLost(
-            f"the model of {node_name(j)} at step {me.step - 1} was lost: {node_name(me.rank)} got that of step "
-            f"{message.step}; start again from the last checkpoint"
+            f"the model of {node_name(j)} at step {me.step - 1} was lost: {node_name(me.rank)} received the model of "
+            f"step {message.step}; start again from the last checkpoint"
         )
     me.record_update(j, 0)
     return message.payload

@@ -45,7 +45,7 @@ class OverlapLocalSGD(Strategy):
         if not 0 <= self.alpha <= 1:
             raise ConfigurationError(f"alpha must be in [0, 1], got {self.alpha}; 0.6 is usual")
         if not 0 <= self.beta < 1:
-            raise ConfigurationError(f"beta must be in [0, 1), got {self.beta}; 0 is without momentum, 0.7 is usual")
+            raise ConfigurationError(f"beta must be in [0, 1), got {self.beta}; use 0 for no momentum; 0.7 is usual")
 
     # Replicas move part of the way to an old average; a dead worker stops all workers.
     traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))

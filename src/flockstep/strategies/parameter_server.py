@@ -60,24 +60,24 @@ class ParameterServer(Strategy):
 
     def __post_init__(self) -> None:
         if self.shards < 1:
-            raise ConfigurationError(f"shards must be >= 1, got {self.shards}; 1 is a single server")
+            raise ConfigurationError(f"shards must be >= 1, got {self.shards}; use 1 for a single server")
         access = self.consistency.access
         if self.shards > 1 and isinstance(access, CancelStale):
             raise CompositionError(
-                f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
-                f"agree; got shards={self.shards}, use shards=1"
+                f"with {self.consistency} servers drop gradients, and shards decide separately which gradients to "
+                f"drop; got shards={self.shards}, use shards=1"
             )
         if isinstance(access, CachedCopies) and self.server_update.compares_reads:
             raise CompositionError(
-                f"{self.server_update} depends on what workers have read, which servers do not know with "
-                f"{self.consistency}, "
-                "because workers step copies of their own; use a consistency without copies, such as ssp, or another "
-                "server_update"
+                f"{self.server_update} needs the parameters that workers have read, which servers do not know with "
+                f"{self.consistency}, because workers update their own copies; use a consistency without copies, such "
+                "as ssp, or another server_update"
             )
         if self.filters and (isinstance(access, CancelStale) or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
-                "filters send withheld elements in a later push, so they need a strategy without feedback whose "
-                "consistency gives up no gradients, got {self.feedback} and {self.consistency}; leave one out"
+                "filters send withheld elements in a later push, so filters need feedback none and a consistency "
+                "that drops no gradients, got {self.feedback} and {self.consistency}; leave out the filters, or "
+                "change one of these"
             )
         if not self.aggregation.linear:
             self._check_aggregation()
@@ -213,8 +213,8 @@ class ParameterServer(Strategy):
             gradient = message.payload
             if len(gradient) != len(me.params) or gradient.dtype != me.params.dtype:
                 raise ProtocolError(
-                    f"{node_name(message.source)} pushed {len(gradient)} × {gradient.dtype} to "
-                    f"{node_name(me.address)}, which holds {len(me.params)} × {me.params.dtype}"
+                    f"{node_name(message.source)} pushed {len(gradient)} elements of {gradient.dtype} to "
+                    f"{node_name(me.address)}, which holds {len(me.params)} elements of {me.params.dtype}"
                 )
             return accepted(me, message, gradient)
         if self.filters:

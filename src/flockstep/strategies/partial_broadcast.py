@@ -50,9 +50,13 @@ class PartialBroadcast(Strategy):
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ConfigurationError(f"share must be in (0, 1], got {self.share}; 1 sends every update to all workers")
+            raise ConfigurationError(
+                f"share must be in (0, 1], got {self.share}; use 1 to send every update to all workers"
+            )
         if not 0 < self.scale < float("inf"):
-            raise ConfigurationError(f"scale must be > 0 and finite, got {self.scale}; 1 sums the workers' updates")
+            raise ConfigurationError(
+                f"scale must be > 0 and finite, got {self.scale}; 1 adds up the updates of the workers"
+            )
 
     @property
     def traits(self) -> Traits:

@@ -57,8 +57,8 @@ class PowerSgd(Strategy):
             raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
         if self.feedback not in (Residual(), NoFeedback()):
             raise CompositionError(
-                f"feedback of powersgd must be residual or none, because it is computed between two exchanges, got "
-                f"{self.feedback}; leave it out for residual"
+                "feedback of powersgd must be residual or none, because powersgd computes the error between two "
+                f"exchanges, got {self.feedback}; leave it out for residual"
             )
 
     # Synchronous: a dead worker stops all workers.

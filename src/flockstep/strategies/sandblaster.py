@@ -66,7 +66,10 @@ class Sandblaster(Strategy):
     def __post_init__(self) -> None:
         for name, least in (("portions", 1), ("backups", 0), ("history", 1), ("shards", 1)):
             if getattr(self, name) < least:
-                raise ConfigurationError(f"{name} must be >= {least}, got {getattr(self, name)}; see flockstep list")
+                raise ConfigurationError(
+                    f"{name} must be >= {least}, got {getattr(self, name)}; flockstep list sandblaster shows "
+                    "usual values"
+                )
 
     # One exact gradient at a time; any worker can take any portion, including that of a dead worker.
     traits = Traits(
@@ -95,7 +98,9 @@ class Sandblaster(Strategy):
             ConfigurationError: there are more portions than training samples.
         """
         if self.portions > (most := me.train_size):
-            raise ConfigurationError(f"portions must be <= the number of training samples, {most}, got {self.portions}")
+            raise ConfigurationError(
+                f"portions must be <= {most}, the number of training samples, got {self.portions}; use fewer portions"
+            )
         return Fetched()
 
     def master_state(self, me: Server) -> ShardState:

@@ -33,9 +33,11 @@ class Sparta(Strategy):
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
-            raise ConfigurationError(f"p of sparta must be in (0, 1], got {self.p}; 0.005 is usual, 1 averages all")
+            raise ConfigurationError(
+                f"p of sparta must be in (0, 1], got {self.p}; 0.005 is usual, and 1 averages all elements"
+            )
         if self.seed < 0:
-            raise ConfigurationError(f"seed of sparta must be >= 0, got {self.seed}; use 0")
+            raise ConfigurationError(f"seed of sparta must be >= 0, got {self.seed}; 0 is usual")
 
     @property
     def traits(self) -> Traits:

@@ -68,15 +68,17 @@ class StreamingDiloco(Strategy):
                 raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; 100 and 4 are usual")
         if not 0 <= self.overlap < self.period:
             raise ConfigurationError(
-                f"overlap must be >= 0 steps and below the period {self.period}, got {self.overlap}; 0 waits for means"
+                f"overlap must be >= 0 steps and below the period {self.period}, got {self.overlap}; use 0 to wait "
+                "for the means"
             )
         if not 0 <= self.alpha <= 1:
-            raise ConfigurationError(f"alpha must be in [0, 1], got {self.alpha}; 0.5 is usual, 0 takes the mean alone")
+            raise ConfigurationError(
+                f"alpha must be in [0, 1], got {self.alpha}; 0.5 is usual, and 0 uses the mean alone"
+            )
         if self.outer_optimizer.resets:
             raise CompositionError(
-                f"{self.outer_optimizer} resets the workers' optimizers when the whole model is averaged, got "
-                "fragments; use "
-                "local_sgd, or leave reset out"
+                f"{self.outer_optimizer} resets the workers' optimizers when the whole model is averaged, but this "
+                "strategy averages fragments; use local_sgd, or leave reset out"
             )
         check_composition(self.codec, self.feedback)
 

@@ -69,6 +69,6 @@ def require_layers(strategy: Strategy, me: Worker) -> None:
     """
     if not me.layers:
         raise CompositionError(
-            f"{strategy} sends factors of fully connected layers, and this model has none that can be factored; use a "
-            f"model with torch.nn.Linear modules, or a strategy that sends gradients"
+            f"{strategy} sends factors of fully connected layers, but this model has no layer that can be factored; "
+            "use a model with torch.nn.Linear modules, or a strategy that sends gradients"
         )

@@ -49,13 +49,17 @@ class FactorServer(ParameterServer):
         super().__post_init__()
         if not isinstance(self.consistency.access, PushPull):
             raise CompositionError(
-                "factors are pushed and answered, so consistency must neither keep copies nor give up gradients, "
-                f"got {self.consistency}; use ps"
+                "servers of factors answer every push, so consistency must neither keep copies nor drop gradients, "
+                f"got {self.consistency}; use ps for such a consistency"
             )
         if self.filters:
-            raise CompositionError(f"factors are sent as they are, so filters must be (), got {self.filters}; use ps")
+            raise CompositionError(
+                f"factors are sent without filters, so filters must be (), got {self.filters}; use ps with filters"
+            )
         if not self.codec.lossless:
-            raise CompositionError(f"factors are sent as they are, so codec must be identity, got {self.codec}; use ps")
+            raise CompositionError(
+                f"factors are sent unencoded, so codec must be identity, got {self.codec}; use ps with a codec"
+            )
 
     @property
     def traits(self) -> Traits:
@@ -138,7 +142,7 @@ def unpacked(message: Message, size: int) -> FlatArray:
     try:
         packing = Packing(size, [FactoredWeight(*layer) for layer in layers])
     except (ValueError, ConfigurationError) as error:
-        raise ProtocolError(f"worker {message.source} sent factors of layers {layers}: {error}") from None
+        raise ProtocolError(f"worker {message.source} sent wrong factors of layers {layers}: {error}") from None
     if len(packed) != packing.size:
         raise ProtocolError(
             f"worker {message.source} sent {len(packed)} elements for layers {layers}, which need {packing.size}"

@@ -48,8 +48,8 @@ class TwoWay(Strategy):
         check_composition(self.codec, self.feedback)
         if isinstance(self.feedback, Momentum):
             raise CompositionError(
-                f"two_way would apply the momentum of its feedback twice, to gradients and to their mean, got "
-                f"{self.feedback}; use residual, and momentum in the optimizer"
+                "two_way applies feedback to gradients and to their mean, so momentum in the feedback would act "
+                f"twice, got {self.feedback}; use residual, and momentum in the optimizer"
             )
 
     # Synchronous: a dead worker stops all workers.

@@ -53,7 +53,9 @@ class VectorShard:
         try:
             return self._obey(asked)
         except KeyError as name:
-            raise ProtocolError(f"a shard has no vector {name} to {asked.op}; it has {sorted(self.vectors)}") from None
+            raise ProtocolError(
+                f"a shard has no vector {name} for the operation {asked.op}; it has {sorted(self.vectors)}"
+            ) from None
 
     def _obey(self, asked: VectorRequest) -> float:
         """Execute one command; return the value of a dot product, otherwise 0.

@@ -50,8 +50,8 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if not self.modes:
             raise CompositionError(
-                f"{self.name} splits the model over machines, which flockstep cannot do yet; choose a system that "
-                "is data-parallel, see flockstep systems"
+                f"{self.name} splits the model over machines, which flockstep cannot do yet; choose a data-parallel "
+                "system from flockstep systems"
             )
         if not mode:
             return self.modes[0].strategy

@@ -46,8 +46,8 @@ def check_error_bound(codec: Codec, arrays: Iterable[FlatArray]) -> None:
             allowed = (np.sqrt(bound) + rounding) ** 2 * (1 + 1e-9)
             mean, error = _squared_error(codec, array, allowed)
             assert mean <= allowed + SIGMAS * error, (
-                f"{codec} on {size} {dtype}: {what} says that the squared error is at most {bound:.4g}, "
-                f"it is {mean:.4g}"
+                f"{codec} on {size} elements of {dtype}: {what} promises a squared error of at most {bound:.4g}, got "
+                f"{mean:.4g}"
             )
 
 
@@ -88,8 +88,8 @@ def check_unbiased(codec: Codec) -> None:
             if off[worst] <= allowed[worst]:
                 break
         assert off[worst] <= allowed[worst], (
-            f"{codec} is declared unbiased, but over {count} draws the mean of {wanted[worst]:.6g} is "
-            f"{seen.mean(axis=0)[worst]:.6g}, off by more than {allowed[worst]:.2g}"
+            f"{codec} is declared unbiased, but the mean of {count} draws of {wanted[worst]:.6g} is "
+            f"{seen.mean(axis=0)[worst]:.6g}, which is off by more than {allowed[worst]:.2g}"
         )
 
 
@@ -112,14 +112,14 @@ def check_linear(codec: Codec, arrays: Iterable[FlatArray]) -> None:
         allowed = 64 * ROUNDING[dtype] * (operands + largest * (not codec.sparse)) + 4 * SMALLEST[dtype]
         off = np.abs(apart - together)
         assert (off <= allowed).all(), (
-            f"{codec} is declared linear, but on {array.size} {dtype} the sum of two encodings decodes to "
-            f"{together[np.argmax(off - allowed)]:.6g} for {apart[np.argmax(off - allowed)]:.6g}"
+            f"{codec} is declared linear, but on {array.size} elements of {dtype} the sum of two encodings decodes to "
+            f"{together[np.argmax(off - allowed)]:.6g} instead of {apart[np.argmax(off - allowed)]:.6g}"
         )
 
 
 def check_contraction(codec: Codec) -> None:
     """Check that the mean squared error is below the squared norm at several scales, and that zeros stay zero."""
-    assert not draw(codec, np.zeros(33), 0).any(), f"{codec} is declared a contraction, but does not keep zero"
+    assert not draw(codec, np.zeros(33), 0).any(), f"{codec} is declared a contraction, but changes zeros"
     for array in samples("float32"):
         for scale in (1e-3, 1.0, 1e3):
             scaled = exact(array) * scale

@@ -68,16 +68,18 @@ def _encoded(what: str, codec: Any, array: FlatArray, tensor: Any) -> tuple[Flat
     wanted = codec.encode(array, np.random.default_rng(11))
     data = codec.encode(tensor, np.random.default_rng(11))
     assert torch.equal(tensor, before), f"{what}: changes the tensor"
-    assert isinstance(data, torch.Tensor), f"{what}: encoded as {type(data).__name__}, not as a tensor"
-    assert data.dtype == torch.uint8, f"{what}: encoded as {data.dtype}, not as bytes"
-    assert tuple(data.shape) == wanted.shape, f"{what}: {len(data)} bytes, from the array {wanted.size}"
+    assert isinstance(data, torch.Tensor), f"{what}: encoded as {type(data).__name__} instead of a tensor"
+    assert data.dtype == torch.uint8, f"{what}: encoded as {data.dtype} instead of bytes"
+    assert tuple(data.shape) == wanted.shape, (
+        f"{what}: {len(data)} bytes from the tensor, but {wanted.size} bytes from the equal array"
+    )
     return wanted, data
 
 
 def _check_near(codec: Any, array: FlatArray, tensor: Any) -> None:
     import torch
 
-    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} {array.dtype.name}"
+    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} elements of {array.dtype.name}"
     wanted, data = _encoded(what, codec, array, tensor)
     norm = float(np.linalg.norm(exact(array)))
     error = torch.zeros(array.size, dtype=tensor.dtype)
@@ -85,22 +87,24 @@ def _check_near(codec: Any, array: FlatArray, tensor: Any) -> None:
     decoded = exact(codec.decode(wanted, array.size, dtype))
     seen = {
         "decoded": exact(as_array(codec.decode(data, array.size, dtype), array.dtype)),
-        "what error and decoded add up to": exact(as_array(codec.decode(later, array.size, dtype), array.dtype))
+        "the sum of error and decoded tensor": exact(as_array(codec.decode(later, array.size, dtype), array.dtype))
         + exact(as_array(error, array.dtype)),
     }
     for part, wanted_numbers in zip(seen, (decoded, exact(array)), strict=True):
         off = float(np.linalg.norm(seen[part] - wanted_numbers))
-        assert off <= NEAR * ROUNDING[dtype] * norm, f"{what}: {part} is {off:.3g} off, the norm being {norm:.3g}"
+        assert off <= NEAR * ROUNDING[dtype] * norm, f"{what}: {part} is off by {off:.3g}, with a norm of {norm:.3g}"
 
 
 def _check_tensor(codec: Any, array: FlatArray, tensor: Any) -> None:
     import torch
 
-    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} {array.dtype.name}"
+    dtype, what = array.dtype.name, f"{codec} on a tensor of {array.size} elements of {array.dtype.name}"
     wanted, data = _encoded(what, codec, array, tensor)
     got = data.numpy()
     same = np.array_equal(got, wanted)
-    assert same, f"{what}: byte {np.argmax(got != wanted)} of {wanted.size} differs from the array's"
+    assert same, (
+        f"{what}: byte {np.argmax(got != wanted)} of {wanted.size} differs between the tensor and the equal array"
+    )
     decoded = codec.decode(data, array.size, dtype)
     assert tuple(decoded.shape) == (array.size,), f"{what}: decoded to {tuple(decoded.shape)}"
     assert decoded.dtype == tensor.dtype, f"{what}: decoded to {decoded.dtype}"
@@ -114,7 +118,9 @@ def _check_tensor(codec: Any, array: FlatArray, tensor: Any) -> None:
     error, kept = torch.zeros_like(decoded), np.zeros_like(plain)
     bytes_of_tensor = codec.encode_residual(tensor, error, np.random.default_rng(11)).numpy()
     bytes_of_array = codec.encode_residual(array, kept, np.random.default_rng(11))
-    assert np.array_equal(bytes_of_tensor, bytes_of_array), f"{what}: encode_residual's bytes differ from the array's"
+    assert np.array_equal(bytes_of_tensor, bytes_of_array), (
+        f"{what}: the bytes of encode_residual differ between the tensor and the equal array"
+    )
     _require_close(f"{what}: the error kept", as_array(error, array.dtype), kept, operands)
 
 
@@ -126,7 +132,9 @@ def _require_close(what: str, got: FlatArray, wanted: FlatArray, operands: FlatA
     off = np.abs(exact(got) - exact(wanted))
     worst = int(np.argmax(off))
     close = (off <= 4 * ROUNDING[dtype] * operands + 2 * SMALLEST[dtype]).all()
-    assert close, f"{what} differs: {exact(got)[worst]:.9g}, from the array {exact(wanted)[worst]:.9g}"
+    assert close, (
+        f"{what} differs: {exact(got)[worst]:.9g} from the tensor, {exact(wanted)[worst]:.9g} from the equal array"
+    )
 
 
 def _check_refusal(codec: Codec, dtype: str) -> None:
@@ -141,4 +149,6 @@ def _check_refusal(codec: Codec, dtype: str) -> None:
             said.append("")
         except Diverged as error:
             said.append(str(error))
-    assert said[0] == said[1], f"{codec} says of a NaN in an array {said[0]!r}, in a tensor {said[1]!r}"
+    assert said[0] == said[1], (
+        f"{codec} refuses a NaN with different errors: {said[0]!r} for an array, {said[1]!r} for a tensor"
+    )

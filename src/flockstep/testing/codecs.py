@@ -69,13 +69,15 @@ def check_wire_bytes(codec: Codec, arrays: Iterable[FlatArray], tensor_count: in
     for array in arrays:
         dtype, what = array.dtype.name, _on(codec, array)
         data = codec.encode(array, np.random.default_rng(0))
-        assert data.dtype == np.uint8, f"{what}: encoded as {data.dtype}, not as bytes"
+        assert data.dtype == np.uint8, f"{what}: encoded as {data.dtype} instead of bytes"
         assert data.ndim == 1, f"{what}: encoded in {data.ndim} dimensions"
         promised = codec.wire_bytes(array.size, dtype)
         relation = data.size == promised if codec.exact_size else data.size <= promised
-        assert relation, f"{what}: wire_bytes says {promised}, encode gives {data.size}"
+        assert relation, f"{what}: wire_bytes promises {promised} bytes, but encode returns {data.size}"
         limit = array.nbytes + ALLOWANCE * tensor_count
-        assert promised <= limit, f"{what}: takes {promised} bytes, the array only {array.nbytes}; send it as it is"
+        assert promised <= limit, (
+            f"{what}: takes {promised} bytes, but the array itself only {array.nbytes}; send the array unencoded"
+        )
         received = np.frombuffer(data.tobytes(), np.uint8)  # read-only, as it comes off a socket
         decoded = codec.decode(received, array.size, dtype)
         assert decoded.shape == (array.size,), f"{what}: decoded to shape {decoded.shape}"
@@ -90,18 +92,18 @@ def check_untouched(codec: Codec, arrays: Iterable[FlatArray]) -> None:
         mine = array.copy()
         data = codec.encode(mine, np.random.default_rng(0))
         kept = data.copy()
-        assert same_bits(mine, array), f"{_on(codec, array)}: changes the array that it encodes"
+        assert same_bits(mine, array), f"{_on(codec, array)}: encode changes the input array"
         mine += numpy_dtype(array.dtype.name).type(1)
-        assert np.array_equal(data, kept), f"{_on(codec, array)}: returns the memory of the array that it encodes"
+        assert np.array_equal(data, kept), f"{_on(codec, array)}: encode returns the memory of the input array"
 
 
 def check_repeatable(codec: Codec, arrays: Iterable[FlatArray]) -> None:
     """Check that equal arrays and seeds give equal bytes, regardless of the array's memory layout."""
     for array in arrays:
         first, second = (codec.encode(array, np.random.default_rng(3)) for _ in range(2))
-        assert np.array_equal(first, second), f"{_on(codec, array)}: differs for the same seed"
+        assert np.array_equal(first, second), f"{_on(codec, array)}: encodings with the same seed differ"
         flat = codec.encode(array.reshape(-1).copy(), np.random.default_rng(3))
-        assert np.array_equal(first, flat), f"{_on(codec, array)}: differs from the same array in one piece"
+        assert np.array_equal(first, flat), f"{_on(codec, array)}: the encoding depends on how the array lies in memory"
 
 
 def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
@@ -117,7 +119,9 @@ def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
             lengths.discard(array.nbytes)  # the uncompressed array
         for length in lengths:
             taken = decodes(codec, np.resize(data, length), array.size, dtype)
-            assert not taken, f"{codec} decodes {length} bytes as {array.size} {dtype}, which take {data.size}"
+            assert not taken, (
+                f"{codec} decodes {length} bytes as {array.size} elements of {dtype}, which take {data.size} bytes"
+            )
         decodes(codec, random.integers(0, 256, data.size, np.uint8), array.size, dtype)
         decodes(codec, np.full(data.size, 255, np.uint8), array.size, dtype)
 
@@ -139,7 +143,7 @@ def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
             off = np.abs(exact(out) - wanted)
             assert (off <= allowed).all(), (
                 f"{_on(codec, array)}: add_decoded with scale {scale} gives "
-                f"{exact(out)[np.argmax(off - allowed)]:.9g} for {wanted[np.argmax(off - allowed)]:.9g}"
+                f"{exact(out)[np.argmax(off - allowed)]:.9g} instead of {wanted[np.argmax(off - allowed)]:.9g}"
             )
         damaged = np.resize(data, data.size + 1)
         if decodes(codec, damaged, array.size, dtype):
@@ -148,7 +152,7 @@ def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
             codec.add_decoded(damaged, before.copy())
         except ProtocolError:
             continue
-        raise AssertionError(f"{_on(codec, array)}: add_decoded takes {damaged.size} bytes that decode refuses")
+        raise AssertionError(f"{_on(codec, array)}: add_decoded accepts {damaged.size} bytes that decode refuses")
 
 
 def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
@@ -160,22 +164,22 @@ def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
         dtype, what = array.dtype.name, _on(codec, array)
         data = codec.encode(array, np.random.default_rng(2))
         indices, values = codec.stream(data, array.size, dtype)
-        assert indices.dtype == np.uint32, f"{what}: stream's indices are {indices.dtype}, not uint32"
-        assert len(indices) == len(values), f"{what}: stream gives {len(indices)} indices, {len(values)} values"
+        assert indices.dtype == np.uint32, f"{what}: the indices of stream are {indices.dtype} instead of uint32"
+        assert len(indices) == len(values), f"{what}: stream returns {len(indices)} indices, but {len(values)} values"
         ascending = (np.diff(indices.astype(np.int64)) > 0).all()
-        assert ascending, f"{what}: stream's indices do not ascend"
+        assert ascending, f"{what}: the indices of stream are not in ascending order"
         assert not len(indices) or indices[-1] < array.size, f"{what}: stream names element {indices[-1]}"
         filled = np.zeros(array.size, array.dtype)
         filled[indices] = values
         decoded = codec.decode(data, array.size, dtype)
-        assert (filled == decoded).all(), f"{what}: stream differs from what decode gives"
+        assert (filled == decoded).all(), f"{what}: stream returns other values than decode"
         damaged = np.resize(data, data.size + 1)
         if not decodes(codec, damaged, array.size, dtype):
             try:
                 codec.stream(damaged, array.size, dtype)
             except ProtocolError:
                 continue
-            raise AssertionError(f"{what}: stream takes {damaged.size} bytes that decode refuses")
+            raise AssertionError(f"{what}: stream accepts {damaged.size} bytes that decode refuses")
 
 
 def check_lossless(codec: Codec, arrays: Iterable[FlatArray]) -> None:
@@ -193,7 +197,10 @@ def check_exact_parts(codec: Codec, dtype: str) -> None:
             decoded, flat = round_trip(one, array), array.reshape(-1)
             for part in one.exact_parts(array.size):
                 same = same_bits(decoded[part], flat[part])
-                assert same, f"{_on(one, array)}: elements {part.start} to {part.stop - 1} do not arrive as they are"
+                assert same, (
+                    f"{_on(one, array)}: elements {part.start} to {part.stop - 1} change, although the codec "
+                    "sends them exactly"
+                )
 
 
 def check_not_finite(codec: Codec, dtype: str) -> None:
@@ -213,12 +220,12 @@ def check_not_finite(codec: Codec, dtype: str) -> None:
                 refusal = str(error)
             if refusal:
                 named = str(value) in refusal and f"element {place}" in refusal
-                assert named, f"{what}: its Diverged does not say 'element {place}' and {value}: {refusal}"
+                assert named, f"{what}: the Diverged error does not name 'element {place}' and {value}: {refusal}"
                 continue
             kept = np.array_equal(decoded[place], value, equal_nan=True)
             array[place] = 1000
             left_out = decoded[place] == 0 == exact(round_trip(codec, array))[place]
-            assert kept or left_out, f"{what}: decoded to {decoded[place]}; raise Diverged"
+            assert kept or left_out, f"{what}: decoded to {decoded[place]} instead of raising Diverged"
 
 
 def check_overflow(codec: Codec, dtype: str) -> None:
@@ -240,7 +247,7 @@ def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
 
     Any result but a `ProtocolError` or an array of the right shape is a broken promise.
     """
-    what = f"{codec} answers {data.size} damaged bytes for {size} {dtype} with"
+    what = f"{codec} answers {data.size} damaged bytes for {size} elements of {dtype} with"
     try:
         with np.errstate(all="ignore"):  # arbitrary bytes may decode to any number
             decoded = codec.decode(data, size, dtype)
@@ -248,7 +255,7 @@ def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
         return False
     except Exception as error:
         raise AssertionError(f"{what} {type(error).__name__}, not ProtocolError: {error}") from error
-    assert decoded.shape == (size,), f"{what} shape {decoded.shape} in place of ({size},)"
+    assert decoded.shape == (size,), f"{what} shape {decoded.shape} instead of ({size},)"
     assert decoded.dtype == numpy_dtype(dtype), f"{what} {decoded.dtype}"
     return True
 

@@ -39,7 +39,7 @@ def check_any_bytes(codec: Codec, data: bytes, size: int, dtype: str, measured: 
             tracemalloc.stop()
         if peak <= limit:
             return taken
-    raise AssertionError(f"{what}: takes {peak} bytes of memory, more than {limit}")
+    raise AssertionError(f"{what}: takes {peak} bytes of memory, which is more than {limit}")
 
 
 def _decode(
@@ -62,9 +62,11 @@ def _decode(
                     inside = not len(indices) or (
                         int(indices.max()) < size and (np.diff(indices.astype(np.int64)) > 0).all()
                     )
-                    assert inside, f"{what}: {way} names elements out of order or out of range"
+                    assert inside, f"{what}: {way} returns element indices out of order or out of range"
                 taken.append(True)
             except ProtocolError:
                 taken.append(False)
-    assert len(set(taken)) == 1, f"{what}: of decode, add_decoded and stream, some take it and some refuse it: {taken}"
+    assert len(set(taken)) == 1, (
+        f"{what}: decode, add_decoded and stream must all accept or all refuse the bytes, got {taken}"
+    )
     return taken[0]

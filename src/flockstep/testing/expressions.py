@@ -31,24 +31,28 @@ def check_value(component: Component) -> None:
     kind: Any = type(component)
     parameters = getattr(kind, "__dataclass_params__", None)
     assert parameters is not None, f"{kind.__name__} is no dataclass"
-    assert parameters.frozen, f"{kind.__name__} is not frozen: write @dataclass(frozen=True)"
+    assert parameters.frozen, f"{kind.__name__} is not frozen; write @dataclass(frozen=True)"
     # A subclass without its own decorator inherits one that does not know its fields.
-    assert "__dataclass_params__" in vars(kind), f"{kind.__name__} lacks a @dataclass(frozen=True) of its own"
+    assert "__dataclass_params__" in vars(kind), (
+        f"{kind.__name__} is not a dataclass itself; add @dataclass(frozen=True)"
+    )
     hyper_parameters = expression.fields_of(kind)
     copy = kind(**{name: getattr(component, name) for name in hyper_parameters})
     assert copy == component, f"{component!r} does not equal a copy of itself"
     assert hash(copy) == hash(component), f"{component!r} and its copy have different hashes"
-    assert repr(copy) == repr(component), f"the repr of {component!r} differs from its copy's, {copy!r}"
+    assert repr(copy) == repr(component), f"the repr of {component!r} differs from the repr of its copy, {copy!r}"
     hidden = [f.name for f in dataclasses.fields(kind) if f.init and not (f.compare and f.repr)]
-    assert not hidden, f"{kind.__name__} leaves {', '.join(hidden)} out of its equality or its repr"
+    assert not hidden, f"{kind.__name__} leaves the fields {', '.join(hidden)} out of its equality or its repr"
 
 
 def check_registered(component: Component) -> None:
     """Check that the registry knows the component's class by one name, under its noun."""
     noun, kind = component.noun, type(component)
     name = registry.name_of(kind)
-    assert name in registry.names(noun), f"{kind.__name__} is not registered as a {noun}: add a line to the registry"
-    assert registry.load(noun, name) is kind, f"the {noun} {name!r} is another class than {kind.__name__}"
+    assert name in registry.names(noun), f"{kind.__name__} is not registered as a {noun}; add a line to the registry"
+    assert registry.load(noun, name) is kind, (
+        f"the {noun} {name!r} is registered with a class other than {kind.__name__}"
+    )
 
 
 def check_text(component: Component) -> None:
@@ -56,23 +60,25 @@ def check_text(component: Component) -> None:
     text = str(component)
     base = base_of(component)
     again = expression.parse(text, base)
-    assert again == component, f"{component!r} is written as {text!r}, which is read as {again!r}"
-    assert str(again) == text, f"{text!r} is written as {str(again)!r} after being read"
-    assert base.parse(component) is component, f"{base.__name__}.parse replaces an object of its own kind"
+    assert again == component, f"{component!r} is written as {text!r}, which is parsed as {again!r}"
+    assert str(again) == text, f"{text!r} is written as {str(again)!r} after parsing"
+    assert base.parse(component) is component, (
+        f"{base.__name__}.parse returns a new object for an object that needs no parsing"
+    )
 
 
 def check_json(component: Component) -> None:
     """Check that the component is read back from strict JSON."""
     text = json.dumps(expression.to_data(component), allow_nan=False)
     again = expression.from_data(json.loads(text), base_of(component))
-    assert again == component, f"{component!r} is {text} in JSON, which is read as {again!r}"
+    assert again == component, f"{component!r} is written to JSON as {text}, which is read as {again!r}"
 
 
 def check_toml(component: Component) -> None:
     """Check that the component is read back from TOML."""
     text = tomli_w.dumps({"component": expression.to_data(component)})
     again = expression.from_data(tomllib.loads(text)["component"], base_of(component))
-    assert again == component, f"{component!r} is written to TOML as\n{text}\nwhich is read as {again!r}"
+    assert again == component, f"{component!r} is written to TOML as {text}, which is read as {again!r}"
 
 
 def base_of(component: Component) -> type[Component]:

@@ -34,40 +34,43 @@ WORDS = {
     failures.DRAINED: "Replicas differ during training, and agree up to rounding when every update has arrived.",
     failures.COPIES: "Each replica is a copy of the servers' parameters at a different time.",
     failures.DRAWN: (
-        "Exchanges move replicas together, gradients move them apart; with lr = 0 they approach each other."
+        "Exchanges bring replicas closer together, and gradients separate them; with lr = 0 replicas approach each "
+        "other."
     ),
     failures.NEVER: (
-        "Replicas stay apart, also with lr = 0: exchanges act through the learning rate only, or not at all."
+        "Replicas stay apart, even with lr = 0: exchanges have an effect only through the learning rate, or no "
+        "effect at all."
     ),
-    failures.ENDS: "The run ends with an error that names the node that died, or whose message is missing.",
+    failures.ENDS: "The run ends with an error that names the node that died, or the sender of the missing message.",
     failures.GOES_ON: "The other workers take all their steps without waiting; they end with different parameters.",
     failures.WAITS: (
-        "The other workers wait for the dead worker until they are notified; then they take all their steps."
+        "The other workers wait for the dead worker until they are notified of its death; then they take all their "
+        "steps."
     ),
     failures.EXACT: "The other workers take all their steps and end with the same parameters, up to rounding.",
     failures.STALLS: "No worker takes all its steps: all wait for a message that is never sent.",
-    failures.GROUP_STALLS: "The workers of one group wait for each other and stall; the others take all their steps.",
-    failures.ONE_STALLS: "One worker waits forever; the others take all their steps.",
+    failures.GROUP_STALLS: "The workers of one group wait for each other and stall; all other workers take all steps.",
+    failures.ONE_STALLS: "One worker waits forever; the other workers take all their steps.",
     failures.LATE_STALL: "All workers take all their steps; at the end one of them waits forever.",
     failures.LATE_END: (
-        "All workers take all their steps; at the end one waits for a worker that has left, which ends the run."
+        "All workers take all their steps; at the end one worker waits for a worker that has left, which ends the run."
     ),
     failures.NO_EFFECT: "Every node ends with the same parameters, bit for bit.",
-    failures.UPDATE_LOST: "All workers take all steps; by the record, one update takes effect on one node fewer.",
+    failures.UPDATE_LOST: "All workers take all steps; one recorded update takes effect on one node fewer.",
     failures.UPDATES_LOST: (
-        "All workers take all steps; the updates that were added up in the message take effect on one node fewer."
+        "All workers take all steps; the updates that were added up in the lost message take effect on one node fewer."
     ),
     failures.CONTENT_LOST: "All workers take all steps; no recorded update is missing, but parameters differ.",
     failures.NO_MESSAGES: "No message carries an array.",
-    failures.FREE: "All workers but one may be slow: the others keep their pace.",
-    "hidden up to b of n": "With b slow workers the others keep their pace, with b + 1 they do not.",
+    failures.FREE: "All workers but one may be slow, and the remaining worker keeps its pace.",
+    "hidden up to b of n": "With b slow workers the other workers keep their pace; with b + 1 they do not.",
     failures.EVERYONE: "After at most two steps, every worker is as slow as the slow one.",
     "free for k steps, then all s×": (
-        "The other workers take k steps at their own pace, then slow down to that of the slow worker."
+        "The other workers take k steps at their own pace, then slow down to the pace of the slow worker."
     ),
-    failures.SPREADS: "Some workers slow down to the slow worker's pace at once, others, further away, later.",
-    failures.GROUP: "Some workers slow down to the slow worker's pace, the others keep their own.",
-    failures.PARTLY: "The other workers slow down, but are faster than the slow one.",
+    failures.SPREADS: "Some workers slow down to the slow worker's pace at once, more distant workers later.",
+    failures.GROUP: "Some workers slow down to the slow worker's pace, and the remaining workers keep their own pace.",
+    failures.PARTLY: "The other workers slow down, but stay faster than the slow worker.",
 }
 """Word of the matrix → observation that the word stands for. "…, up to b of n" is added if b workers may die, but
 not b + 1.

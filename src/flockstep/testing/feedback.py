@@ -31,18 +31,18 @@ def check_encode_residual(codec: Codec, arrays: Iterable[FlatArray]) -> None:
         total = before + flat
         mine = array.copy()
         data = codec.encode_residual(mine, error, np.random.default_rng(5))
-        assert same_bits(mine, array), f"{what}: encode_residual changes the array"
+        assert same_bits(mine, array), f"{what}: encode_residual changes the input array"
         promised = codec.wire_bytes(array.size, dtype)
         relation = data.size == promised if codec.exact_size else data.size <= promised
-        assert relation, f"{what}: wire_bytes says {promised}, encode_residual gives {data.size}"
+        assert relation, f"{what}: wire_bytes promises {promised} bytes, but encode_residual returns {data.size}"
         decoded = codec.decode(data, array.size, dtype)
         _require_conserved(what, total, decoded, error)
         wanted, allowed = exact(before) + exact(flat), np.abs(exact(before)) + np.abs(exact(flat))
         allowed += np.abs(exact(decoded)) + np.abs(exact(error))
         off = np.abs(exact(decoded) + exact(error) - wanted)
         assert (off <= 2 * ROUNDING[dtype] * allowed + SMALLEST[dtype]).all(), (
-            f"{what}: encode_residual loses something: decoded + error is "
-            f"{(exact(decoded) + exact(error))[np.argmax(off)]:.9g} for {wanted[np.argmax(off)]:.9g}"
+            f"{what}: encode_residual loses part of a value: decoded + error is "
+            f"{(exact(decoded) + exact(error))[np.argmax(off)]:.9g} instead of {wanted[np.argmax(off)]:.9g}"
         )
 
 
@@ -50,10 +50,12 @@ def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: F
     """Check the kept error bit for bit where that is possible."""
     copied = decoded == total
     assert not error[copied].any(), (
-        f"{what}: keeps an error of {error[copied][np.argmax(error[copied] != 0)]} where it sends the value itself"
+        f"{what}: keeps an error of {error[copied][np.argmax(error[copied] != 0)]} for an element that is sent exactly"
     )
     unsent = (decoded == 0) & ~copied
-    assert (error[unsent] == total[unsent]).all(), f"{what}: keeps something other than the part it does not send"
+    assert (error[unsent] == total[unsent]).all(), (
+        f"{what}: the kept error of an element that is not sent differs from the element"
+    )
 
 
 def check_feedback(feedback: Feedback, codec: Codec) -> None:
@@ -83,11 +85,15 @@ def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...
         data, memory = encode(one, feedback, flat, memory, np.random.default_rng(step))
         assert same_bits(flat, before), f"{what}: changes the array"
         again, copied = encode(one, feedback, flat, saved, np.random.default_rng(step))
-        assert np.array_equal(data, again), f"{what}: a copy of the memory sends something else at step {step}"
-        assert _alike(memory, copied), f"{what}: a copy of the memory becomes another one at step {step}"
+        assert np.array_equal(data, again), (
+            f"{what}: a copy of the feedback memory leads to different bytes at step {step}"
+        )
+        assert _alike(memory, copied), (
+            f"{what}: a copy of the feedback memory leads to a different memory at step {step}"
+        )
         promised = one.wire_bytes(len(flat), dtype)
         relation = data.size == promised if one.exact_size else data.size <= promised
-        assert relation, f"{what}: wire_bytes says {promised}, encode gives {data.size}"
+        assert relation, f"{what}: wire_bytes promises {promised} bytes, but encode returns {data.size}"
         decoded = one.decode(data, len(flat), dtype)
         assert np.isfinite(exact(decoded)).all(), f"{what}: {decoded[~np.isfinite(exact(decoded))][0]} at step {step}"
 
@@ -117,5 +123,5 @@ def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> Non
     off = float(np.abs(sent + exact(memory) - wanted).max())
     largest = float(np.abs(sent).max() + np.abs(exact(memory)).max() + np.abs(wanted).max())
     assert off <= steps * 8 * ROUNDING["float32"] * largest, (
-        f"{codec} with {feedback} loses {off:.3g} of what was to be sent in {steps} steps"
+        f"{codec} with {feedback} loses {off:.3g} of the sum of all gradients in {steps} steps"
     )

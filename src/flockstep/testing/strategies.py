@@ -82,9 +82,11 @@ def accepts(strategy: Strategy, workers: int) -> bool:
 def check_traits(strategy: Strategy) -> None:
     """Check that the traits are consistent: some node must hold each result that the traits offer."""
     traits = strategy.traits
-    assert traits.results, f"{strategy} names no policy for its result"
+    assert traits.results, f"the traits of {strategy} name no policy for the result"
     held = strategy.servers_for(2) > 0
-    assert held or "server" not in traits.results, f"{strategy} takes its result from a server, but has none"
+    assert held or "server" not in traits.results, (
+        f"the result policy of {strategy} is server, but the strategy has no server"
+    )
 
 
 def check_ends(run: SimulatedRun) -> None:
@@ -95,7 +97,9 @@ def check_ends(run: SimulatedRun) -> None:
     wrong = {rank: taken[rank] for rank in range(workers) if fixed and taken[rank] != steps}
     assert not wrong, f"{strategy} on {workers} workers takes {wrong} steps (by rank) instead of {steps}"
     for address, params in run.params.items():
-        assert np.isfinite(params).all(), f"{strategy} on {workers} workers leaves {node_name(address)} not finite"
+        assert np.isfinite(params).all(), (
+            f"the parameters of {node_name(address)} are not finite after {strategy} on {workers} workers"
+        )
 
 
 def check_repeatable(first: SimulatedRun) -> None:
@@ -103,8 +107,10 @@ def check_repeatable(first: SimulatedRun) -> None:
     strategy, workers, steps = first.setting
     second = run_or_fail(strategy, workers, steps)
     differ = _differences(first, second)
-    assert not differ, f"{strategy} on {workers} workers: two runs of one seed differ on {differ}"
-    assert first.events == second.events, f"{strategy} on {workers} workers: two runs of one seed have other events"
+    assert not differ, f"two runs of {strategy} on {workers} workers with the same seed differ on {differ}"
+    assert first.events == second.events, (
+        f"two runs of {strategy} on {workers} workers with the same seed have different events"
+    )
 
 
 def check_replicas_agree(run: SimulatedRun) -> None:
@@ -112,7 +118,10 @@ def check_replicas_agree(run: SimulatedRun) -> None:
     strategy, workers, _ = run.setting
     replicas = run.replicas
     apart = [rank for rank in range(1, workers) if not equal_bits(replicas[0], replicas[rank])]
-    assert not apart, f"{strategy} is declared synchronous, but workers {apart} of {workers} differ from worker 0"
+    assert not apart, (
+        f"{strategy} is declared synchronous, but the parameters of workers {apart} of {workers} differ from "
+        "those of worker 0"
+    )
 
 
 def check_deliveries(run: SimulatedRun) -> None:
@@ -131,7 +140,7 @@ def check_deliveries(run: SimulatedRun) -> None:
     who = f"{strategy} on {workers} workers"
     for (node, source), count in run.deliveries().items():
         where = f"of worker {source} take effect on {node_name(node)}"
-        assert count <= steps, f"{who}: {count} updates {where}, which made only {steps}"
+        assert count <= steps, f"{who}: {count} updates {where}, although it made only {steps}"
         missing = steps - count if strategy.traits.delivery != "partial" else 0
         assert not missing, f"{who} is declared complete, but {count} of {steps} updates {where}"
     if strategy.traits.delivery != "partial":
@@ -151,13 +160,13 @@ def check_restart(whole: SimulatedRun) -> None:
     if not strategy.traits.restarts:
         with contextlib.suppress(CompositionError):
             run_strategy(strategy, workers, steps, restarts=[0.0])
-            raise AssertionError(f"{strategy} is declared to have no restarts, but restarts")
+            raise AssertionError(f"{strategy} is declared to have no restarts, but can be restarted")
         return
     times = [whole.seconds * share for share in RESTARTS]
     resumed = run_or_fail(strategy, workers, steps, restarts=times)
     who = f"{strategy} on {workers} workers, restarted at {', '.join(f'{t:.3g}' for t in times)} virtual seconds,"
     differ = _differences(whole, resumed)
-    assert not differ, f"{who} ends differently on {differ}; state that it keeps between steps belongs in me.state"
+    assert not differ, f"{who} ends differently on {differ}; keep all state between steps in me.state"
     assert whole.events == resumed.events, f"{who} has other events"
 
 
@@ -169,7 +178,9 @@ def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
     for _ in range(steps):
         stepper.step(params, source.gradient(0, params))
     result = run_or_fail(strategy, 1, steps).result
-    assert equal_bits(result, params), f"{strategy} with one worker differs from training without a strategy"
+    assert equal_bits(result, params), (
+        f"{strategy} with one worker gives another result than training without a strategy"
+    )
 
 
 def small_job(optimizer: Optimizer | str = "sgd(lr=0.1)", dtype: str = "float32") -> Job:

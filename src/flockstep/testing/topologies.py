@@ -48,7 +48,7 @@ def exists(topology: Topology, n: int) -> bool:
         topology.graph(n)
     except ConfigurationError as error:
         refusal = str(error)
-    assert refusal != "", f"{topology} refuses {n} workers without a message"
+    assert refusal != "", f"{topology} refuses {n} workers with an empty error message"
     return refusal is None
 
 
@@ -71,7 +71,7 @@ def check_graph(topology: Topology, n: int) -> None:
     assert set(graph.nodes) == set(range(n)), f"the nodes of {topology} for n={n} are {sorted(graph.nodes)}"
     connected = nx.is_strongly_connected(graph) if graph.is_directed() else nx.is_connected(graph)
     assert connected, f"{topology} for n={n} is not connected"
-    assert nx.number_of_selfloops(graph) == 0, f"{topology} for n={n} has loops"
+    assert nx.number_of_selfloops(graph) == 0, f"{topology} for n={n} has edges from a node to itself"
 
 
 def check_neighbors(topology: Topology, n: int) -> None:
@@ -82,7 +82,7 @@ def check_neighbors(topology: Topology, n: int) -> None:
         known = sorted(set(nx.all_neighbors(graph, rank)))
         assert others == known, f"{topology} for n={n}: neighbors of {rank} are {others}"
         assert all(rank in heard[j] for j in others), (
-            f"{topology} for n={n}: a worker from which {rank} receives does not receive from {rank}"
+            f"{topology} for n={n}: worker {rank} receives from a worker that does not receive from it"
         )
 
 
@@ -99,12 +99,16 @@ def check_weights(topology: Topology, n: int, both: bool = True) -> None:
         assert weights.min() >= 0, f"W of {topology} for n={n} has the negative weight {weights.min()}"
         off = [weights.sum(axis) - 1 for axis in ((1,) if both else (1, 0))]
         assert min(np.abs(sums).max() for sums in off) <= TOLERANCE, (
-            f"rows of W of {topology} for n={n} miss one by {off[0]}"
+            f"rows of W of {topology} for n={n} must sum to one, and are off by {off[0]}"
         )
         strangers = [(i, j) for i, j in np.argwhere(weights > 0).tolist() if i != j and not graph.has_edge(j, i)]
-        assert not strangers, f"{topology} for n={n} has weights between workers that share no edge: {strangers}"
+        assert not strangers, (
+            f"W of {topology} for n={n} has weights between workers without a common edge: {strangers}"
+        )
     mean = np.mean(schedule, axis=0)
-    assert np.allclose(topology.weights(n), mean), f"the weights of {topology} for n={n} are not the mean of a period"
+    assert np.allclose(topology.weights(n), mean), (
+        f"the weights of {topology} for n={n} must be the mean of W over one period"
+    )
 
 
 def check_doubly_stochastic(topology: Topology, n: int) -> None:
@@ -116,13 +120,15 @@ def check_doubly_stochastic(topology: Topology, n: int) -> None:
         symmetric = np.abs(weights - weights.T).max() <= TOLERANCE
         assert symmetric or one_way, f"W of {topology} for n={n} is not symmetric"
         off = weights.sum(axis=0) - 1
-        assert np.abs(off).max() <= TOLERANCE, f"columns of W of {topology} for n={n} miss one by {off}"
+        assert np.abs(off).max() <= TOLERANCE, (
+            f"columns of W of {topology} for n={n} must sum to one, and are off by {off}"
+        )
 
 
 def check_contracts(topology: Topology, n: int) -> None:
     """Check that repeated mixing makes the replicas agree: the spectral gap of one period is positive."""
     gap = spectral_gap(reduce(lambda product, weights: weights @ product, topology.schedule(n)))
-    assert gap > TOLERANCE, f"{topology} for n={n} never brings its replicas together: spectral gap {gap}"
+    assert gap > TOLERANCE, f"{topology} for n={n} never brings its replicas together: the spectral gap is {gap}"
 
 
 def check_repeatable(topology: Topology, n: int) -> None:
@@ -132,7 +138,7 @@ def check_repeatable(topology: Topology, n: int) -> None:
     if first.flags.writeable:
         first += 1
     topology.graph(n).add_node("visitor")
-    assert np.array_equal(topology.weights(n), kept), f"W of {topology} for n={n} differs when asked again"
+    assert np.array_equal(topology.weights(n), kept), f"two calls give a different W of {topology} for n={n}"
     again = topology.graph(n)
     same = list(again.edges) == edges and "visitor" not in again
-    assert same, f"the graph of {topology} for n={n} differs when asked again"
+    assert same, f"two calls give a different graph of {topology} for n={n}"

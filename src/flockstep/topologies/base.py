@@ -74,4 +74,4 @@ def require_workers(n: int) -> None:
         ConfigurationError: n < 1.
     """
     if n < 1:
-        raise ConfigurationError(f"a topology needs >= 1 workers, got {n}; use 1 to train alone")
+        raise ConfigurationError(f"a topology needs >= 1 worker, got {n}; use 1 to train alone")

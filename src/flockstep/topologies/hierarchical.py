@@ -33,7 +33,9 @@ class HierarchicalGraph(Topology):
         """
         require_workers(n)
         if n < self.groups:
-            raise ConfigurationError(f"{self.groups} groups need as many workers, got {n}; use hierarchical({n})")
+            raise ConfigurationError(
+                f"{self.groups} groups need at least {self.groups} workers, got {n}; use hierarchical({n})"
+            )
         graph = nx.empty_graph(n)
         members = [part.tolist() for part in np.array_split(np.arange(n), self.groups)]
         for group in (*members, [group[0] for group in members]):

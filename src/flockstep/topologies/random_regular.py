@@ -26,7 +26,7 @@ class RandomRegularGraph(Topology):
         if self.d < 1:
             raise ConfigurationError(f"d must be >= 1, got {self.d}; use 3 for a graph that mixes well")
         if self.seed < 0:
-            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any integer from 0")
+            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any integer >= 0")
 
     def graph(self, n: int) -> nx.Graph:
         """Return the first connected graph of at most 100 draws.
@@ -36,7 +36,7 @@ class RandomRegularGraph(Topology):
         """
         require_workers(n)
         if n <= self.d or n * self.d % 2:
-            why = f"more than d = {self.d} workers" if n <= self.d else "an even number of edge ends n d"
+            why = f"more than d = {self.d} workers" if n <= self.d else "an even product of n and d"
             raise ConfigurationError(f"random_regular needs {why}, got n = {n}; use an even n above d, or ring")
         for draw in range(DRAWS):
             graph = nx.random_regular_graph(self.d, n, seed=self.seed * DRAWS + draw)

@@ -19,7 +19,8 @@ def require_doubly_stochastic(topology: Topology, n: int, who: str) -> None:
     if not facts(topology, n).doubly_stochastic:
         raise ConfigurationError(
             f"{who} needs a doubly stochastic mixing matrix, got {_off(topology, n)}; use a topology with "
-            "Metropolis–Hastings weights, such as ring or torus, or sgp, which corrects for rows"
+            "Metropolis–Hastings weights, such as ring or torus, or the strategy sgp, which corrects for unequal "
+            "column sums"
         )
 
 
@@ -31,10 +32,10 @@ def require_symmetric(topology: Topology, n: int, who: str) -> None:
     """
     found = facts(topology, n)
     if not found.symmetric:
-        what = "one-way edges" if found.directed else "other weights one way than the other"
+        what = "one-way edges" if found.directed else "a weight that differs between the two directions of an edge"
         raise ConfigurationError(
             f"{who} needs a symmetric mixing matrix, got {what}; use an undirected graph such as ring, torus or "
-            "exponential, or sgp, which takes one-way edges"
+            "exponential, or the strategy sgp, which accepts directed edges"
         )
 
 
@@ -46,8 +47,8 @@ def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
     """
     if not facts(topology, n).column_stochastic:
         raise ConfigurationError(
-            f"{who} needs a column-stochastic mixing matrix, got {_off(topology, n)}; let each worker's weights for "
-            "its out-neighbors and itself sum to one, as in one_peer_exponential or graph(edges='0>1 1>2 2>0')"
+            f"{who} needs a column-stochastic mixing matrix, got {_off(topology, n)}; let the weights of each worker "
+            "for itself and its out-neighbors sum to one, as in one_peer_exponential or graph(edges='0>1 1>2 2>0')"
         )
 
 

@@ -43,7 +43,7 @@ def sides(n: int) -> tuple[int, int]:
     rows = next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0)
     if rows == 1 and n > 3:
         raise ConfigurationError(
-            f"a torus needs a number of workers with two factors above 1, got {n}; "
-            f"use {n - 1} or {n + 1} workers, or ring"
+            f"a torus needs a number of workers that is a product of two factors above 1, got {n}; use {n - 1} or "
+            f"{n + 1} workers, or ring"
         )
     return rows, n // rows

@@ -37,7 +37,7 @@ class WeightedGraph(Topology):
 
     def __post_init__(self) -> None:
         if self.path and self.edges != EXAMPLE:
-            raise ConfigurationError(f"graph takes edges or a path, got both ({self.path}); leave one out")
+            raise ConfigurationError(f"graph takes either edges or a path, got both ({self.path}); leave one out")
         if not self.path:
             _parse(self.edges)
 
@@ -69,7 +69,8 @@ class WeightedGraph(Topology):
         if rest.min() < -1e-9:
             worst = int(rest.argmin())
             raise ConfigurationError(
-                f"{self}: the weights at worker {worst} sum to {1 - rest[worst]:g}, more than one; make them smaller"
+                f"{self}: the edge weights at worker {worst} must sum to at most one, got {1 - rest[worst]:g}; make "
+                "them smaller"
             )
         loops = {i for i, j in graph.edges if i == j}
         weights[np.diag_indices(n)] += [0.0 if i in loops else max(float(rest[i]), 0.0) for i in range(n)]
@@ -119,7 +120,9 @@ def _parse(text: str) -> nx.Graph:
     words = [_EDGE.fullmatch(word) for word in text.replace(",", " ").split()]
     arrows = {word[2] for word in words if word}
     if not words or None in words or len(arrows) > 1:
-        raise ConfigurationError(f"an edge list reads like '0-1 1-2:0.25', or '0>1 1>0' one-way, got {text[:80]!r}")
+        raise ConfigurationError(
+            f"edges must be a list like '0-1 1-2:0.25', or '0>1 1>0' for one direction, got {text[:80]!r}"
+        )
     graph, clash = nx.DiGraph() if arrows == {">"} else nx.Graph(), False
     try:
         for i, _, j, weight in (word.groups() for word in words if word):
@@ -129,7 +132,9 @@ def _parse(text: str) -> nx.Graph:
     except ValueError:
         raise ConfigurationError(f"a weight must be a number, got {text[:80]!r}; write it like 0-1:0.25") from None
     if clash:
-        raise ConfigurationError(f"an edge has one weight, got two for the same edge in {text[:80]!r}; leave one out")
+        raise ConfigurationError(
+            f"an edge may have only one weight, got two weights for one edge in {text[:80]!r}; leave one out"
+        )
     return _numbered(graph)
 
 
@@ -147,7 +152,7 @@ def _load(path: Path) -> nx.Graph:
             _numbered(nx.node_link_graph(json.loads(text), edges="edges")) if path.suffix == ".json" else _parse(text)
         )
     except (OSError, nx.NetworkXError, KeyError, TypeError, ValueError, SyntaxError) as error:
-        raise ConfigurationError(f"cannot read a graph from {path}: {error}; write it with networkx") from error
+        raise ConfigurationError(f"cannot read a graph from {path}: {error}; write the file with networkx") from error
 
 
 def _equal_parts(graph: nx.DiGraph) -> npt.NDArray[np.float64]:

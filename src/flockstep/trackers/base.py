@@ -74,5 +74,5 @@ def package(module: str) -> Any:
         if error.name != name:
             raise
         raise MissingDependency(
-            f"tracker {name} needs its package, which is not installed; install it with: pip install {name}"
+            f"tracker {name} needs a package that is not installed; install the package with: pip install {name}"
         ) from None

@@ -27,7 +27,9 @@ class TensorBoard(ExperimentTracker):
         """
         summary, folder = package("tensorboard.summary"), Path(self.folder) / name
         if any(folder.glob("events.out.tfevents.*")):
-            raise ConfigurationError(f"{folder} holds the curves of a run; remove it, or choose another folder")
+            raise ConfigurationError(
+                f"{folder} holds the curves of another run; remove the folder, or choose another folder"
+            )
         return _Events(summary.Writer(str(folder)), started)
 
 

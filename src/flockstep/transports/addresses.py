@@ -73,13 +73,13 @@ def resolved(host: str) -> str:
     address = ipaddress.ip_address(host if is_numeric(host) else _looked_up(host))
     if address.is_unspecified:
         raise ConfigurationError(
-            f"host must be one address that peers can connect to, got {address}, which means every interface; use an "
-            f"address of this machine, or interface=NAME"
+            f"host must be an address to which other nodes can connect, got {address}, which means every interface; "
+            "use an address of this machine, or interface=NAME"
         )
     if address.is_link_local and address.version == 6:
         raise ConfigurationError(
-            f"host must be an address that peers can connect to, got {address}, which is valid on one link only; "
-            f"use a global or private address of this machine"
+            f"host must be an address to which other nodes can connect, got {address}, which is valid on one link "
+            "only; use a global or private address of this machine"
         )
     return str(address)
 
@@ -89,7 +89,7 @@ def _looked_up(name: str) -> str:
         flags = socket.AI_ADDRCONFIG  # no IPv6 address where no interface has one
         answers = socket.getaddrinfo(name or "\0", None, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, ValueError) as error:  # ValueError: the encoding of names refuses it
-        why = getattr(error, "strerror", None) or "it is not a name"
+        why = getattr(error, "strerror", None) or "it is not a host name"
         raise ConfigurationError(
             f"host {name!r} does not resolve: {why}; use an address of this machine, such as 127.0.0.1, or "
             f"interface=NAME"
@@ -107,10 +107,12 @@ def interface_address(name: str) -> str:
         raise ConfigurationError(f"interface={name} needs Linux, got {sys.platform}; use host=ADDRESS")
     names = [one for _, one in socket.if_nameindex()]
     if name not in names:
-        raise ConfigurationError(f"this machine has no interface {name!r}; it has {', '.join(names)}")
+        raise ConfigurationError(
+            f"interface must be one of the interfaces of this machine, {', '.join(names)}, got {name!r}"
+        )
     address = _ipv4_of(name) or _ipv6_of(name)
     if not address:
-        raise ConfigurationError(f"interface {name} has no address that peers can connect to; use host=ADDRESS")
+        raise ConfigurationError(f"interface {name} has no address to which other nodes can connect; use host=ADDRESS")
     return address
 
 

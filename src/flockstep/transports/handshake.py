@@ -66,7 +66,9 @@ class Handshake:
         """
         began = arrived[: len(self._name)]
         if not self._key and not self._name.startswith(began):
-            raise ProtocolError(f"the other end of a connection began with {began!r} instead of {self._name!r}")
+            raise ProtocolError(
+                f"a connection began with {began!r} instead of {self._name!r}, so it does not come from this run"
+            )
 
     def feed(self, arrived: bytes) -> None:
         """Check the next `due` bytes of the other end.
@@ -83,7 +85,7 @@ class Handshake:
             return
         if not hmac.compare_digest(arrived[-PROOF:], self._proof(not self._connects)):
             self.out = b""
-            raise ProtocolError("the other end of a connection does not know the secret of this run")
+            raise ProtocolError("the process at the other end of a connection does not know the secret of this run")
         self.due = 0
 
     @property
@@ -116,7 +118,9 @@ class Handshake:
             try:
                 shared = self._private.exchange(X25519PublicKey.from_public_bytes(other[len(self._name) :]))
             except ValueError as error:  # a point of small order
-                raise ProtocolError(f"the other end of a connection sent a bad public key: {error}") from None
+                raise ProtocolError(
+                    f"the process at the other end of a connection sent a bad public key: {error}"
+                ) from None
         self._hellos = self._hello + other if self._connects else other + self._hello
         self._key = hmac.digest(self._secret, hashlib.sha256(self._hellos).digest() + shared, "sha256")
 

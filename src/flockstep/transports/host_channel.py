@@ -155,7 +155,7 @@ class HostChannel:
             while read < READ:
                 count = self._socket.recv_into(self._rooms[0][self._at :])
                 if not count and not found:
-                    raise PeerLost("the connection was closed")
+                    raise PeerLost("the other host closed the connection")
                 if not count:
                     break
                 self._heard = self._now()
@@ -177,7 +177,9 @@ class HostChannel:
             header, *lengths = _PREFIX.unpack(self._prefix)
             payloads = [length for length in lengths if length != _ABSENT]
             if header > MAX_HEADER or any(length > self._most for length in payloads):
-                raise ProtocolError(f"a message of {header} and {payloads} bytes was announced")
+                raise ProtocolError(
+                    f"the other host announced a message of {header} and {payloads} bytes, which is too long"
+                )
             self._parts = [memoryview(bytearray(length)) for length in (header, *payloads)]
             self._rooms = [part for part in self._parts if part.nbytes]
         if not self._rooms:

@@ -78,7 +78,7 @@ class Tcp(Transport):
     def __post_init__(self) -> None:
         if self.interface and self.host != type(self).host:
             raise ConfigurationError(
-                f"give either host or interface, got host={self.host!r} and interface={self.interface!r}"
+                f"give either host or interface, got both host={self.host!r} and interface={self.interface!r}"
             )
         if is_numeric(self.host):
             resolved(self.host)  # a name is resolved where it is used

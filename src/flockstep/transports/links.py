@@ -240,9 +240,9 @@ class Line:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                raise PeerLost("the process that supervises this run is not connected") from None
+                raise PeerLost("this process has no connection to the supervisor of the run") from None
             if error.errno == zmq.EAGAIN:
-                raise Backlog(f"the supervisor takes no messages: {QUEUED} wait for it") from None
+                raise Backlog(f"the supervisor does not accept messages: {QUEUED} messages wait for delivery") from None
             raise
         self._sent_count += 1
 

@@ -108,7 +108,7 @@ class Joining:
         """
         self._thread.join(seconds)
         if isinstance(self._error, RuntimeError):
-            raise PeerLost(f"no process group could be made: {_first_line(self._error)}")
+            raise PeerLost(f"no process group could be created: {_first_line(self._error)}")
         if self._error is not None:
             raise self._error
         return not self._thread.is_alive()
@@ -136,8 +136,8 @@ class ProcessGroup:
         if theirs is None:
             if hosts > 1 and backend != "mpi":
                 raise ConfigurationError(
-                    f"torch_distributed(backend={backend}) makes a group within one host, and the workers are on "
-                    f"{hosts}; leave collective=torch_distributed out, or let the script call "
+                    f"torch_distributed(backend={backend}) makes a group only within one host, but the workers are on "
+                    f"{hosts} hosts; leave collective=torch_distributed out, or let the script call "
                     f"torch.distributed.init_process_group({backend!r}, …), whose links are not encrypted"
                 )
             joining = Joining(backend, meeting)
@@ -220,8 +220,9 @@ def _of_script(backend: str, meeting: Rendezvous) -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (meeting.rank, meeting.workers):
         raise ConfigurationError(
-            f"the script's process group must have the run's ranks, got rank {rank} of {size} in worker {meeting.rank} "
-            f"of {meeting.workers}; pass flockstep.rank() to init_process_group, or leave it to flockstep"
+            f"the script's process group must have the ranks of the run, got rank {rank} of {size} in worker "
+            f"{meeting.rank} of {meeting.workers}; pass flockstep.rank() to init_process_group, or let flockstep "
+            "create the process group"
         )
     return dist.group.WORLD
 
@@ -253,7 +254,9 @@ def _file(backend: str, meeting: Rendezvous) -> Path:
 
 
 def _not_built(backend: str) -> ConfigurationError:
-    return ConfigurationError(f"this torch or this machine has no {backend}; use torch_distributed(backend=gloo)")
+    return ConfigurationError(
+        f"this installation of torch or this machine has no {backend}; use torch_distributed(backend=gloo)"
+    )
 
 
 def _tensor(array: Any) -> torch.Tensor:

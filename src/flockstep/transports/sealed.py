@@ -218,7 +218,7 @@ class _Opener:
             return _LENGTH.size
         (size,) = _LENGTH.unpack_from(self._buffer, self._begin)
         if not 0 < size <= RECORD:
-            raise LinkForged(f"a record of {size} bytes was announced; records have 1 to {RECORD}")
+            raise LinkForged(f"a record of {size} bytes was announced, but records have 1 to {RECORD} bytes")
         return int(size) + _LENGTH.size + _TAG
 
     def _decrypt(self, into: memoryview) -> None:
@@ -230,5 +230,5 @@ class _Opener:
         try:
             self._cipher.decrypt_into(nonce, self._buffer[body : self._begin], bytes(self._buffer[begin:body]), into)
         except InvalidTag:
-            raise LinkForged("a record was changed, dropped or repeated on its way") from None
+            raise LinkForged("a record was changed, dropped or repeated in transit") from None
         self._count += 1

@@ -41,7 +41,9 @@ class SharedGroup:
         self.waited = 0.0
         """Seconds that the last all-reduce waited for other processes."""
         if memory.size < needed(workers, room):
-            raise ProtocolError(f"a segment of {memory.size} bytes is none of {workers} workers with {room} bytes each")
+            raise ProtocolError(
+                f"a segment of {memory.size} bytes is too small for {workers} workers with {room} bytes each"
+            )
         self._memory = memory
         self._control = needed(workers, 0) - workers * 2 * SLOT
         self._stride = 2 * SLOT + _rounded(room)
@@ -62,7 +64,9 @@ class SharedGroup:
         """
         nbytes = _rounded(size * np.dtype(dtype).itemsize)
         if self._used + nbytes > self._stride:
-            raise ConfigurationError(f"a region of {self._stride} bytes has no room for {nbytes} more; make it larger")
+            raise ConfigurationError(
+                f"a region of {self._stride} bytes has no room for {nbytes} more bytes; make the region larger"
+            )
         start = self._control + self.rank * self._stride + self._used
         self._used += nbytes
         return self._memory.array(dtype, size, start)
@@ -70,7 +74,7 @@ class SharedGroup:
     def at(self, rank: int, array: FlatArray) -> FlatArray:
         """Return the array of process `rank` at the same offset as `array`, which this process allocated."""
         offset = self._offset(array)
-        assert offset is not None, "an array from elsewhere"
+        assert offset is not None, "the array was not allocated in this group"
         return self._memory.array(array.dtype, array.size, self._control + rank * self._stride + offset)
 
     def alone_on(self, rank: int) -> AbstractContextManager[None]:
@@ -155,7 +159,7 @@ class SharedGroup:
     ) -> None:
         """Call a kernel for `array`, which lies in the region, until it is done."""
         offset = self._offset(array)
-        assert offset is not None, "an array from elsewhere"
+        assert offset is not None, "the array was not allocated in this group"
         heap, stride, start = self._heaps[array.dtype.char], self._stride // array.itemsize, offset // array.itemsize
         bounds, by, stage = self._limits(len(array), shares), array.dtype.type(divisor), 0
         while stage := kernel(heap, stride, start, bounds, self._counters, self.rank, self._turn, stage, by, self._how):
@@ -178,7 +182,7 @@ class SharedGroup:
         if answer == MISMATCH:
             raise ProtocolError(
                 f"worker {self.rank} adds up a different array than the other workers; call the collectives in the "
-                "same order, with arrays of the same size and dtype, on every worker"
+                "same order on every worker, with arrays of the same size and dtype"
             )
         meanwhile()
 

@@ -131,7 +131,7 @@ class PeerMemory:
         token, _, address = location.partition("@")
         self._memory = SharedMemory.attach(address, FRONT)
         if self._memory.array(np.uint8, TOKEN).tobytes().hex() != token:
-            raise CompositionError(f"the memory at {address} is not as expected; use --transport ipc or tcp")
+            raise CompositionError(f"the memory at {address} has an unexpected layout; use --transport ipc or tcp")
         self._done = _table(self._memory)
         self._me = me % NODES
 
@@ -144,7 +144,7 @@ class PeerMemory:
         nbytes = size * np.dtype(dtype).itemsize
         inside = start >= FRONT and start + nbytes <= self._memory.size and start % 64 == 0
         if not (0 <= place < SLOTS and size >= 0 and inside):
-            raise ProtocolError(f"slot {place} at byte {start} with {nbytes} bytes is none of a heap")
+            raise ProtocolError(f"slot {place} at byte {start} with {nbytes} bytes does not exist in the heap")
         array: Array = self._memory.array(dtype, size, start)
         array.flags.writeable = False
         weakref.finalize(array, _count, self._done[place], self._me, os.getpid()).atexit = False

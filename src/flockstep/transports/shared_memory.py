@@ -49,7 +49,9 @@ class SharedMemory:
             ConfigurationError: this system has no shared memory, or too little.
         """
         if sys.platform != "linux":
-            raise ConfigurationError(f"shared memory needs Linux, got {sys.platform}; choose a strategy with messages")
+            raise ConfigurationError(
+                f"shared memory needs Linux, got {sys.platform}; choose a strategy that sends messages"
+            )
         descriptor = os.memfd_create(_NAME)
         try:
             os.ftruncate(descriptor, size)
@@ -72,7 +74,7 @@ class SharedMemory:
         host, _, path = address.partition(":")
         try:
             if sys.platform != "linux" or host != host_here():
-                raise OSError("it lies on another host")
+                raise OSError("the memory is on another host")
             return cls(address, _opened(path, size))
         except OSError as error:
             raise CompositionError(
@@ -109,17 +111,18 @@ def _opened(path: str, size: int) -> int:
     Any other file is refused, so that a peer cannot make this process write to it.
     """
     if not (_PLACE.fullmatch(path) and str(Path(path).readlink()).startswith(f"/memfd:{_NAME} ")):
-        raise OSError(f"{path[:80]!r} is not a segment of flockstep")
+        raise OSError(f"{path[:80]!r} is not a shared-memory segment of flockstep")
     descriptor = os.open(path, os.O_RDWR)
     if (there := os.fstat(descriptor).st_size) < max(size, 1):
         os.close(descriptor)
-        raise OSError(f"it has {there} bytes instead of {size}")
+        raise OSError(f"the segment has {there} bytes instead of {size}")
     return descriptor
 
 
 def _too_much(size: int, error: OSError) -> ConfigurationError:
     return ConfigurationError(
-        f"cannot share {size} bytes of memory: {error.strerror}; use a smaller model or array, or --transport ipc"
+        f"cannot allocate {size} bytes of shared memory: {error.strerror}; use a smaller model or array, or "
+        "--transport ipc"
     )
 
 

@@ -196,8 +196,8 @@ class StreamBus(Bus):
         self._host = host_of(address)
         if self._host and not me.secret:
             raise ConfigurationError(
-                f"{node_name(me.address)} cannot listen on {address} without a secret, because any user could join; "
-                f"give every node of the run the same secret, or use --transport ipc on one host"
+                f"{node_name(me.address)} cannot listen on {address} without a secret, because any user could "
+                "connect; give every node of the run the same secret, or use --transport ipc on one host"
             )
         self.traffic = Traffic()
         self._heartbeat = heartbeat
@@ -280,7 +280,7 @@ class StreamBus(Bus):
         if connection is None or not connection.usable():
             raise self._unreachable(to)
         if len(connection.out) >= 2 * QUEUED or connection.waiting >= AHEAD:
-            raise Backlog(f"{node_name(to)} takes no messages: {connection.waiting} bytes wait for it")
+            raise Backlog(f"{node_name(to)} does not accept messages: {connection.waiting} bytes wait for delivery")
         array, place, start = message.array, None, 0
         if array is not None and self._heap is not None and array.nbytes >= SMALLEST and to in self._lent:
             array = message.array = self._copies.frozen(array)
@@ -403,7 +403,9 @@ class StreamBus(Bus):
         elif now > connection.since + PATIENCE:
             self._read(connection)  # the proof may have arrived while this process could not read it
             if connection.open and not connection.established():
-                self._end_unproved(connection, f"it has not proved within {PATIENCE:g} s that it knows the secret")
+                self._end_unproved(
+                    connection, f"the other end did not prove within {PATIENCE:g} s that it knows the secret"
+                )
 
     def _unreachable(self, peer: Address) -> PeerLost:
         return PeerLost(f"{node_name(peer)} is not reachable from {node_name(self._me.address)}")
@@ -456,7 +458,11 @@ class StreamBus(Bus):
         self._add(sock, where[0] if self._host else "", None)
         unproved = [one for one in self._connections.values() if one.wanted is None and not one.established()]
         if len(unproved) > STRANGERS:
-            self._reject(_dispensable(unproved), f"more than {STRANGERS} connections had not proved anything")
+            self._reject(
+                _dispensable(unproved),
+                f"more than {STRANGERS} connections were open whose other end had not proved yet that it knows "
+                "the secret",
+            )
 
     def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> _Connection:
         sock.setblocking(False)
@@ -504,7 +510,7 @@ class StreamBus(Bus):
         peer, wanted = connection.greeting.source, connection.wanted
         due = peer in self._expected and peer > self._me.address if wanted is None else peer == wanted
         if not due or peer in self._peers:
-            self._reject(connection, f"{node_name(peer)} is not expected, or connected already")
+            self._reject(connection, f"{node_name(peer)} is not part of this run, or is connected already")
             return
         self._dials.pop(peer, None)
         self._peers[peer] = connection
@@ -526,7 +532,7 @@ class StreamBus(Bus):
         if not self.traffic.rejected:
             source = f" from {connection.host}" if connection.host else ""
             _log.warning(
-                "flockstep: %s refused a connection%s: %s; further ones are only counted",
+                "flockstep: %s refused a connection%s: %s; later refused connections are only counted",
                 node_name(self._me.address),
                 source,
                 why,
@@ -639,12 +645,14 @@ class StreamBus(Bus):
             if connection.established():  # the peer has closed the connection
                 self._drop(connection)
             else:
-                self._end_unproved(connection, f"it ended before its proof: {error}")
+                self._end_unproved(
+                    connection, f"the connection ended before the other end proved that it knows the secret: {error}"
+                )
 
     def _prove(self, connection: _Connection) -> bool:
         """Go on with the handshake; return whether the other end has proved that it belongs to this run."""
         if isinstance(connection.socket, SealedSocket) and not connection.socket.shake():
-            self._end_unproved(connection, "it ended before its proof")
+            self._end_unproved(connection, "the connection ended before the other end proved that it knows the secret")
             return False
         connection.staging = memoryview(bytearray(STAGING))
         return True
@@ -701,13 +709,18 @@ class StreamBus(Bus):
         if connection.greeting is None:
             if length <= GREETING_BYTES and not nbytes:
                 return True
-            self._reject(connection, f"its greeting has a header of {length} bytes and a payload of {nbytes}")
+            self._reject(
+                connection,
+                f"the first message has a header of {length} bytes and a payload of {nbytes} bytes, which is too long",
+            )
             return False
         if length <= MAX_HEADER and nbytes <= self._me.model_bytes + MAX_CODING:
             return True
         who = node_name(connection.greeting.source)
-        what = f"a header of {length} bytes and a payload of {nbytes}"
-        self._refuse(connection, ProtocolError(f"{who} announced {what}; the model has {self._me.model_bytes}"))
+        what = f"a header of {length} bytes and a payload of {nbytes} bytes"
+        self._refuse(
+            connection, ProtocolError(f"{who} announced {what}, but the model has only {self._me.model_bytes} bytes")
+        )
         return False
 
     def _deliver(self, connection: _Connection, header: bytes, body: memoryview | None) -> None:

@@ -154,7 +154,7 @@ def decode(
     if head.dtype:
         array = _array(head, payload, me, who)
     elif payload is not None:
-        raise ProtocolError(f"{who} sent {payload.nbytes} bytes with {head.tag!r}, whose header announces none")
+        raise ProtocolError(f"{who} sent {payload.nbytes} bytes with {head.tag!r}, but the header announced no bytes")
     note = _note(head, me, who)
     if head.number:
         me.heard[sender] = head.number
@@ -203,14 +203,17 @@ def _check(head: Header, sender: Address, me: SenderIdentity) -> None:
         return
     who = node_name(sender)
     rules = (
-        (head.protocol == PROTOCOL, f"speaks protocol {head.protocol}, this is {PROTOCOL}; install the same version"),
-        (head.run == me.run, f"belongs to run {head.run}, this is {me.run}"),
+        (
+            head.protocol == PROTOCOL,
+            f"uses protocol {head.protocol}, but this node uses protocol {PROTOCOL}; install the same version on both",
+        ),
+        (head.run == me.run, f"belongs to run {head.run}, but this node belongs to run {me.run}"),
         (head.source == sender, f"claims to be {node_name(head.source)}"),
-        (head.schema == me.schema, f"holds a model with schema {head.schema}, this is {me.schema}"),
-        (head.epoch == me.epoch, f"is in epoch {head.epoch}, this is {me.epoch}"),
+        (head.schema == me.schema, f"has a model with schema {head.schema}, but this node has schema {me.schema}"),
+        (head.epoch == me.epoch, f"is in epoch {head.epoch}, but this node is in epoch {me.epoch}"),
         (
             head.number == expected,
-            f"sent message {head.number} where {expected} was expected: one was lost or repeated",
+            f"sent message {head.number} when message {expected} was expected: a message was lost or repeated",
         ),
     )
     for holds, what in rules:
@@ -226,7 +229,7 @@ def _note(head: Header, me: SenderIdentity, who: str) -> Any:
         return _reader(kind).decode(head.note)
     except (ValueError, RecursionError) as error:
         named = kind.__name__ if kind else "mapping of names to numbers and texts"
-        raise ProtocolError(f"{who} sent {head.tag!r} with a note that is no {named}: {error}") from None
+        raise ProtocolError(f"{who} sent {head.tag!r} with a note that is not of type {named}: {error}") from None
 
 
 def _array(
@@ -237,14 +240,16 @@ def _array(
     dtype = _little(head.dtype)
     nbytes = head.size * dtype.itemsize
     if head.size < 0 or nbytes > me.limit + (MAX_CODING if head.dtype == "uint8" else 0):
-        raise ProtocolError(f"{who} announced {nbytes} bytes with {head.tag!r}; the model has {me.limit}")
+        raise ProtocolError(
+            f"{who} announced {nbytes} bytes with {head.tag!r}, but the model has only {me.limit} bytes"
+        )
     if head.place >= 0 and payload is None:
         if head.source not in me.peer_memory:
-            raise ProtocolError(f"{who} sent slot {head.place} with {head.tag!r}, but shares no memory with this one")
+            raise ProtocolError(f"{who} sent slot {head.place} with {head.tag!r}, but shares no memory with this node")
         return me.peer_memory[head.source].view(head.place, head.start, head.dtype, head.size)
     if payload is None or payload.nbytes != nbytes:
         got = 0 if payload is None else payload.nbytes
-        raise ProtocolError(f"{who} sent {got} bytes with {head.tag!r}, whose header announces {nbytes}")
+        raise ProtocolError(f"{who} sent {got} bytes with {head.tag!r}, but the header announced {nbytes}")
     array = np.frombuffer(payload, dtype)
     if sys.byteorder == "big":
         array = array.astype(dtype.newbyteorder("="))

@@ -52,7 +52,7 @@ def require_at_least(least: float, /, **values: float) -> None:
     """
     for name, value in values.items():
         if not value >= least:
-            raise ConfigurationError(f"{name} must be >= {least}, got {value}; give {least} or more")
+            raise ConfigurationError(f"{name} must be >= {least}, got {value}; use {least} or more")
 
 
 def generator(purpose: str, seed: int) -> np.random.Generator:

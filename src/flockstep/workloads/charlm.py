@@ -70,7 +70,8 @@ class CharLM(Workload):
         digest = hashlib.sha256(codes.astype(np.uint8).tobytes()).hexdigest()
         if self.sha256 not in (None, digest):
             raise ConfigurationError(
-                f"sha256 of the text must be {self.sha256}, got {digest}; name the text it was made for as corpus"
+                f"sha256 of the text must be {self.sha256}, got {digest}; set corpus to the text to which sha256 "
+                "belongs"
             )
         sizes = (SYMBOLS, self.context, self.width, self.layers, self.heads)
         return Job(

@@ -62,7 +62,8 @@ class ByLabel(Split):
     def __post_init__(self) -> None:
         if self.classes_per_worker is not None and self.classes_per_worker < 1:
             raise ConfigurationError(
-                f"classes_per_worker must be >= 1, got {self.classes_per_worker}; leave it out for an equal cut"
+                f"classes_per_worker must be >= 1, got {self.classes_per_worker}; leave it out to divide the classes "
+                "equally"
             )
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
@@ -78,8 +79,8 @@ class ByLabel(Split):
         for label, (group, mine) in enumerate(zip(groups, holders, strict=True)):
             if len(group) < len(mine):
                 raise ConfigurationError(
-                    f"class number {label} has {len(group)} samples for {len(mine)} workers; "
-                    f"lower classes_per_worker or the number of workers"
+                    f"class number {label} has only {len(group)} samples for {len(mine)} workers; lower "
+                    "classes_per_worker or the number of workers"
                 )
             for worker, part in zip(mine, np.array_split(group, len(mine)), strict=True):
                 shards[worker].append(part)
@@ -91,7 +92,7 @@ class ByLabel(Split):
         if not math.ceil(classes / workers) <= each <= classes:
             raise ConfigurationError(
                 f"classes_per_worker must be in [{math.ceil(classes / workers)}, {classes}] for {classes} classes on "
-                f"{workers} workers, got {each}; leave it out for an equal cut"
+                f"{workers} workers, got {each}; leave it out to divide the classes equally"
             )
         order = rng.permutation(classes)
         holders: list[list[int]] = [[] for _ in range(classes)]
@@ -147,14 +148,14 @@ def _check(labels: Labels | None, size: int, workers: int) -> None:
     if workers < 1:
         raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for a single process")
     if workers > size:
-        raise ConfigurationError(f"{size} samples cannot feed {workers} workers; use at most {size} workers")
+        raise ConfigurationError(f"{size} samples are too few for {workers} workers; use at most {size} workers")
     if labels is not None and labels.shape != (size,):
-        raise ConfigurationError(f"labels must have the shape ({size},), got {labels.shape}; give one per sample")
+        raise ConfigurationError(f"labels must have the shape ({size},), got {labels.shape}; give one label per sample")
 
 
 def _need_labels(name: str, labels: Labels | None) -> Labels:
     if labels is None:
         raise CompositionError(
-            f"the split {name} needs one class per sample, which this job does not have; use split iid"
+            f"the split {name} needs a class for every sample, which this job does not have; use split iid"
         )
     return labels

@@ -30,7 +30,7 @@ def of(array: Any) -> Any:
         return _loaded("flockstep.arrays.kernels.on_numpy")
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         return _loaded("flockstep.arrays.kernels.on_torch")
-    raise TypeError(f"kernels are for numpy arrays and torch tensors, got {type(array).__name__}")
+    raise TypeError(f"kernels take numpy arrays and torch tensors, got {type(array).__name__}")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from flockstep.costs.builder import At, Net
 from flockstep.costs.layers import ModelShape
 
-NOTE = "two towers (groups) as published, inputs of 227 × 227; local response normalization and dropout left out"
+NOTE = (
+    "with two towers (groups of filters) as published, for inputs of 227 × 227; local response normalization and "
+    "dropout are left out"
+)
 
 
 def alexnet(classes: int = 1000) -> ModelShape:

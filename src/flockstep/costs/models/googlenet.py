@@ -18,8 +18,8 @@ INCEPTIONS = {
 }
 """Block → channels of: 1 × 1; 3 × 3 reduced, 3 × 3; 5 × 5 reduced, 5 × 5; 1 × 1 after the pooling."""
 NOTE = (
-    "the published network without its two auxiliary classifiers, without batch normalization, with biases, inputs of "
-    "224 × 224; local response normalization and dropout left out; often quoted as 6.8 M parameters"
+    "the published network for inputs of 224 × 224, with biases, without its two auxiliary classifiers and without "
+    "batch normalization; local response normalization and dropout are left out; often quoted as 6.8 M parameters"
 )
 
 

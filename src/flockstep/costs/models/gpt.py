@@ -33,7 +33,7 @@ def gpt(
     made.append(formulas.group_norm("norm", stream, width, width, width))
     head = formulas.linear("head", width, symbols, context, bias=False)
     made.append(dataclasses.replace(head, parameters=0, tied="tokens"))
-    note = f"{context:,} tokens a sample, weights of input and output embedding shared, dropout left out"
+    note = f"{context:,} tokens per sample; input and output embedding share their weights; dropout is left out"
     return ModelShape(name, tuple(made), note=note)
 
 

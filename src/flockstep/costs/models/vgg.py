@@ -20,4 +20,4 @@ def vgg_a(classes: int = 1000) -> ModelShape:
     for place in (6, 7):
         x = net.relu(net.linear(x, f"fc{place}", 4096), f"relu{place}")
     net.linear(x, "fc8", classes)
-    return net.shape("vgg-a", "configuration A with 11 weight layers, inputs of 224 × 224; dropout left out")
+    return net.shape("vgg-a", "configuration A with 11 weight layers, for inputs of 224 × 224; dropout is left out")

@@ -49,8 +49,8 @@ class FirstOf(Consistency):
         needed = self.needed(view.workers)
         if view.workers - view.lost < needed:
             raise PeerLost(
-                f"{view.lost} of {view.workers} workers are lost, and a step takes the gradients of "
-                f"{needed}; ask for fewer"
+                f"a step takes the gradients of {needed} workers, but {view.lost} of {view.workers} workers are lost; "
+                "configure fewer gradients per step"
             )
         current = [push for push in pending if push.version == view.version]
         needed = min(needed, view.live)  # late workers skipped versions and have steps left when others have none
@@ -63,7 +63,7 @@ class FirstOf(Consistency):
     def _require(self, needed: int, workers: int, what: str) -> None:
         if not 1 <= needed <= workers:
             raise ConfigurationError(
-                f"{what}, which is not between 1 and the number of workers, {workers}; choose another"
+                f"{what}, but the number must be >= 1 and <= {workers}, the number of workers; choose another value"
             )
 
 
@@ -80,7 +80,7 @@ class BackupWorkers(FirstOf):
 
     def __post_init__(self) -> None:
         if self.b < 0:
-            raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; 0 waits for all workers")
+            raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; use 0 to wait for all workers")
 
     @property
     def gathers(self) -> int:
@@ -139,7 +139,7 @@ class KBatchSync(FirstOf):
 
     def check(self, workers: int) -> None:
         if self.k < 1:
-            raise ConfigurationError(f"k must be >= 1 batches, got {self.k}; 1 steps after each")
+            raise ConfigurationError(f"k must be >= 1 batches, got {self.k}; use 1 for a step after each batch")
 
     def needed(self, workers: int) -> int:
         return self.k

@@ -22,7 +22,7 @@ class KAsync(Consistency):
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise ConfigurationError(f"k must be >= 1 gradients, got {self.k}; 1 is asynchronous")
+            raise ConfigurationError(f"k must be >= 1 gradients, got {self.k}; use 1 for asynchronous steps")
 
     delivery = "unbounded delay"
     one_each = True
@@ -35,7 +35,9 @@ class KAsync(Consistency):
 
     def check(self, workers: int) -> None:
         if self.k > workers:
-            raise ConfigurationError(f"k must be <= workers, {workers}, got {self.k}; use bsp for all of them")
+            raise ConfigurationError(
+                f"k must be <= {workers}, the number of workers, got {self.k}; use bsp to wait for all gradients"
+            )
 
     def full_step(self, workers: int) -> int:
         return self.k

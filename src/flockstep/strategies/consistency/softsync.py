@@ -25,14 +25,18 @@ class SoftSync(Consistency):
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise ConfigurationError(f"n must be >= 1, got {self.n}; 1 collects a gradient per worker")
+            raise ConfigurationError(
+                f"n must be >= 1, got {self.n}; use 1 to collect one gradient per worker before each step"
+            )
 
     delivery = "unbounded delay"
     survives = True
 
     def check(self, workers: int) -> None:
         if self.n > workers:
-            raise ConfigurationError(f"n must be <= workers, {workers}, got {self.n}; use asynchronous for n = workers")
+            raise ConfigurationError(
+                f"n must be <= {workers}, the number of workers, got {self.n}; use asynchronous for n = workers"
+            )
 
     def full_step(self, workers: int) -> int:
         """Number of gradients of a step, c = floor(workers / n)."""

@@ -28,7 +28,7 @@ class ValueBound(Consistency):
 
     def __post_init__(self) -> None:
         if not self.delta > 0:
-            raise ConfigurationError(f"delta must be > 0, got {self.delta}; use bsp for no change at all")
+            raise ConfigurationError(f"delta must be > 0, got {self.delta}; use bsp to allow no difference at all")
 
     delivery = "bounded delay"
     survives = True

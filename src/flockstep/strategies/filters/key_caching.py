@@ -20,7 +20,9 @@ class KeyCaching(Filter):
 
     def __post_init__(self) -> None:
         if self.remembered < 1:
-            raise ConfigurationError(f"remembered must be >= 1 lists, got {self.remembered}; leave out key_caching")
+            raise ConfigurationError(
+                f"remembered must be >= 1 lists of keys, got {self.remembered}; leave out key_caching to store none"
+            )
 
     @property
     def lists(self) -> int:

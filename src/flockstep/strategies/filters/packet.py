@@ -57,12 +57,13 @@ def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
     """
     if filters and not (codec.exact_size and codec.wire_bytes(2, "float32") > codec.wire_bytes(1, "float32")):
         raise CompositionError(
-            f"filters need a codec whose number of bytes determines the number of elements, got {codec}; use "
-            f"identity or half"
+            f"filters need a codec for which the number of bytes determines the number of elements, got {codec}; use "
+            "identity or half"
         )
     if filters and codec.bind_step(0) != codec.bind_step(FAR):
         raise CompositionError(
-            f"filters need a codec that is the same in every step, got {codec}; leave out its warm-up, or the filters"
+            f"filters need a codec that stays the same in every step, got {codec}; leave out the warm-up of the "
+            "codec, or the filters"
         )
 
 
@@ -139,17 +140,17 @@ def _read_keys(data: Bytes, size: int, lists: Lists, remembered: int) -> tuple[K
     if kind == HASHED and len(data) > HASH_BYTES:
         digest = _plain(data[1 : 1 + HASH_BYTES])
         if digest not in lists:
-            raise ProtocolError(f"a push names the list of keys {digest.hex()}, which was never sent")
+            raise ProtocolError(f"a push refers to the list of keys {digest.hex()}, which was never sent")
         _remember(lists, digest, lists[digest], remembered)
         return lists[digest], 1 + HASH_BYTES
     if kind != LISTED or len(data) < 5:
-        raise ProtocolError(f"a push of {len(data)} bytes does not say which of {size} entries it holds")
+        raise ProtocolError(f"a push of {len(data)} bytes does not say which of {size} elements it contains")
     stop = 5 + 4 * int.from_bytes(_plain(data[1:5]), "little")
     if len(data) < stop:
         raise ProtocolError(f"a push of {len(data)} bytes is shorter than its list of keys")
     keys = np.frombuffer(_plain(data[5:stop]), "<u4").astype(np.uint32)
     if keys.size and (keys[-1] >= size or (keys[:-1] >= keys[1:]).any()):
-        raise ProtocolError(f"the keys of a push must ascend below {size}, got {keys[:8].tolist()}…")
+        raise ProtocolError(f"the keys of a push must be in ascending order below {size}, got {keys[:8].tolist()}…")
     if remembered:
         _remember(lists, _digest(_plain(data[5:stop])), keys, remembered)
     return keys, stop

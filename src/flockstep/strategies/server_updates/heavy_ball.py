@@ -57,7 +57,6 @@ def heavy_ball(optimizer: Optimizer) -> SGD:
     if not isinstance(optimizer, SGD) or optimizer.nesterov or optimizer.dampening:
         raise CompositionError(
             f"a server_update that sets the momentum needs sgd without nesterov and dampening, got {optimizer}; use "
-            "for example "
-            f"sgd(lr=0.1, momentum=0.9), or server_update=plain"
+            "for example sgd(lr=0.1, momentum=0.9), or server_update=plain"
         )
     return optimizer

@@ -45,9 +45,11 @@ class StalenessScaled(ServerUpdate):
         if self.known is None:
             return
         if self.by != "mean":
-            raise ConfigurationError(f"known is a mean staleness, got by={self.by}; use by=mean, or leave known out")
+            raise ConfigurationError(
+                f"known is a mean staleness and needs by=mean, got by={self.by}; use by=mean, or leave out known"
+            )
         if not 0 <= self.known < math.inf:
-            raise ConfigurationError(f"known must be a mean staleness >= 0, got {self.known}; it is n in n-softsync")
+            raise ConfigurationError(f"known must be a mean staleness >= 0, got {self.known}; for n-softsync use n")
 
     def start(self, me: Server) -> Seen:
         return Seen()

@@ -19,7 +19,9 @@ class Fixed(SynchronizationSchedule):
 
     def __post_init__(self) -> None:
         if self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 1 averages after every step")
+            raise ConfigurationError(
+                f"period must be >= 1 local steps, got {self.period}; use 1 to average after every step"
+            )
 
     @property
     def every_step(self) -> bool:

@@ -23,12 +23,14 @@ class Scheduled(SynchronizationSchedule):
 
     def __post_init__(self) -> None:
         if not self.periods or min(self.periods) < 1:
-            raise ConfigurationError(f"periods must all be >= 1 local steps, got {self.periods}; use (1, 4, 16)")
+            raise ConfigurationError(
+                f"all periods must be >= 1 local steps, got {self.periods}; use for example (1, 4, 16)"
+            )
         rising = all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False))
         if len(self.starts) != len(self.periods) or self.starts[0] != 0 or not rising:
             raise ConfigurationError(
-                f"starts must be rising steps from 0, one for each of {len(self.periods)} periods, got {self.starts}; "
-                "use (0, 100, 200) with (1, 4, 16)"
+                f"starts must be step numbers in ascending order from 0, one for each of {len(self.periods)} periods, "
+                f"got {self.starts}; use (0, 100, 200) with (1, 4, 16)"
             )
 
     @property
