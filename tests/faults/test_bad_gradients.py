@@ -87,8 +87,11 @@ def test_an_attacker_in_a_run_sends_what_the_oracle_says():
 
 
 def test_a_restart_does_not_attack_twice():
-    whole = run_strategy("ps(bsp)", 4, STEPS, faults=["enlarges(1, 3)"])
-    again = run_strategy("ps(bsp)", 4, STEPS, faults=["enlarges(1, 3)"], restarts=[whole.seconds * 0.37])
+    """A worker of local_sgd that is restarted in a step repeats the step with the gradient that it had."""
+    strategy, faults = "local_sgd(4)", ["enlarges(1, 3)"]
+    whole = run_strategy(strategy, 4, STEPS, faults=faults)
+    times = [whole.seconds * share for share in np.linspace(0.05, 0.95, 12)]
+    again = run_strategy(strategy, 4, STEPS, faults=faults, restarts=times)
     assert equal_bits(whole.result, again.result)
 
 
