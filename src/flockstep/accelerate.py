@@ -142,7 +142,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         clip_values(parameters, clip_value, self.coordination)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this method."""
         torch_group.meet("Accelerate")
         super().wait_for_everyone()
 
@@ -199,6 +199,6 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             each.finish()
 
     def end_training(self) -> None:
-        """End the run, and the trackers'."""
+        """End the run, and end the trackers."""
         self.finish()
         super().end_training()

@@ -54,7 +54,7 @@ def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
     """The state from which a node goes on; None if its run begins at the start. `params`: its parameters, (K,).
 
     Raises:
-        ConfigurationError: the checkpoint is damaged, or of another model.
+        ConfigurationError: the checkpoint is damaged, or belongs to another model.
     """
     if not spec.checkpoint:
         return None
@@ -69,7 +69,7 @@ def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
 
 
 class Connection(Protocol):
-    """What a node's checkpoints need of its connection to the run."""
+    """The operations of a node's connection that checkpoints need."""
 
     runner: Runner
 
@@ -131,7 +131,7 @@ class NodeCheckpoints:
         self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
 
     def report(self, wait: bool = False) -> None:
-        """Tell the supervisor that the state is written, once it is."""
+        """Tell the supervisor the result of writing the state, once the writing has ended."""
         if self._thread is None or (self._thread.is_alive() and not wait):
             return
         self._thread.join()

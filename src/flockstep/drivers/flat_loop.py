@@ -1,4 +1,4 @@
-"""What loops share whose parameters are one flat numpy array, a copy of the script's."""
+"""The common parts of loops whose parameters are one flat numpy array, a copy of the script's parameters."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class NodeMetrics:
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from the totals that `kept` returned."""
+        """Continue from the totals that `kept` returned."""
         self.seconds = {kind: kept[kind] for kind in self.seconds}
         for field in dataclasses.fields(self.traffic):
             setattr(self.traffic, field.name, kept[field.name])

@@ -41,7 +41,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds, and what it is of."""
+    """The content of a checkpoint, and the run to which the checkpoint belongs."""
 
     format: int
     version: str
@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def steps(self) -> dict[Address, int]:
-        """Rank → steps of the worker."""
+        """Rank → number of steps of the worker."""
         return {shard.node: shard.step for shard in self.shards if shard.node >= 0}
 
     def digest(self) -> str:
@@ -171,7 +171,7 @@ def newest(record: Path) -> Checkpoint:
     """The newest complete checkpoint of a run, after all its files were read and checked.
 
     Raises:
-        ConfigurationError: there is none, or it is damaged.
+        ConfigurationError: there is no complete checkpoint, or a file is damaged.
     """
     complete = [folder for folder in folders(record) if (folder / MANIFEST).exists()]
     if not complete:

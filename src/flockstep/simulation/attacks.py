@@ -14,7 +14,7 @@ from flockstep.nodes import Cluster
 from flockstep.simulation.faults import Fault
 
 Memory = dict[str, FlatArray]
-"""What an attacker keeps between two gradients, arrays of shape (K,) by name."""
+"""State that an attacker keeps between two gradients: name → array of shape (K,)."""
 
 
 class WrongGradient(Fault):
