@@ -13,6 +13,10 @@ from flockstep.errors import ConfigurationError, MissingDependency
 try:
     import keras
 except ModuleNotFoundError as error:
+    if error.name in ("tensorflow", "jax", "torch"):
+        raise ConfigurationError(
+            f"Keras cannot load its backend {error.name}; set KERAS_BACKEND to jax or torch, whichever is installed"
+        ) from error
     raise MissingDependency.of(str(error.name), "keras", "flockstep.keras") from error
 
 from flockstep.arrays.schema import FlatArray, Schema

@@ -7,13 +7,14 @@ import os
 import sys
 from pathlib import Path
 
+sys.meta_path[:] = [each for each in sys.meta_path if type(each).__name__ != "WithoutCompiler"]  # Keras needs torch's
 os.environ["KERAS_BACKEND"] = BACKEND = sys.argv[1]
-import keras
-import numpy as np
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
 
-import flockstep
-from flockstep.errors import FlockstepError
-from flockstep.keras import Flockstep
+import flockstep  # noqa: E402
+from flockstep.errors import FlockstepError  # noqa: E402
+from flockstep.keras import Flockstep  # noqa: E402
 
 HERE = Path(__file__).parent
 RANK, WORKERS = flockstep.rank(), flockstep.workers()

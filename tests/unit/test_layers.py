@@ -35,6 +35,8 @@ HEAVY = (
     "zmq",
     "lightning",
     "pytorch_lightning",
+    "transformers",
+    "accelerate",
 )
 FILES = sorted(SOURCE.rglob("*.py"))
 
