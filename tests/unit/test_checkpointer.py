@@ -99,7 +99,7 @@ def test_states_are_not_copied_while_something_is_missing(
 def test_the_worker_that_others_wait_for_goes_on_by_one_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.begin()
-    waits = {**ALL, "a": (RUNNING, 12, 12, 11)}
+    waits = {**ALL, "s": (RUNNING, 0, 21, 22)}
     run.answer(**waits)
     run.last(1)
     run.answer(**waits)
@@ -172,3 +172,21 @@ def test_the_manifest_is_written_once_all_nodes_have_written(
         manifest = disk.newest(tmp_path).manifest
         assert manifest.steps == {0: 12, 1: 10}
         assert manifest.seconds == 2.0
+
+
+def test_a_signal_while_a_checkpoint_is_being_written_takes_another_one(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    run.answer(**ALL)
+    run.answer(**ALL)
+    (folder,) = disk.folders(tmp_path)
+    for address in run.links:
+        run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0, "step": 10})
+    assert run.checkpointer.stop()
+    for address in run.links:
+        shard = disk.write_shard(folder, address, 10, {"x": np.zeros(1)})
+        note = {"step": 10, "nbytes": shard.nbytes, "sha256": shard.sha256}
+        run.checkpointer.hear(address, {"did": "write", **note})
+    assert disk.newest(tmp_path).folder == folder
+    assert run.checkpointer.busy, "the nodes have gone on since their states were copied"
+    assert {"do": "stop", "after": 0} in run.last(0)[-2:]

@@ -61,6 +61,8 @@ class Checkpointer:
         self._over = True
         self._staying = False
         """Whether the nodes stay stopped when they have copied their states, because the run is about to end."""
+        self._again = False
+        """Whether another checkpoint follows the one that is being written."""
         self._wave = 0
         self._answers: dict[Address, Fields] = {}
         self._before: dict[Address, Fields] = {}
@@ -95,6 +97,7 @@ class Checkpointer:
     def stop(self) -> bool:
         """Take a checkpoint because the run is about to end; return whether one is on its way."""
         self._staying = True
+        self._again = self._phase == "writing"  # the nodes have gone on since
         if not self.busy and not self._over:
             self._begin()
         return self.busy
@@ -249,6 +252,9 @@ class Checkpointer:
         self.newest, self._phase = manifest, "idle"
         disk.prune(self._record, self._keep)
         reach("checkpoint.complete")
+        if self._again and not self._over:
+            self._again = False
+            self._begin()
 
     def _give_up(self) -> None:
         """Let the nodes go on without a checkpoint."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,7 @@ from flockstep.records.events import (
     HostsEvent,
     LostEvent,
     ReplicaEvent,
+    ResultEvent,
     ScalarEvent,
     StepEvent,
 )
@@ -208,7 +209,7 @@ class RunFolder:
         """
         with owned(self.path):
             events = self.read_events()
-            kept = [event for event in events if time_of(event) <= seconds]
+            kept = [event for event in _without_end(events) if time_of(event) <= seconds]
             dropped = sum(isinstance(event, StepEvent) for event in events) - sum(
                 isinstance(event, StepEvent) for event in kept
             )
@@ -386,6 +387,13 @@ class RunFolder:
         kept = [] if but is not None else [self.path / CHECKPOINTS]
         for folder in (self.path / SNAPSHOTS, self.path / FUNCTION, *kept, *self.path.glob("distribute-*")):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_end(events: Sequence[Event]) -> list[Event]:
+    """The events of a run that ended early, without the evaluation of the result that was chosen then."""
+    ends = {(event.seconds, event.step) for event in events if isinstance(event, ResultEvent)}
+    kept = [event for event in events if not isinstance(event, ResultEvent | ReplicaEvent)]
+    return [e for e in kept if not isinstance(e, EvaluationEvent) or (e.seconds, e.step) not in ends]
 
 
 def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
