@@ -10,6 +10,7 @@ from rich.console import Console
 
 from flockstep.cli import show
 from flockstep.launchers.node_progress import NodeProgress
+from support.processes import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -48,3 +49,16 @@ def test_nothing_is_shown_where_nobody_watches(capsys: pytest.CaptureFixture[str
         tell(1, 4, 0.5)
         stand({0: NodeProgress()}, 4)
     assert tuple(capsys.readouterr()) == ("", "")
+
+
+def test_long_work_is_told_from_time_to_time_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show, "PERIOD", 0.01)
+    said: list[str] = []
+    with show.status() as say:
+        say("predicting easgd", 3, 40)
+        wait_until(lambda: said.append(capsys.readouterr().err) or "easgd" in said[-1], PATIENCE, "a line")  # type: ignore[func-returns-value]
+    assert re.search(r"^flockstep: predicting easgd, 3 of 40; \d+ s so far$", said[-1], re.MULTILINE)
+    capsys.readouterr()
+    assert capsys.readouterr().err == ""

@@ -13,6 +13,7 @@ import flockstep
 from flockstep.errors import ConfigurationError, MissingDependency, UnknownName
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.trackers.base import ExperimentTracker
 
 NAME = "a-run"
 
@@ -50,6 +51,11 @@ def assert_same(found: dict[str, list[tuple[int, float]]], run) -> None:
         assert all(
             math.isclose(got, value, rel_tol=1e-6) for (_, got), (_, value) in zip(found[name], points, strict=True)
         ), name
+
+
+def test_the_place_of_tensorboard_names_the_command_that_shows_it():
+    expected = "the folder my curves; tensorboard --logdir 'my curves' shows them"
+    assert ExperimentTracker.parse("tensorboard(folder='my curves')").place == expected
 
 
 def test_tensorboard(run, here):

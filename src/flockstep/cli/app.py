@@ -498,12 +498,16 @@ def track(
     """Copy a run's curves into an experiment tracker, and follow the run until it ends."""
     from flockstep.cli import show
     from flockstep.frameworks.job import import_components
+    from flockstep.trackers.base import ExperimentTracker
     from flockstep.trackers.track import track as copy
 
     import_components(imports or ())
+    tracker = ExperimentTracker.parse(to)
     with show.status() as say:
-        points = copy(folder, to, say)
-    show.console.print(f"copied {points} points of {folder} to {to}", markup=False, highlight=False, soft_wrap=True)
+        points = copy(folder, tracker, say)
+    show.console.print(
+        f"copied {points} points of {folder} to {tracker.place}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 app.command(rich_help_panel=PLAN)(plan)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from flockstep.report.progress import ProgressCallback, silent
+from flockstep.report.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -35,6 +37,8 @@ def json(value: object) -> None:
     print(msgspec.json.encode(value).decode())
 
 
+PERIOD = 10.0
+"""Seconds between two lines about the current task where standard error is not a terminal."""
 BAR = 16
 """Width of a progress bar in columns of the terminal."""
 SHOWN = 16
@@ -66,11 +70,12 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int
 
 @contextmanager
 def status() -> Iterator[ProgressCallback]:
-    """Context manager that shows the current task and, if the total is known, the time left; shows nothing if standard
-    error is not a terminal.
+    """Context manager that shows the current task and, if the total is known, the time left; if standard error is not a
+    terminal, a line every `PERIOD` seconds.
     """
     if not console.is_terminal:
-        yield silent
+        with _lines() as say:
+            yield say
         return
     with _progress() as progress:
         task = progress.add_task("starting", total=None)
@@ -79,6 +84,30 @@ def status() -> Iterator[ProgressCallback]:
             progress.update(task, description=what, completed=int(done), total=int(total) or None)
 
         yield say
+
+
+@contextmanager
+def _lines() -> Iterator[ProgressCallback]:
+    """Context manager that prints the current task every `PERIOD` seconds."""
+    from flockstep.launchers.wait_monitor import on_stderr
+
+    task, over, began = "starting", threading.Event(), time.monotonic()
+
+    def print_often() -> None:
+        while not over.wait(PERIOD):
+            on_stderr(f"{task}; {time.monotonic() - began:.0f} s so far")
+
+    def say(what: str, done: float = 0, total: float = 0) -> None:
+        nonlocal task
+        task = f"{what}, {done:.0f} of {total:.0f}" if total else what
+
+    printing = threading.Thread(target=print_often, daemon=True)
+    printing.start()
+    try:
+        yield say
+    finally:
+        over.set()
+        printing.join()
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.scratch import scratch
-from flockstep.launchers.wait_monitor import WaitMonitor, on_stderr
+from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name, server
 from flockstep.nodes import BadGradients, Hosts, View
 from flockstep.optimizers.base import Optimizer
@@ -168,7 +168,7 @@ class Supervisor:
         self._health = Health(self.children, self._links, heartbeat)
         self._hashes: dict[Address, str] = {}
         self._ready, self._done, self._gone = set[Address](), set[Address](), set[Address]()
-        self._wait_monitor = WaitMonitor(workers, step_timeout)
+        self._wait_monitor = WaitMonitor(workers, step_timeout, joins=JOINS_SCRIPT if patience is None else JOINS_JOB)
         self._view = View(0, tuple(range(workers)))
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._done)

@@ -50,6 +50,10 @@ class Reminder:
         return True
 
 
+JOINS_SCRIPT = "running the part of the script before flockstep.distribute or flockstep.join"
+JOINS_JOB = "importing modules, or making the job's model and data"
+
+
 class WaitMonitor:
     """The time of each worker's last step, and the reason that each waiting worker has reported."""
 
@@ -60,8 +64,12 @@ class WaitMonitor:
         say: Callable[[str], None] = on_stderr,
         period: float = PERIOD,
         now: Callable[[], float] = time.monotonic,
+        joins: str = JOINS_SCRIPT,
     ):
-        """`limit`: seconds that a step, or joining the run, may take before the run ends; None: no limit."""
+        """`limit`: seconds that a step, or joining the run, may take before the run ends; None: no limit. `joins`: what
+        a worker does before it joins, after "it is still".
+        """
+        self._joins = joins
         self._limit = limit
         self._say = say
         self._period = period
@@ -139,11 +147,9 @@ class WaitMonitor:
         """Sentence about the late workers, their steps, and what the other workers wait for."""
         missing = [rank for rank in late if rank not in joined]
         if missing:
-            have, are, reached = ("has", "it is", "has") if len(missing) == 1 else ("have", "they are", "have")
-            return (
-                f"{_and(map(node_name, missing))} {have} not joined the run after {seconds:.0f} s: {are} still "
-                f"importing modules, or {reached} not reached flockstep.distribute or flockstep.join"
-            )
+            have, are = ("has", "it is") if len(missing) == 1 else ("have", "they are")
+            names = _and(map(node_name, missing))
+            return f"{names} {have} not joined the run after {seconds:.0f} s: {are} still {self._joins}"
         if stuck:
             return f"every worker has waited for {seconds:.0f} s: {'; '.join(self._held(late))}"
         names = _and(f"{node_name(r)} (after step {self._steps.get(r, 0)})" for r in late)

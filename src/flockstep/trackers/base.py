@@ -47,6 +47,11 @@ class ExperimentTracker(Component):
 
     noun: ClassVar[str] = "tracker"
 
+    @property
+    def place(self) -> str:
+        """Where the runs are, and what shows them."""
+        return str(self)
+
     @abstractmethod
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
         """Create a run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ class TensorBoard(ExperimentTracker):
     """TensorBoard: a file of events in a folder with the run's name, within `folder`. Settings are not stored."""
 
     folder: str = "tensorboard"
+
+    @property
+    def place(self) -> str:
+        return f"the folder {self.folder}; tensorboard --logdir {shlex.quote(self.folder)} shows them"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
         """Create the file.
