@@ -164,7 +164,7 @@ def test_where_machines_state_how_often_they_fail_the_risk_alone_rules_out() -> 
         excluded = dict(advise(predicted, ("elastic",)).excluded)
         ruled_out = set(excluded) & {*likely, "ps(consistency=asynchronous)"}
         assert ruled_out == {name for name, chance in likely.items() if chance > RISK} == out
-        assert all(excluded[name].startswith("stops when a worker is lost: in 12 % of runs of 2.00 h") for name in out)
+        assert all(excluded[name].startswith("stops when a worker is lost: 12 % of runs of 2.00 h") for name in out)
 
 
 @pytest.mark.parametrize("rule", ["backup(b=1)", "k_sync(k=2)", "k_batch_sync(k=2)"])

@@ -100,7 +100,7 @@ FAMILIES = (
             f"backup workers, b = {b}",
             (f"ps(consistency=backup(b={b}))",),
             AT_EVERY_STEP,
-            Expectation(f"free up to {b} dead", (f"{f.GOES_ON}, up to {b} of 4",)),
+            Expectation(f"no effect up to {b} dead workers", (f"{f.GOES_ON}, up to {b} of 4",)),
             (Expectation("counts as a straggler", (f.CONTENT_LOST, f.NO_EFFECT)),),
             Expectation(f"hidden up to {b}", (f"hidden up to {b} of 4",)),
         )
@@ -110,7 +110,7 @@ FAMILIES = (
         "gradient coding, s = 1",
         ("gradient_coding",),
         AT_EVERY_STEP,
-        Expectation("free up to 1 dead, and exact", (f"{f.EXACT}, up to 1 of 4",)),
+        Expectation("no effect up to 1 dead worker, exact result", (f"{f.EXACT}, up to 1 of 4",)),
         (
             Expectation("free up to 1", (f.NO_EFFECT,), kind="coded"),
             Expectation(
@@ -228,7 +228,7 @@ FAMILIES = (
         "AD-PSGD",
         ("adpsgd",),
         AS_LR_FADES,
-        Expectation("its partner gives it up", (f.WAITS, f.GOES_ON)),
+        Expectation("its partner stops waiting for it", (f.WAITS, f.GOES_ON)),
         (
             Expectation(
                 "both halves of the average are lost, or none",

@@ -34,7 +34,7 @@ class TreeElasticAveraging(Strategy):
         for name in ("up", "down", "upper"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(
-                    f"{name} must be >= 1 steps, got {getattr(self, name)}; 10 is usual next to leaves, 100 above"
+                    f"{name} must be >= 1 steps, got {getattr(self, name)}; use 10 next to the leaves, 100 above"
                 )
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise ConfigurationError(
