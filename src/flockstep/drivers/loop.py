@@ -196,7 +196,8 @@ class Loop:
             if self._member is not None:
                 self._show_gradient()
             self._runner.advance(self.gradients)
-            require_side_by_side()
+            if self._member is not None:
+                require_side_by_side()
         except FlockstepError as error:
             self._fail(error)
             raise
