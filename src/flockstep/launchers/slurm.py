@@ -28,8 +28,8 @@ from flockstep.launchers import task_entry
 from flockstep.launchers.commands import CommandGathering
 from flockstep.launchers.meeting import SECRET, TIMEOUT, Meeting, address_towards
 from flockstep.launchers.output import ERR, OUT, SHOWN, Output, to_terminal
+from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.slurm_options import options_of_job
-from flockstep.launchers.train import undisturbed
 from flockstep.launchers.wait_monitor import on_stderr
 
 JOB, HOSTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"

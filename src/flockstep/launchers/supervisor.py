@@ -37,6 +37,7 @@ from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.scratch import scratch
+from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name, server
 from flockstep.nodes import BadGradients, Hosts, View
@@ -357,7 +358,8 @@ class Supervisor:
         self._evaluation.go_on()
         if not self._finished():
             if self._checkpoints is not None:
-                self._checkpoints.look(self.standings)
+                with undisturbed():
+                    self._checkpoints.look(self.standings)
             return
         assert self.outcome.strategy is not None
         for address in self._gone - self._done:  # the others may have finished too when this node was lost
@@ -376,18 +378,20 @@ class Supervisor:
         """Handle the messages of all calls' nodes."""
         self._hosts.require_running()
         if self._wait(LAST_POLL if all(one._over for one in self._calls) else POLL):
-            for one in self._open_calls:
-                for words in one._heard():
-                    self._accept_control(words)
-                for link in list(one._links.values()):
-                    one._hear(link, TURN)
+            with undisturbed():  # half a message would look like a broken protocol
+                for one in self._open_calls:
+                    for words in one._heard():
+                        self._accept_control(words)
+                    for link in list(one._links.values()):
+                        one._hear(link, TURN)
 
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until something has arrived from a node, or from another host."""
         sources: list[Frames | Control] = [link.frames for one in self._calls for link in one._links.values()]
         sources += [one._control for one in self._open_calls[1:]]
         arrived = self._control.wait(sources, 0.0 if self._hosts.waiting else seconds, self._hosts.descriptors())
-        self._hosts.pump()
+        with undisturbed():
+            self._hosts.pump()
         return arrived or self._hosts.waiting
 
     def _heard(self) -> Iterator[bytes]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
+from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
 from flockstep.records import owner
@@ -272,23 +271,3 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
         if owner.is_ours(record.path):
             with undisturbed():
                 record.write_summary(summarize(config, record.merge_events(), status, text, notes))
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Context manager that delays the signals that stop a run, so that a second signal, such as the command `timeout`
-    sends, leaves a complete record.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread
-        yield
-        return
-    held: list[int] = []
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.signal(one, lambda number, frame: held.append(number)) for one in stops}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, signal.SIG_DFL if handler is None else handler)
-        if held:
-            signal.raise_signal(held[0])
