@@ -222,6 +222,31 @@ update, _ = optax.sgd(0.5).update(slope, optax.sgd(0.5).init(slope))
 assert update.tolist() == [-1.0, -1.0, -1.0]
 print(jax.__version__, "on", jax.default_backend(), "with optax", optax.__version__)
 """
+_KERAS = """
+import os
+if not os.environ.get("KERAS_BACKEND"):
+    os.environ["KERAS_BACKEND"] = "torch" if __import__("importlib.util").util.find_spec("torch") else "jax"
+import keras
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+assert model.count_params() == 4
+print(keras.__version__, "on", keras.backend.backend())
+"""
+_LIGHTNING = """
+import pytorch_lightning
+from flockstep.lightning import FlockstepStrategy
+FlockstepStrategy("local_sgd(period=32)")
+print("Lightning", pytorch_lightning.__version__)
+"""
+_TRANSFORMERS = """
+import accelerate, transformers
+import flockstep.accelerate, flockstep.transformers
+print("transformers", transformers.__version__, "with accelerate", accelerate.__version__)
+"""
+_READERS = """
+import PIL, datasets, pyarrow
+assert pyarrow.array([1.0, 2.0]).null_count == 0
+print("Pillow", PIL.__version__, "datasets", datasets.__version__, "pyarrow", pyarrow.__version__)
+"""
 _DIGITS = """
 import sklearn
 from sklearn.datasets import load_digits
@@ -261,7 +286,11 @@ _CLUSTERS = (("ray", "ray", _RAY, ""), ("spark", "pyspark", _SPARK, ", and insta
 _EXTRAS = (
     ("torch", "torch", _TORCH),
     ("jax", "jax", _JAX),
+    ("lightning", "pytorch_lightning", _LIGHTNING),
+    ("transformers", "transformers", _TRANSFORMERS),
+    ("keras", "keras", _KERAS),
     ("workloads", "sklearn", _DIGITS),
+    ("readers", "datasets", _READERS),
     ("search", "optuna", _OPTUNA),
 )
 _PLACE = (sys.executable, "-c", "import os; from flockstep.drivers import place; print(place.place_from(os.environ))")

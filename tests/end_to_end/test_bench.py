@@ -125,7 +125,7 @@ def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.
     code, out, err = outcome([*arguments, "--json"], capsys)
     assert code == 0, err
     rows = json.loads(out)
-    assert [row["strategy"] for row in rows[:2]] == ["plain training loop", "batched call"]
+    assert [row["strategy"] for row in rows[:2]] == ["plain loop", "batched call"]
     assert (rows[0]["to_loop"], rows[1]["to_batched"]) == (1, 1)
     assert [row["to_loop"] for row in rows] == pytest.approx([row["rate"] / rows[0]["rate"] for row in rows])
     assert all(row["events"] >= row["rate"] for row in rows[2:]), "a step is an event on the record"

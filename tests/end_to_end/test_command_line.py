@@ -411,5 +411,5 @@ def test_a_single_run_explains_the_columns_of_its_table(capsys: pytest.CaptureFi
     code, out, _ = outcome(["simulate", "softmax", "-s", "gossip(p=0.5)", "-n", "2", *FAST], capsys)
     assert code == 0
     said = " ".join(out.split())
-    assert "staleness: updates applied between reading the parameters and applying the gradient." in said
+    assert "staleness: number of updates applied between reading the parameters and applying the gradient." in said
     assert "trained apart" not in said

@@ -148,7 +148,7 @@ def test_a_run_that_ended_without_a_usable_model_is_not_finished(capsys: pytest.
     assert run(["simulate", "job.py", "-s", "bsp", "-n", "2", "--steps", "3", "--out", "r", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["status"] == "diverged"
-    assert "flockstep: bsp diverged: loss or metric of the last evaluation is not finite" in err
+    assert "flockstep: bsp diverged: the loss or metric of the last evaluation is not finite" in err
 
 
 @pytest.mark.parametrize(

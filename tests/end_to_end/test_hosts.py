@@ -23,6 +23,7 @@ from support.scripts import NUMPY
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JOB = "softmax(features=20000, train=64, test=16)"
 STEPS = 20
+ESTABLISHED, CLOSE_WAIT = "01", "08"  # in /proc/net/tcp
 
 
 @pytest.fixture
@@ -321,8 +322,17 @@ def refused(two: list[Host], tmp_path: Path, second: list[str], **environment: s
     )
     other = Ended.of(two[1].start("launch", *where, *second, **environment))
     assert other.code == 2
+    wait_until(lambda: not connections(first.pid), PATIENCE, "the coordinator has closed the connection")
     first.send_signal(signal.SIGINT)
     return Ended.of(first).err, other.err
+
+
+def connections(pid: int) -> list[str]:
+    """Lines of the connections to the coordinator's port in the network of a process."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    return [line[1] for line in lines if line[1].endswith(f":{PORT:04X}") and line[3] in (ESTABLISHED, CLOSE_WAIT)]
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_workers_leave_one_after_the_other_unless_the_traits_say_otherwise(strat
 def test_a_schedule_that_steps_by_batches_is_refused_where_replicas_would_part(tmp_path: Path) -> None:
     ended = outcome(tmp_path, "all_reduce", after_step="schedule.step()", after_epoch="pass")
     assert ended.code == 2
-    said = r"worker [012] steps with learning rate 0\.\d+ but the mean of the workers is 0\.\d+, .* once per epoch"
+    said = r"worker [012] steps with learning rate 0\.\d+, but the mean of the workers is 0\.\d+, .* once per epoch"
     assert re.search(said, ended.err), ended.err
 
 

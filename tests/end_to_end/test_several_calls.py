@@ -159,7 +159,7 @@ for size in ((2, 3) if rank else (3, 2)):
 """
     ended = outcome(body, tmp_path)
     assert ended.code == 2
-    assert re.search(r"the model of worker \d differs: .*; build the same model on every worker", ended.err)
+    assert re.search(r"the model of worker \d differs from .*; build the same model on every worker", ended.err)
 
 
 def test_strategies_with_background_tasks_are_refused_side_by_side(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ class LosesSign(Identity):
 
 @pytest.mark.negative_control("codec:half", "codec:identity")
 def test_a_broken_rounding_and_a_lost_sign_are_caught():
-    with pytest.raises(AssertionError, match="error_bound says"):
+    with pytest.raises(AssertionError, match="error_bound promises"):
         check_codec(Truncates())
     array = np.float32([-0.0])
     assert LosesSign().decode(LosesSign().encode(array, rng()), 1, "float32").tobytes() != array.tobytes()

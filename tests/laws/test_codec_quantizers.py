@@ -340,13 +340,13 @@ class Truncates(Bfloat16):
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
-        (RoundsDown(), "RoundsDown on 1 float16: error_bound says"),
+        (RoundsDown(), "RoundsDown on 1 elements of float16: error_bound promises"),
         (TooBold(), "TooBold is declared unbiased"),
-        (OneMean(), "OneMean on 7 float16: error_bound says"),
-        (LargestScale(), "LargestScale on 3 float16: error_bound says"),
+        (OneMean(), "OneMean on 7 elements of float16: error_bound promises"),
+        (LargestScale(), "LargestScale on 3 elements of float16: error_bound promises"),
         (ClaimsUnbiased(), "ClaimsUnbiased is declared unbiased"),
-        (AlwaysUp(), "AlwaysUp on 2 float16: error_bound says"),
-        (Truncates(), "Truncates on 1 float32: error_bound says"),
+        (AlwaysUp(), "AlwaysUp on 2 elements of float16: error_bound promises"),
+        (Truncates(), "Truncates on 1 elements of float32: error_bound promises"),
     ],
     ids=str,
 )

@@ -45,7 +45,7 @@ def test_a_transport_that_fails_is_told_and_the_others_work(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = outcomes(*(one for one in usual() if one.name in ("virtual time", transport, "tcp")))
     assert found["virtual time"] == ("works", "2 simulated workers, 3 steps")
-    assert found[transport] == ("works", "2 processes, 3 steps, the same result as the simulation")
+    assert found[transport] == ("works", "2 processes, 3 steps, with the same result as the simulation")
     status, detail = found["tcp"]
     assert status == "fails"
     assert "no loopback here" in detail
@@ -76,7 +76,9 @@ def test_launchers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = [one for name, one in launchers.items() if name in ("mpirun", "ssh")]
     for one, (status, detail) in outcomes(*tried).items():
         known = shutil.which(one, path=doctor.SEARCHED)
-        said = {"mpirun": "2 processes know their ranks", "ssh": "reads its configuration; hosts are tried later"}[one]
+        said = {"mpirun": "2 processes know their ranks", "ssh": "can read its configuration; hosts are tried later"}[
+            one
+        ]
         assert (status, detail[:20]) == (("works", said[:20]) if known else ("missing", "not installed"))
     absent = SelfTest("absent", "launchers", (), program="flockstep-absent")
     assert outcomes(absent) == {"absent": ("missing", "not installed")}
@@ -136,7 +138,7 @@ def test_every_transport_and_every_extra_is_tried() -> None:
     names = {one.name for one in usual()}
     assert set(registry.names("transport")) <= names
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for_users = set(project["optional-dependencies"]) - {"dev", "docs", "fuzz", "mutants"}
+    for_users = set(project["optional-dependencies"]) - {"dev", "docs", "fuzz", "mutants", "notebooks"}
     assert for_users <= names
     packages = {one.partition(">")[0].lower() for one in project["dependencies"]}
     assert packages <= {name.lower() for name in names}

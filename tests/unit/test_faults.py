@@ -75,7 +75,7 @@ def test_faults_of_nodes_that_take_no_part_are_refused(fault):
     [
         ("dies(1, -1)", "at must be a finite number of seconds >= 0, .*got -1"),
         ("drops(0, 1, 0)", "nth must be >= 1, got 0"),
-        ("slows(1, 0)", "factor must be > 0 and finite, got 0.0; 2 means"),
+        ("slows(1, 0)", "factor must be > 0 and finite, got 0.0; use 2 for"),
         ("slows(1, 2, at='soon')", "at must be a finite number of seconds >= 0, .*got 'soon'"),
         ("narrows(1, 0)", "factor must be > 0 and finite, got 0.0; 10 leaves"),
         ("narrows(1, 2, at=3, until=2)", "until must be after at, got 2.0 and 3.0"),
@@ -167,5 +167,5 @@ def test_every_network_has_links_that_can_be_narrow(network):
 
 
 def test_what_has_no_link_cannot_be_narrow():
-    with pytest.raises(ConfigurationError, match="worker 1 cannot be narrow"):
+    with pytest.raises(ConfigurationError, match="no link of worker 1 that can become narrow"):
         run_strategy("all_reduce", 2, 4, network="ideal", faults=["narrows(1, 10)"])

@@ -104,5 +104,5 @@ def test_a_run_whose_process_was_killed_ends(tmp_path):
 def test_a_line_that_is_no_event_is_refused(record):
     record.node_events_file(0).parent.mkdir()
     record.node_events_file(0).write_text("{}\n")
-    with pytest.raises(ConfigurationError, match=r"line 1 of .*worker-0.jsonl is no event"):
+    with pytest.raises(ConfigurationError, match=r"line 1 of .*worker-0.jsonl is not an event"):
         followed(record)

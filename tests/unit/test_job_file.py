@@ -95,7 +95,7 @@ def test_a_bad_file_ends_in_one_sentence(tmp_path: Path, text: str, sentence: st
 
 def test_errors_of_ours_inside_the_file_stay_what_they_are(tmp_path: Path) -> None:
     text = GOOD.replace("return Job(", "return Job(batch=0, model=")
-    with pytest.raises(ConfigurationError, match=r"^batch must be >= 1, got 0$"):
+    with pytest.raises(ConfigurationError, match=r"^batch must be >= 1, got 0; 32 is usual$"):
         load_job_file(write(tmp_path, text.replace("data, ", "data=data, ").replace('"sgd', 'optimizer="sgd')))
 
 

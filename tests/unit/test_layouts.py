@@ -44,7 +44,7 @@ def test_the_page_says_in_words_and_tables_what_it_draws(tmp_path: Path, capsys:
     page = tmp_path / "new" / "layouts.html"
     assert run(["layouts", "vgg-a", "-n", "8", "--bandwidth", "1gbit", "--out", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "8 workers with 1 Gbit/s each" in " ".join(said.split())
+    assert "8 workers with links of 1 Gbit/s" in " ".join(said.split())
     assert said.rstrip().endswith("layouts.html")
     text = page.read_text("utf-8")
     assert all(name in text for name in LAYOUTS)

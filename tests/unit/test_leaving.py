@@ -12,7 +12,7 @@ import pytest
 from flockstep.drivers.real import NodeConnection
 from flockstep.errors import PeerLost
 from flockstep.messages import Message, frozen, server
-from flockstep.nodes import Cluster, View, Worker
+from flockstep.nodes import BadGradients, Cluster, View, Worker
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER, Traffic
 
@@ -20,7 +20,9 @@ from flockstep.transports.bus import LAUNCHER, Traffic
 def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[int] = frozenset()) -> Message:
     """What worker 0, after its third step, gets when it waits for a message of `who`; nobody survives a death."""
     coming = deque(arriving)
-    node_spec = SimpleNamespace(address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2)
+    node_spec = SimpleNamespace(
+        address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2, bad_gradients=BadGradients()
+    )
     bus = SimpleNamespace(
         copy_for_sending=frozen, traffic=Traffic(), broken=lambda seconds: set(broken if seconds == 2 else ())
     )

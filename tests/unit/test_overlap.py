@@ -100,7 +100,7 @@ def test_a_parameter_without_a_gradient_is_completed_by_step() -> None:
 
 def test_a_second_backward_before_step_is_refused(watched: Watched) -> None:
     watched.forward().backward()
-    with pytest.raises(ConfigurationError, match=r"second time before step.*no_sync"):
+    with pytest.raises(ConfigurationError, match=r"second gradient before step.*no_sync"):
         watched.forward().backward()
 
 

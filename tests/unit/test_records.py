@@ -174,7 +174,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(
         b'{"type":"lost","seconds":1,"node":1,"reason":"x"}\n{"type":"st\n{"type":"lost","seconds":2,"node":1,"reason":"x"}\n'
     )
-    with pytest.raises(ConfigurationError, match=r"line 2 of .*e\.jsonl is no event"):
+    with pytest.raises(ConfigurationError, match=r"line 2 of .*e\.jsonl is not an event"):
         read_event_file(path)
 
 

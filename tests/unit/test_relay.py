@@ -193,4 +193,4 @@ def test_where_the_disk_is_full_the_script_continues_and_is_shown(
         assert (disk / "rank-0.out").read_bytes().startswith(line)
     said = capfd.readouterr()
     assert said.out == line.decode() * 10_000
-    assert said.err.count("rank-0.out could not be written: No space left on device; output is missing") == 1
+    assert said.err.count("rank-0.out could not be written: No space left on device; later output is missing") == 1

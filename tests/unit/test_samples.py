@@ -125,7 +125,7 @@ def test_classes_are_those_that_the_data_set_tells() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(parts, want, strict=True))
     untold = make_engine(job(lambda: Data.of(Counted(), (X, Y)), "torch"), 0)
     assert untold.classes
-    with pytest.raises(CompositionError, match="by_label needs one class per sample"):
+    with pytest.raises(CompositionError, match="by_label needs a class for every sample"):
         Split.parse("by_label").assign(untold.labels, untold.train_size, 3, 0)
 
 

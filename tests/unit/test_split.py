@@ -66,7 +66,7 @@ def test_classes_per_worker_that_cannot_be(workers: int, each: int) -> None:
 
 
 def test_a_class_too_small_for_its_workers() -> None:
-    with pytest.raises(ConfigurationError, match=r"has 1 samples for 2 workers.*lower"):
+    with pytest.raises(ConfigurationError, match=r"has only 1 samples for 2 workers.*lower"):
         ByLabel(2).assign(np.array([0, 0, 0, 1]), 4, 2, 0)
 
 

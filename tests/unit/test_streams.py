@@ -242,7 +242,10 @@ def as_peer(make: Make) -> tuple[StreamBus, socket.socket]:
     [
         (framed(b"garbage"), "worker 1 sent a header that is not protocol"),
         (struct.pack("<IQ", 1 << 20, 0), "worker 1 announced a header of 1048576 bytes"),
-        (struct.pack("<IQ", 5 | 1 << 31, 1 << 40), "and a payload of 1099511627776; the model has 1048576"),
+        (
+            struct.pack("<IQ", 5 | 1 << 31, 1 << 40),
+            "and a payload of 1099511627776 bytes, but the model has only 1048576 bytes",
+        ),
     ],
 )
 def test_what_a_peer_says_must_be_as_agreed(said: bytes, sentence: str, make: Make) -> None:
@@ -499,7 +502,7 @@ def test_bytes_that_wait_for_a_peer_are_bounded(make: Make, monkeypatch: pytest.
     monkeypatch.setattr(streams, "UNREAD", -1)  # else the thread beside it takes in all
     first, second = introduced(make)
     sent, array = 0, np.zeros(1 << 16)
-    with pytest.raises(Backlog, match="worker 0 takes no messages"):  # noqa: PT012
+    with pytest.raises(Backlog, match="worker 0 does not accept messages"):  # noqa: PT012
         while sent < 1000:
             second.send(0, Message(1, "push", array, number=sent + 1))
             sent += 1

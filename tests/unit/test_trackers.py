@@ -163,5 +163,5 @@ class _Without:
 def test_an_unknown_tracker_and_a_folder_without_a_run_are_refused(run, tmp_path):
     with pytest.raises(UnknownName, match="did you mean 'tensorboard'"):
         flockstep.track(run, "tensorbord")
-    with pytest.raises(ConfigurationError, match="holds no run"):
+    with pytest.raises(ConfigurationError, match="contains no run"):
         flockstep.track(tmp_path, "tensorboard")

@@ -7,8 +7,9 @@ not use and every optimizer of torch imports, takes 1 to 1.4 s; an empty `torch.
 import atexit
 import gc
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 gc.set_threshold(100_000, 10, 10)
 atexit.register(gc.freeze)
@@ -24,7 +25,11 @@ class WithoutCompiler:
         """Leave it to Python."""
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(disable=lambda function=None, *_, **__: function, graph_break=lambda: None)
+        vars(module).update(
+            disable=lambda function=None, *_, **__: function,
+            graph_break=lambda: None,
+            compiled_autograd=SimpleNamespace(_disable=nullcontext),
+        )
 
 
 WITHOUT_COMPILER = WithoutCompiler()
