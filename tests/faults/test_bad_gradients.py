@@ -205,6 +205,63 @@ def test_the_summary_names_the_worker(tmp_path):
     assert "--on-bad-gradient skip" in run.config.command
 
 
+# ---- a loss that is not finite
+
+
+BAD_SAMPLE = """
+import numpy as np
+from flockstep import Data, Job
+from flockstep.frameworks.numpy import SoftmaxRegression
+
+def data():
+    random = np.random.default_rng(0)
+    y = random.integers(0, 3, 300)
+    x = (np.eye(3)[y] * 3 + random.standard_normal((300, 3))).astype("float32")
+    x[40] = np.nan
+    return Data(x[:240], y[:240], x[240:], y[240:])
+
+def job():
+    return Job(lambda: SoftmaxRegression(3, 3), data, "sgd(lr=0.1)", batch=8, epochs=3, name="bad")
+"""
+
+
+def with_a_bad_sample():
+    """A job of which one training sample makes the loss and the whole gradient NaN."""
+    names: dict = {}
+    exec(BAD_SAMPLE, names)
+    return names["job"]()
+
+
+@pytest.mark.parametrize("strategy", few(["ps(bsp)", "all_reduce", "gossip", "bucketed(1e-5, 1e-5)"], "all_reduce"))
+def test_a_loss_that_is_not_finite_is_skipped_with_its_gradient(strategy):
+    with pytest.raises(Diverged, match=r"the loss of worker \d is nan at step"):
+        run_strategy(strategy, 4, STEPS, job=with_a_bad_sample())
+    run = run_strategy(strategy, 4, STEPS, job=with_a_bad_sample(), simulation=policy("skip"))
+    refused, steps = run.of(RefusedEvent), run.of(StepEvent)
+    assert refused
+    assert all("the loss of worker" in e.reason for e in refused)
+    assert [e.loss for e in steps].count(None) == len(refused)
+    assert len(steps) == 4 * STEPS
+    assert all(np.isfinite(params).all() for params in run.params.values())
+
+
+def test_a_worker_of_bad_samples_is_put_in_quarantine():
+    job = with_a_bad_sample()
+    run = run_strategy("ps(asynchronous)", 4, 4 * STEPS, job=job, simulation=policy("quarantine", strikes=1))
+    assert [e.node for e in run.of(LostEvent)] == [e.source for e in run.of(RefusedEvent)]
+    assert len(run.of(LostEvent)) == 1
+
+
+def test_skip_ends_a_run_whose_parameters_are_not_finite():
+    with np.errstate(all="ignore"), pytest.raises(Diverged, match="its parameters are not finite"):
+        run_strategy("ps(bsp)", 2, 60, job=small_job("sgd(lr=1e39)"), simulation=policy("skip"))
+
+
+def test_a_search_takes_no_zeros(tmp_path):
+    with pytest.raises(CompositionError, match=r"sandblaster.*on_bad_gradient=stop"):
+        simulate("softmax", "sandblaster", workers=2, on_bad_gradient="skip", out=tmp_path / "run")
+
+
 # ---- on real processes
 
 SCRIPT = """
@@ -256,3 +313,12 @@ def test_a_real_run_takes_wrong_gradients_only(tmp_path: Path):
     assert ended.code == 2
     assert "virtual time only" in ended.err
     assert "flips_sign" in ended.err
+
+
+def test_a_bad_sample_is_skipped_on_real_processes(tmp_path: Path):
+    (tmp_path / "bad.py").write_text(BAD_SAMPLE)
+    command = ["train", str(tmp_path / "bad.py"), "-s", "all_reduce", "-n", "2", "--on-bad-gradient", "skip"]
+    ended = RealRun(command, tmp_path / "run").end()
+    assert ended.code == 0, ended.err
+    assert ended.summary is not None
+    assert sorted(each["refused"] for each in ended.summary["per_worker"]) == [0, 3]  # once per epoch

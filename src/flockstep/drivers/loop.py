@@ -51,7 +51,7 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records.events import DivergedEvent
 from flockstep.strategies.base import Strategy
-from flockstep.strategies.finite import require_quarantine
+from flockstep.strategies.finite import require_skippable
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ class Loop:
         self._worker.notes = notes_of(strategy)
         self._worker.bad_gradients = self._worker.bad_gradients.replaced(*bad_gradients)
         with self._telling():
-            require_quarantine(strategy, self._worker.bad_gradients, self.workers)
+            require_skippable(strategy, self._worker.bad_gradients, self.workers)
             self._begin()
         atexit.register(self._at_exit)
 

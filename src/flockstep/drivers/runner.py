@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flockstep.arrays.namespace import copied, to_device_of
+from flockstep.arrays.namespace import copied, first_not_finite, to_device_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.fault_injector import WrongGradients
 from flockstep.drivers.node_metrics import NodeMetrics
@@ -279,19 +279,17 @@ class Runner:
         """Resume the program with the awaited gradient, which is valid from element `begin` on.
 
         Raises:
-            Diverged: the loss, or an element of the gradient, is not finite.
+            Diverged: the loss, or an element of the gradient, is not finite, and bad gradients end the run.
         """
         need, node = self.waiting, self.node
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
         if self.recorded:
             self._lap("compute")
-        if loss is not None:
-            if not math.isfinite(loss):
-                raise Diverged(
-                    f"the loss of {node_name(node.address)} is {loss} at step {node.run_step}; lower the learning "
-                    f"rate, now {node.lr:g}"
-                )
+        reason = None if loss is None or math.isfinite(loss) or self.replaying else self._bad_loss(node, loss)
+        if reason is not None:
+            loss = None
+        elif loss is not None:
             node.loss = loss
         first = begin
         # Elements before `begin` were not written, and a program may have changed parts that it has received.
@@ -299,7 +297,7 @@ class Runner:
         if need.tentative and begin:
             begin = end  # checked with the last part
         elif begin < end and not self.replaying:
-            self._check(node, need, gradient, slice(begin, end))
+            self._check(node, need, gradient, slice(begin, end), reason)
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("gradient", copied(gradient), loss, first))
         self._checked, self.partly = begin, need.share if need.share < 1 else 0.0
@@ -307,8 +305,27 @@ class Runner:
             self._step(loss)
         self.resume(gradient)
 
-    def _check(self, node: Worker, need: NeedGradient, gradient: FlatArray, part: slice) -> None:
+    def _bad_loss(self, node: Worker, loss: float) -> str:
+        """Return why the gradient of a loss that is not finite is refused.
+
+        Raises:
+            Diverged: bad gradients end the run, or no later gradient of the worker can be finite.
+        """
+        what = f"the loss of {node_name(node.address)} is {loss} at step {node.run_step}"
+        if node.bad_gradients.action == "stop":
+            raise Diverged(f"{what}; lower the learning rate, now {node.lr:g}")
+        if node.bad_gradients.action == "skip" and first_not_finite(node.params) >= 0:
+            raise Diverged(
+                f"{what}, and its parameters are not finite either; lower the learning rate, now {node.lr:g}"
+            )
+        return f"{what}; lower the learning rate, or fix the samples or the loss"
+
+    def _check(
+        self, node: Worker, need: NeedGradient, gradient: FlatArray, part: slice, reason: str | None = None
+    ) -> None:
         """Check a part of the worker's own gradient before the program sees it; zeros take the place of a bad one.
+
+        `reason`: why the gradient is refused whatever its elements; None if they decide.
 
         Raises:
             Diverged: the gradient is bad, and bad gradients end the run.
@@ -326,7 +343,7 @@ class Runner:
                 "strategy sends the first parts of a gradient before the last are computed; use all_reduce, or "
                 "on_bad_gradient=stop"
             )
-        reason = bad_gradient(node, gradient, part.start, part.stop, packed=bool(need.layers))
+        reason = reason or bad_gradient(node, gradient, part.start, part.stop, packed=bool(need.layers))
         if reason is not None:
             node.refuse(node.address, reason)
             gradient[part] = 0

@@ -23,7 +23,7 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
-from flockstep.strategies.finite import require_quarantine
+from flockstep.strategies.finite import require_skippable
 from flockstep.systems import catalog
 from flockstep.transports.base import Transport
 from flockstep.workloads.base import Workload
@@ -61,7 +61,7 @@ def check(config: RunConfig) -> Strategy:
             raise ConfigurationError(
                 f"{fault} happens in virtual time only; use flockstep simulate, or one of {', '.join(_real_faults())}"
             )
-    require_quarantine(strategy, config.bad_gradients, config.workers)
+    require_skippable(strategy, config.bad_gradients, config.workers)
     for name in ("steps", "epochs", "batch", "lr", "evaluate_every"):
         value = getattr(config, name)
         if value is not None and not value > 0:

@@ -99,8 +99,13 @@ def _tensor(schema: Schema | None, place: int) -> str:
     return next((f"{name!r}" for name in names), f"element {place}")
 
 
-def require_quarantine(strategy: Strategy, bad_gradients: BadGradients, workers: int) -> None:
-    """Raise `CompositionError` if a worker in quarantine would end the run."""
+def require_skippable(strategy: Strategy, bad_gradients: BadGradients, workers: int) -> None:
+    """Raise `CompositionError` if zeros cannot stand for a gradient, or if a worker in quarantine would end the run."""
+    if bad_gradients.action != "stop" and strategy.traits.curvature:
+        raise CompositionError(
+            f"{strategy} searches along sums of losses and gradients, of which none may be left out; use "
+            "on_bad_gradient=stop"
+        )
     if bad_gradients.action == "quarantine" and not strategy.traits.deaths(workers):
         raise CompositionError(
             f"quarantine removes a worker, without which {strategy} on {workers} workers does not continue; use "
