@@ -216,6 +216,17 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
         ImageFolder(tmp_path / "cat")
 
 
+@pytest.mark.skipif(find_spec("PIL") is None, reason="needs Pillow")
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "float32"])
+def test_images_whose_values_would_be_cut_off_are_refused(dtype: str, tmp_path: Path) -> None:
+    from PIL import Image
+
+    (tmp_path / "cat").mkdir()
+    Image.fromarray(np.array([[0, 300], [40000, 65535]], dtype)).save(tmp_path / "cat" / "0.tif")
+    with pytest.raises(ConfigurationError, match=r"0\.tif must have 8 bits per color, got an image of mode [IF]"):
+        ImageFolder(tmp_path)[0]
+
+
 @pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets")
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
@@ -240,6 +251,7 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     table = {"pixels": X.tolist(), "a": X[:, 0], "b": X[:, 1], "label": Y, "uneven": [[1.0] * (1 + i % 2) for i in Y]}
+    table |= {"holes": [[1.0, None], *[[3.0, 4.0]] * 39], "names": ["cat"] * 40, "nested": [[[1.0]]] * 40}
     pq.write_table(pa.table({**table, "some": [None, *range(39)]}), tmp_path / "data.parquet", row_group_size=7)
     x, y = parquet(tmp_path / "data.parquet", "pixels", "label")
     assert np.array_equal(x.astype(np.float32), X)
@@ -248,6 +260,9 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     for column, message in {
         "uneven": "the lists of column 'uneven' of .* must have one length, got 1 to 2",
         "some": "column 'some' of .* must have a value in every row, got 1 missing",
+        "holes": "the lists of column 'holes' of .* must have no missing values, got 1; fill them",
+        "names": "column 'names' of .* must hold numbers or lists of numbers, got string; store numbers",
+        "nested": "column 'nested' of .* must hold numbers or lists of numbers, got list",
         "none": "has no column 'none', got pixels, a, b",
     }.items():
         with pytest.raises(ConfigurationError, match=message):

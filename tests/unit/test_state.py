@@ -72,6 +72,38 @@ def test_random_streams_go_on() -> None:
     assert found.normal(size=4).tolist() == random.normal(size=4).tolist()
 
 
+def test_generators_spawn_the_same_streams() -> None:
+    random = np.random.default_rng([5, 7])
+    random.spawn(2)
+    found = from_bytes(to_bytes(random))
+    assert [one.random() for one in found.spawn(2)] == [one.random() for one in random.spawn(2)]
+
+
+def test_generators_of_other_kinds_are_refused() -> None:
+    for kind in (np.random.Philox, np.random.SFC64, np.random.PCG64DXSM):
+        with pytest.raises(
+            ConfigurationError, match=rf"state is a generator of {kind.__name__}, .*default_rng\(seed\)"
+        ):
+            to_bytes(np.random.Generator(kind(0)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_tensors_that_are_more_than_numbers_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    linear = torch.nn.Linear(2, 1)
+    for tensor, what in [
+        (linear.weight, "a torch.nn.parameter.Parameter with requires_grad=True"),
+        (torch.nn.Parameter(torch.ones(2), requires_grad=False), "a torch.nn.parameter.Parameter with"),
+        (torch.ones(2, requires_grad=True), "a torch.Tensor with requires_grad=True"),
+        (torch.eye(2).to_sparse(), "a tensor with layout torch.sparse_coo"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8), "a tensor of torch.qint8"),
+    ]:
+        with pytest.raises(ConfigurationError, match=rf"state\['w'\] is {what}.*, which cannot be saved: store plain"):
+            to_bytes({"w": tensor})
+    found = from_bytes(to_bytes(linear.state_dict()))
+    assert torch.equal(found["weight"], linear.weight)
+
+
 def test_messages_and_counters() -> None:
     message = Message(2, "push", np.ones(2), {"version": 3}, 4, 5, 6)
     found, counts = from_bytes(to_bytes((message, Counter(a=2))))

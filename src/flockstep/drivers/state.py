@@ -103,13 +103,15 @@ class _Writer:
             data = self._stored(value, f"{number} {where}")
             return ["array", number, value.dtype.name, list(value.shape), value.flags.writeable, data]
         if is_tensor(value):
+            _require_plain_tensor(value, where)
             there = to_host(value)
             data = self._stored(there, f"{number} {where}")
             return ["tensor", number, there.dtype.name, list(there.shape), str(value.device), data]
         if isinstance(value, np.generic):
             return ["number", number, value.dtype.name, value.tobytes()]
         if isinstance(value, np.random.Generator):
-            return ["random", number, self.plain(value.bit_generator.state, where)]
+            seeds = _seeds_of(value, where)
+            return ["random", number, self.plain(value.bit_generator.state, where), self.plain(seeds, where)]
         if kind is slice:
             return ["slice", number, value.start, value.stop, value.step]
         if kind is deque:
@@ -171,8 +173,9 @@ class _Reader:
         if kind == "number":
             return np.frombuffer(rest[1], numpy_dtype(rest[0]))[0]
         if kind == "random":
-            generator = np.random.default_rng(0)
-            generator.bit_generator.state = self.value(rest[0])
+            state, seeds = map(self.value, rest)
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(**seeds)))
+            generator.bit_generator.state = state
             return generator
         if kind == "slice":
             return slice(*rest)
@@ -228,6 +231,35 @@ def _plain_dtype(dtype: np.dtype[Any]) -> bool:
         return numpy_dtype(dtype.name) == dtype and not dtype.hasobject
     except (TypeError, AttributeError):
         return False
+
+
+def _seeds_of(generator: np.random.Generator, where: str) -> dict[str, Any]:
+    """The seeds of a generator, from which `Generator.spawn` makes others."""
+    bits = generator.bit_generator
+    seeds = bits.seed_seq
+    if type(bits) is not np.random.PCG64 or type(seeds) is not np.random.SeedSequence:
+        raise ConfigurationError(
+            f"{where} is a generator of {type(bits).__name__}, which cannot be saved: make generators with "
+            "numpy.random.default_rng(seed)"
+        )
+    return {name: getattr(seeds, name) for name in ("entropy", "spawn_key", "pool_size", "n_children_spawned")}
+
+
+def _require_plain_tensor(tensor: Any, where: str) -> None:
+    """Raise `ConfigurationError` if a tensor is more than its numbers."""
+    kind = type(tensor)
+    if kind.__module__ != "torch" or kind.__name__ != "Tensor" or tensor.requires_grad:
+        what = f"a {kind.__module__}.{kind.__qualname__} with requires_grad={tensor.requires_grad}"
+    elif str(tensor.layout) != "torch.strided":
+        what = f"a tensor with layout {tensor.layout}"
+    elif tensor.is_quantized:
+        what = f"a tensor of {tensor.dtype}"
+    else:
+        return
+    raise ConfigurationError(
+        f"{where} is {what}, which cannot be saved: store plain tensors, such as those of tensor.detach(), "
+        "sparse.to_dense() and model.state_dict()"
+    )
 
 
 def field_names(kind: type) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ class ImageFolder:
         size: (height, width) to which images are resized; None for images of one size.
 
     Raises:
-        ConfigurationError: there is no image.
+        ConfigurationError: there is no image, or an image has more than 8 bits per color.
         MissingDependency: Pillow is not installed.
     """
 
@@ -105,6 +105,11 @@ class ImageFolder:
         from PIL import Image
 
         with Image.open(self._files[index]) as image:
+            if image.mode in ("I", "F") or image.mode.startswith("I;"):
+                raise ConfigurationError(
+                    f"{self._files[index]} must have 8 bits per color, got an image of mode {image.mode}, whose values "
+                    "would be cut off at 255; convert it to 8 bits, or write a data set that scales its values"
+                )
             shown = image.convert("RGB")
             if self.size is not None:
                 shown = shown.resize(self.size[::-1])
@@ -177,7 +182,8 @@ def parquet(file: Path | str, x: str | Sequence[str], y: str) -> tuple[npt.NDArr
         y: column of the targets.
 
     Raises:
-        ConfigurationError: a column is missing, has missing values, or has lists of different lengths.
+        ConfigurationError: a column is missing, has missing values, holds something else than numbers, or has lists of
+            different lengths.
         MissingDependency: pyarrow is not installed.
     """
     require("pyarrow", "readers", "reading Parquet")
@@ -195,13 +201,20 @@ def parquet(file: Path | str, x: str | Sequence[str], y: str) -> tuple[npt.NDArr
 
 def _array(column: Any, name: str, file: Path | str) -> npt.NDArray[Any]:
     """A column of numbers (rows,), or of lists of numbers (rows, length)."""
+    import pyarrow as pa
+
     if column.null_count:
         raise ConfigurationError(
             f"column {name!r} of {file} must have a value in every row, got {column.null_count} missing; fill or drop "
             "these rows"
         )
     whole = column.combine_chunks()
-    values = whole.flatten() if hasattr(whole.type, "value_type") else whole
+    values = whole.flatten() if isinstance(whole, (pa.ListArray, pa.LargeListArray, pa.FixedSizeListArray)) else whole
+    if values.null_count:
+        raise ConfigurationError(
+            f"the lists of column {name!r} of {file} must have no missing values, got {values.null_count}; fill them "
+            "or drop these rows"
+        )
     lengths = {len(row) for row in whole} if values is not whole else set()
     if len(lengths) > 1:
         raise ConfigurationError(
@@ -209,4 +222,9 @@ def _array(column: Any, name: str, file: Path | str) -> npt.NDArray[Any]:
             "or cut them"
         )
     found: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    if found.dtype.kind not in "biuf":
+        raise ConfigurationError(
+            f"column {name!r} of {file} must hold numbers or lists of numbers, got {whole.type}; store numbers there, "
+            "such as the number of each class"
+        )
     return found.reshape(len(whole), *lengths)
