@@ -28,7 +28,17 @@ ENDLESS = ["-n", "3", "--steps", "1000000"]
 @pytest.mark.parametrize("strategy", few(["all_reduce", "asgd"], "asgd"))
 @pytest.mark.parametrize(
     ("kind", "whom"),
-    few([(signal.SIGINT, "main"), (signal.SIGINT, "group"), (signal.SIGTERM, "main")], (signal.SIGINT, "group")),
+    few(
+        [
+            (signal.SIGINT, "main"),
+            (signal.SIGINT, "group"),
+            (signal.SIGTERM, "main"),
+            (signal.SIGTERM, "group"),
+            (signal.SIGHUP, "group"),
+        ],
+        (signal.SIGINT, "group"),
+        (signal.SIGTERM, "group"),
+    ),
 )
 def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, whom: str, tmp_path: Path) -> None:
     run = RealRun(["train", "softmax", "-s", strategy, *ENDLESS], tmp_path / "run")
@@ -37,7 +47,11 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
     ended = run.end()
     assert ended.seconds < ended.limit
     assert ended.code == 130
-    why = "stopped by SIGTERM" if kind == signal.SIGTERM else "interrupted"
+    why = {
+        signal.SIGINT: "interrupted",
+        signal.SIGTERM: "stopped by SIGTERM",
+        signal.SIGHUP: "stopped by SIGHUP because the terminal has closed",
+    }[kind]
     kept = rf"; flockstep resume {re.escape(str((tmp_path / 'run').resolve()))} goes on from step [0-9]+\n"
     assert re.fullmatch(rf"flockstep: {why}; everything computed so far is in the record{kept}", ended.err)
     assert ended.summary is not None

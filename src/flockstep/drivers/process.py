@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -147,10 +146,7 @@ class _Guard:
 
 @contextmanager
 def _guarded(node_spec: NodeSpec) -> Iterator[_Guard]:
-    """Context manager that reports errors to the supervisor as a sentence and leaves Ctrl-C to it, so that the record
-    is kept.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Context manager that reports errors to the supervisor as a sentence."""
     guard = _Guard()
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows as a loss that is not finite

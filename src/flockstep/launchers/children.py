@@ -19,6 +19,7 @@ from typing import IO, Any, Protocol
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.output import ERR, OUT, Sink
 from flockstep.launchers.scratch import house_fork_server
+from flockstep.launchers.signals import STOPS
 
 PRELOAD = "flockstep.launchers.entry"
 """Module that the fork server imports once, so that each node starts in milliseconds."""
@@ -154,14 +155,18 @@ def forkserver(kernels: bool = False) -> ForkServerContext:
 
 
 def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool = False) -> Forked:
-    """Start `target(*arguments)` in a forked process that ignores Ctrl-C; the arguments are plain values.
+    """Start `target(*arguments)` in a forked process, with the signals that stop a run blocked until the target ignores
+    them; the arguments are plain values.
 
     `kernels` says whether the process may compute sums in shared memory, see `forkserver`.
     """
     process = forkserver(kernels).Process(target=target, args=tuple(arguments), name=NODE)
-    resource_tracker.ensure_running()  # before SIGINT is blocked, since starting the tracker unblocks it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by both processes
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, STOPS
+    )  # inherited by the tracker, the fork server and the process
     try:
+        resource_tracker.ensure_running()  # starting the tracker unblocks signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -12,6 +12,7 @@ from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.scratch import fork_servers_folder
+from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.launchers.threads import JAX_THREADS, limit_threads
 from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
@@ -24,6 +25,7 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
     """
     folders = [] if own is None else [own.folder]
     die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder(), *folders)
+    leave_to_supervisor()
     limit_process(threads)
 
     def make():  # type: ignore[no-untyped-def]
@@ -36,6 +38,7 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
 def server_main(node_spec: NodeSpec, server: ServerSpec) -> None:
     """Entry point of a server process, which imports neither the job nor its framework, only strategy and optimizer."""
     die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder())
+    leave_to_supervisor()
     limit_process(1)
     import_components(server.imports)
     sys.exit(run_server(node_spec, server.index, server.strategy, server.optimizer, server.schema, server.every))

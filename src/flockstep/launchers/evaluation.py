@@ -31,6 +31,7 @@ from flockstep.drivers.snapshot_tracker import SnapshotTick, SnapshotTracker
 from flockstep.errors import FlockstepError, RunError, of_kind
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
 from flockstep.launchers.entry import limit_process
+from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.messages import Address
 from flockstep.records.events import ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
@@ -156,6 +157,7 @@ def evaluate(folder: str, threads: int, own: OwnData | None, feed: socket.socket
     """Entry point of the evaluating process: evaluate snapshots until the supervisor reports the end of the run or
     dies.
     """
+    leave_to_supervisor()
     limit_process(threads)
     outcome = EvaluationOutcome()
     try:

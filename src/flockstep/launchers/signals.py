@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import FrameType
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that stop a run; the supervisor alone handles them, also if they are sent to all processes of the run."""
+
+
+def leave_to_supervisor() -> None:
+    """Ignore the signals that stop a run in this process, which was forked with these signals blocked.
+
+    A process that this one starts can be ended by SIGTERM, as a `multiprocessing.Pool` ends its own.
+    """
+    own = os.getpid()
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 @contextlib.contextmanager
@@ -15,8 +38,7 @@ def undisturbed() -> Iterator[None]:
         yield
         return
     held: list[int] = []
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.signal(one, lambda number, frame: held.append(number)) for one in stops}
+    before = {one: signal.signal(one, lambda number, frame: held.append(number)) for one in STOPS}
     try:
         yield
     finally:
