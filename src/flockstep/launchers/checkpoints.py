@@ -79,6 +79,11 @@ class Checkpointer:
         """Whether a checkpoint is being taken."""
         return self._phase != "idle"
 
+    @property
+    def stopping(self) -> bool:
+        """Whether some nodes still have to stop for a checkpoint."""
+        return self._phase == "stopping"
+
     def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy) -> None:
         """All nodes are ready, and the run begins."""
         self._links, self._strategy = links, strategy

@@ -212,17 +212,25 @@ class Supervisor:
 
     def _last_checkpoint(self) -> str:
         """Take a checkpoint, because a signal ends the run; return where the run goes on, for a sentence."""
-        kept, deadline = self._checkpoints, time.monotonic() + LAST_CHECKPOINT
+        kept, began = self._checkpoints, time.monotonic()
         if kept is None:
             return ""
         with contextlib.suppress(FlockstepError, KeyboardInterrupt):  # a second signal ends the run at once
             if self._went is not None and not self._finished() and kept.stop():
-                while kept.busy and time.monotonic() < deadline:
+                most = self._time_to_stop()
+                while kept.busy and time.monotonic() < began + (most if kept.stopping else LAST_CHECKPOINT):
                     self._poll()
                     self._look_after_children()
         if kept.newest is None:
             return ""
         return f"; flockstep resume {self._record} goes on from step {min(kept.newest.steps.values())}"
+
+    def _time_to_stop(self) -> float:
+        """Seconds after which a worker that has not come to the end of a step hangs: five steps of mean length."""
+        if self._went is None:
+            return 0.0
+        steps = min(one.step for address, one in self.standings.items() if address >= 0)
+        return min(max(5 * (time.monotonic() - self._went) / max(steps, 1), 1.0), LAST_CHECKPOINT)
 
     def forget(self) -> None:
         """Remove the snapshots that nodes have sent."""
