@@ -400,3 +400,32 @@ def test_a_neighborhood_must_be_large_enough():
     with pytest.raises(ConfigurationError, match="n=3 and f=1"):
         Strategy.parse("dpsgd(aggregation=krum(1))").check(6)
     Strategy.parse("dpsgd(complete, aggregation=krum(1))").check(6)
+
+
+@pytest.mark.parametrize("text", RULES)
+@pytest.mark.parametrize("size", [1e30, 1e76, 1e200])
+def test_vectors_whose_squares_overflow_do_not_move_the_result_far(text, size):
+    """Two of nine vectors are huge, in opposite or equal directions; the inner products of the others are right."""
+    for sign in (1, -1):
+        vectors = sample()
+        vectors[2], vectors[5] = size, sign * size
+        honest = np.delete(vectors, [2, 5], axis=0)
+        found = combined(text, vectors)
+        assert np.isfinite(found).all()
+        assert np.linalg.norm(found - honest.mean(0)) <= 2 * np.linalg.norm(honest - honest.mean(0), axis=1).max()
+
+
+@pytest.mark.parametrize("size", [1e76, 1e200])
+def test_a_huge_vector_has_no_weight(size):
+    """The geometric median is that of the others, and centered clipping counts the difference as zeros."""
+    vectors = sample()
+    vectors[2] = size
+    honest = np.delete(vectors, 2, axis=0)
+    np.testing.assert_allclose(combined("geometric_median", vectors), combined("geometric_median", honest), rtol=1e-6)
+    np.testing.assert_allclose(
+        combined("centered_clipping(0.5)", vectors), combined("centered_clipping(0.5)", honest) * 8 / 9, rtol=1e-12
+    )
+    own = combined("centered_clipping(0.5)", honest)
+    moved = rule("centered_clipping(0.5)").mix(own, [honest[0], np.full(50, size)], [0.3, 0.3])
+    without = rule("centered_clipping(0.5)").mix(own, [honest[0], own], [0.3, 0.3])
+    np.testing.assert_allclose(moved, without, rtol=1e-12)

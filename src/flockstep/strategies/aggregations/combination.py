@@ -15,6 +15,9 @@ from flockstep.strategies.aggregations.base import Aggregation, Combined
 
 BLOCK, TENSOR_BLOCK = 1 << 15, 1 << 22
 """Number of elements of each vector that are multiplied at once."""
+FAR = 1e60
+"""A vector is out of reach if its squared norm exceeds this multiple of the median, or of 1: its inner products may
+overflow, and an iteration that begins at the mean would not come back from it."""
 Gram = npt.NDArray[np.float64]
 """The inner products of n vectors, of shape (n, n)."""
 Weights = npt.NDArray[np.float64]
@@ -43,25 +46,31 @@ class Combination(Aggregation):
 
 
 def inner_products(vectors: Sequence[FlatArray]) -> Gram:
-    """Return <v_i, v_j> for all pairs, in float64."""
+    """Return <v_i, v_j> for all pairs, in float64; infinite or NaN where a product is too large."""
     xp, size = namespace(vectors[0]), TENSOR_BLOCK if is_tensor(vectors[0]) else BLOCK
     gram: Any = zeros(vectors[0], len(vectors), len(vectors), dtype="float64")
     for start in range(0, len(vectors[0]), size):
         block = xp.stack([cast(vector[start : start + size], "float64", copy=False) for vector in vectors])
-        gram += block @ block.T
+        with np.errstate(over="ignore", invalid="ignore"):
+            gram += block @ block.T
     return to_host(gram)
 
 
 def squared_distances(gram: Gram) -> Gram:
     """Return ||v_i - v_j||² for all pairs."""
     squares = np.diag(gram)
-    return np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0)
+    with np.errstate(invalid="ignore"):
+        return np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0)
 
 
 def distances_from(gram: Gram, weights: Weights) -> Weights:
-    """Return ||v_i - sum_j c_j v_j|| for all i."""
-    squares = np.diag(gram) - 2 * (gram @ weights) + weights @ gram @ weights
-    return np.sqrt(np.maximum(squares, 0))
+    """Return ||v_i - sum_j c_j v_j|| for all i; infinite for a vector out of reach, which is left out of the sum."""
+    squares = np.diag(gram)
+    far = squares > FAR * max(1.0, float(np.median(squares)))
+    if far.any():
+        gram = np.where(far[:, None] | far[None, :], 0.0, gram)
+    found = np.sqrt(np.maximum(np.diag(gram) - 2 * (gram @ weights) + weights @ gram @ weights, 0))
+    return np.where(far, np.inf, found)
 
 
 def weighted_sum(vectors: Sequence[FlatArray], weights: Weights) -> FlatArray:
