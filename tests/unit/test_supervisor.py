@@ -1,4 +1,4 @@
-"""The messages that a supervisor sends its nodes at the end of a run."""
+"""The messages that a supervisor takes from its nodes, and those that it sends them at the end of a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from flockstep.drivers.node_metrics import fingerprint
+from flockstep.errors import ProtocolError
 from flockstep.launchers.supervisor import Supervisor
+from flockstep.messages import Message
 from flockstep.transports.kinds import Ipc
 
 
@@ -28,3 +31,14 @@ def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None
     supervisor._dismiss(result)
     assert [links[address].result is result for address in (0, 1, -1)] == [False, True, False]
     assert links[0].result is None
+
+
+def test_a_worker_puts_no_other_node_in_quarantine(tmp_path: Path) -> None:
+    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, lambda node_spec: None, lambda *given: None)
+    for by, node in ((0, 1), (1, -1), (-1, -2)):
+        with pytest.raises(ProtocolError, match="in quarantine, which it may not"):
+            supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
+    assert supervisor._condemned == {}
+    for by, node in ((-1, 1), (0, 0)):
+        supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
+    assert supervisor._condemned == {0: "bad", 1: "bad"}

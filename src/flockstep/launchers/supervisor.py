@@ -549,9 +549,15 @@ class Supervisor:
             case "checkpoint" if self._checkpoints is not None:
                 self._checkpoints.hear(address, note)
             case "quarantine":
-                self._condemned[int(note["address"])] = str(note["reason"])
+                self._condemn(address, int(note["address"]), str(note["reason"]))
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
+
+    def _condemn(self, by: Address, worker: Address, reason: str) -> None:
+        """Put a worker in quarantine, as a server or the worker itself asks."""
+        if worker < 0 or 0 <= by != worker:
+            raise ProtocolError(f"{node_name(by)} asks to put {node_name(worker)} in quarantine, which it may not")
+        self._condemned[worker] = reason
 
     def _begin(self, link: ProcessLink, went: float) -> None:
         """All nodes were ready at `went`: tell this one to begin."""
