@@ -170,6 +170,114 @@ def test_what_cannot_travel_is_refused_before_anything_starts(tmp_path: Path) ->
     assert [line.startswith(start) for line, start in zip(printed, starts, strict=True)] == [True] * 7, printed
 
 
+HELD = """
+from abc import ABC
+from dataclasses import dataclass, field
+from enum import Enum
+import functools
+import numpy as np
+import flockstep
+from flockstep.errors import ConfigurationError
+
+STEPS = 10
+class Kind(Enum):
+    FEW = 1
+    MANY = 2
+class Loss:
+    pass
+class Config(ABC):
+    lr = 0.5
+    steps = STEPS
+    table = {"a": 1}
+    kind = Kind.FEW
+    loss = Loss()
+    dtype = np.float32
+    __slots__ = ()
+    class Inner:
+        depth = 2
+    def scaled(self, by=STEPS, *, at=Kind.FEW):
+        return by * self.lr * at.value
+    @staticmethod
+    def least(of=(STEPS,)):
+        return of
+    @property
+    def rate(self):
+        return self.lr
+@dataclass
+class Options:
+    goal: float = STEPS
+    each: list = field(default_factory=list)
+def helper(steps=STEPS, cut=np.tanh, *, lr=Config.lr, options=Options()):
+    return steps, lr, options.goal, Options().goal
+@functools.lru_cache
+def cached(steps=STEPS):
+    return steps
+
+def values():
+    found = Config()
+    return {
+        "helper": helper(), "cached": cached(), "class": (Config.lr, Config.table, Config.added, Config.Inner.depth),
+        "methods": (found.scaled(), found.least(), found.rate), "calls": helper.calls,
+    }
+
+def train():
+    flockstep.join().close()
+    return values()
+
+helper.calls = 3
+STEPS = 1000
+Config.lr = 0.01
+Config.table["b"] = 2
+Config.added = np.ones(2).tolist()
+Config.Inner.depth = 4
+
+def replaced(): return Patched().step()
+class Patched:
+    def step(self): return 1
+def other(self): return 2
+Patched.step = other
+def shared(): return Shared.loss
+class Shared:
+    loss = np.tanh
+Shared.loss = np.sin
+def marked(): return marked.lock
+import threading
+marked.lock = threading.Lock()
+def more(a, b=1): return a
+more.__defaults__ = (1, 2)
+def members(): return Members
+class Members(Enum):
+    MANY = STEPS
+STEPS = 2000
+def late(loss=np.tanh): return loss
+late.__defaults__ = (np.sin,)
+
+if __name__ == "__main__":
+    result = flockstep.launch(train, 1, transport="ipc", out="run")
+    assert result.returned[0] == values(), (result.returned[0], values())
+    print(values())
+    for function in (replaced, shared, marked, more, late, members):
+        try:
+            flockstep.launch(function, 1, out="none")
+        except ConfigurationError as error:
+            print(error)
+"""
+
+
+def test_workers_have_the_attributes_and_default_arguments_of_today(tmp_path: Path) -> None:
+    ended = run_script(tmp_path, HELD)
+    assert ended.returncode == 0, ended.stderr
+    first, *refused = ended.stdout.splitlines()
+    assert "'helper': (10, 0.5, 10, 10), 'cached': 10, 'class': (0.01, {'a': 1, 'b': 2}, [1.0, 1.0], 4)" in first
+    starts = [
+        "Patched.step holds a function that may differ", "Shared.loss holds a ufunc that may differ",
+        "marked.lock holds a lock that may differ", "more has other default arguments than its source",
+        "late.__defaults__[0] holds a ufunc that may differ", "Members.MANY is another member than that of its source",
+    ]  # fmt: skip
+    assert [line.startswith(start) for line, start in zip(refused, starts, strict=True)] == [True] * 6, refused
+    assert not (tmp_path / "none").exists()
+
+
 class Notebook:
     """A notebook's kernel, which runs cells one after the other."""
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from flockstep.drivers.state import field_names, to_bytes
 from flockstep.errors import ConfigurationError
+from flockstep.launchers.function_values import held_values
 
 _ANNOTATIONS = 0x1000000
 """Flag of a code object that was compiled under `from __future__ import annotations`."""
@@ -95,6 +96,8 @@ class _Collected:
     sources: dict[str, str] = field(default_factory=dict)
     """Name of a function or class of `__main__` → its source."""
     values: dict[str, bytes] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+    """Statements that set what definitions hold beside their source."""
     before: dict[str, set[str]] = field(default_factory=dict)
     """Name → names that must be defined before."""
     annotations: bool = False
@@ -154,6 +157,10 @@ class _Collected:
         for used in sorted(at_once | later):
             if used in namespace and not _is_builtin(used, namespace[used]):
                 self.add(used, namespace[used])
+        for one in held_values(name, value, source, namespace):
+            self.values[one.path] = _encoded(one.value, one.path, self.function)
+            self.held.append(one.statement.format(value=f"_value({one.path!r})"))
+            self.require_classes(one.value)
 
     def text(self) -> str:
         """The source of the program."""
@@ -180,7 +187,7 @@ class _Collected:
             path=sys.path,
             place="".join(f"{key} = {main[key]!r}\n" for key in ("__file__", "__package__") if main.get(key)),
             imports="\n".join(sorted(self.imports)),
-            body="\n\n\n".join(parts),
+            body="\n\n\n".join([*parts, "\n".join(self.held)]),
         )
 
 
@@ -191,6 +198,7 @@ _TEXT = '''\
 
 from flockstep.launchers.function_entry import call as _call
 from flockstep.launchers.function_entry import value as _value
+from flockstep.launchers.function_values import set_default as _set_default
 
 sys.path[:] = {path!r}
 {place}
