@@ -134,11 +134,31 @@ class Noisy(Counted):
         return self.x[index] + np.random.default_rng().normal(), self.y[index]
 
 
+class Flipped(Counted):
+    """A data set with a random flip, as image data sets have."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.random = np.random.default_rng(seed)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.x[index][:: 1 if self.random.random() < 0.5 else -1], self.y[index]
+
+
+def test_a_random_flip_is_noticed_and_missing_values_are_not_random() -> None:
+    for seed in range(50):
+        with pytest.raises(ConfigurationError, match=r"sample \d+ of train is not the same each time that it is read"):
+            Data.of(Flipped(seed), (X, Y))
+    missing = X.copy()
+    missing[0, 0] = np.nan
+    assert len(Data.of(Counted(missing), (X, Y)).train_x) == 40
+
+
 def test_what_cannot_be_counted_or_repeated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flockstep.frameworks.streams.MOST", 100)
     weighted = WeightedRandomSampler([1.0] * 40, 40)
     cases: list[tuple[Any, str]] = [
-        (Noisy(), r"sample 0 of train is another one each time .*; draw random changes in the model's forward\(\)"),
+        (Noisy(), r"sample 0 of train is not the same each time .*; draw random changes in the model's forward\(\)"),
         (Counted(X[:0], Y[:0]), "train must hold at least one sample, got none"),
         ([{"x": 1, "y": 2}], r"a sample of train must be a pair \(x, y\), got dict; return one, or name the columns"),
         (iter(lambda: (1, 2), None), "train is an iterable of more than 100 samples, which cannot be counted"),

@@ -18,6 +18,8 @@ AHEAD = 2
 """Number of batches that are read in advance, the present one included."""
 MOST = 1_000_000
 """Number of samples up to which an iterable is read into memory."""
+TRIED, READINGS = 8, 4
+"""Number of samples of which it is tried whether they stay the same, and how often each of them is read."""
 
 
 class SampleReader:
@@ -97,12 +99,14 @@ class SampleReader:
                 f"a sample of {self._name} must be a pair (x, y), got {type(first).__name__}; return one, or name the "
                 'columns as flockstep.workloads.readers.columns(samples, x="…", y="…")'
             )
-        one, other = self._batch(np.zeros(1, np.int64)), self._batch(np.zeros(1, np.int64))
-        if not all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one, other, strict=True)):
-            raise ConfigurationError(
-                f"sample 0 of {self._name} is another one each time that it is read, so that no run could be repeated; "
-                "draw random changes in the model's forward(), where they depend on seed, worker and step"
-            )
+        for index in np.unique(np.linspace(0, self.size - 1, TRIED, dtype=np.int64)):
+            first, *others = (self._batch(index[None]) for _ in range(READINGS))
+            if not all(_equal(a, b) for other in others for a, b in zip(first, other, strict=True)):
+                raise ConfigurationError(
+                    f"sample {index} of {self._name} is not the same each time that it is read, so that no run could "
+                    "be repeated; draw random changes in the model's forward(), where they depend on seed, worker and "
+                    "step"
+                )
 
 
 class SampleColumn:
@@ -143,6 +147,12 @@ class SampleColumn:
     def mapped(self, convert: Callable[[Any], Any]) -> SampleColumn:
         """The column with each batch converted."""
         return SampleColumn(self.reader, self._which, lambda values: convert(self._convert(values)))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two batches have the same values; NaN equals NaN."""
+    a, b = np.asarray(one), np.asarray(other)
+    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
 
 
 def labels_of(column: Any) -> npt.NDArray[np.int64] | None:
