@@ -293,6 +293,17 @@ def test_a_script_goes_on_without_the_bad_gradients(strategy, more, options, tmp
     assert [each["refused"] for each in ended.summary["per_worker"]] == [0, 2]
 
 
+def test_a_search_of_a_script_takes_no_zeros(tmp_path: Path):
+    text = SCRIPT.format(strategy="all_reduce", more="").replace(
+        "SGD(model.parameters(), lr=0.01)", "LBFGS(model.parameters())"
+    )
+    (tmp_path / "script.py").write_text(text)
+    command = ["launch", "-n", "2", "--on-bad-gradient", "skip", str(tmp_path / "script.py")]
+    ended = RealRun(command, tmp_path / "run", torch=True).end()
+    assert ended.code != 0
+    assert "LBFGS compares losses and gradients" in ended.err
+
+
 @pytest.mark.parametrize("how", few(["own", "hostile"], "hostile"))
 def test_a_worker_in_quarantine_leaves_real_processes(how, tmp_path: Path):
     fault = {"own": "miscomputes(1, 4, end=1000)", "hostile": "enlarges(1, 1e6)"}[how]

@@ -208,6 +208,15 @@ def test_closures_that_cannot_be_evaluated_on_all_ranks_are_refused() -> None:
     optimizer.finish()
 
 
+@pytest.mark.parametrize("action", ["skip", "quarantine"])
+def test_a_search_takes_no_zeros_in_place_of_a_gradient(action: Any) -> None:
+    model = network()
+    with pytest.raises(
+        CompositionError, match=rf"LBFGS compares losses .* got on_bad_gradient={action}; use on_bad_gr"
+    ):
+        flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), "all_reduce", on_bad_gradient=action)
+
+
 def test_sparse_adam_is_refused() -> None:
     model = network()
     with pytest.raises(ConfigurationError, match=r"needs sparse gradients.* or torch.optim.Adagrad, which"):

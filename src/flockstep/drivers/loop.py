@@ -46,7 +46,7 @@ from flockstep.drivers.settings import tell_servers
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.messages import SCRIPT, Address, Fields, server
-from flockstep.nodes import BadGradientSettings, Cluster, Server, Worker
+from flockstep.nodes import BadGradients, BadGradientSettings, Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records.events import DivergedEvent
@@ -218,6 +218,11 @@ class Loop:
     def steps(self) -> int:
         """Number of steps that this worker has taken in the run."""
         return self._worker.run_step
+
+    @property
+    def bad_gradients(self) -> BadGradients:
+        """What happens to a bad gradient of this worker."""
+        return self._worker.bad_gradients
 
     @property
     def awaited(self) -> int:

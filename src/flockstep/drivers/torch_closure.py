@@ -13,7 +13,7 @@ from flockstep.arrays.namespace import to_host
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.nodes import Worker
+from flockstep.nodes import BadGradients, Worker
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
@@ -48,6 +48,19 @@ def require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, 
         raise ConfigurationError(
             f"{name} would search with parameters that are rounded to a narrower dtype than the gradients; keep all "
             "parameters in one dtype, float32 or wider"
+        )
+
+
+def require_every_gradient(optimizer: torch.optim.Optimizer, bad_gradients: BadGradients) -> None:
+    """Raise `CompositionError` if zeros would take the place of a gradient in the optimizer's search.
+
+    Zeros are not the gradient of the loss that the closure returns.
+    """
+    if bad_gradients.action != "stop":
+        raise CompositionError(
+            f"{type(optimizer).__name__} compares losses and gradients, of which none may be left out, got "
+            f"on_bad_gradient={bad_gradients.action}; use on_bad_gradient=stop, or an optimizer whose step() needs no "
+            "closure, such as torch.optim.SGD"
         )
 
 

@@ -14,7 +14,12 @@ from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import BackwardHooks
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed, require_separate_statistics
 from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
-from flockstep.drivers.torch_closure import ClosureSteps, evaluates_closures, require_mean_gradient
+from flockstep.drivers.torch_closure import (
+    ClosureSteps,
+    evaluates_closures,
+    require_every_gradient,
+    require_mean_gradient,
+)
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_memory import ServerMemory, WorkerMemory
@@ -22,7 +27,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
 from flockstep.frameworks.torch_state import set_unrounded
-from flockstep.nodes import BadGradientSettings
+from flockstep.nodes import BadGradients, BadGradientSettings
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
@@ -85,6 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         closures = evaluates_closures(optimizer)
         if closures:
             require_mean_gradient(optimizer, strategy, bool(self.flat.narrow))
+            require_every_gradient(optimizer, BadGradients().replaced(*bad_gradients))
         server_side = strategy.traits.server_optimizer
         self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer, self._prepare, holds=closures)
@@ -93,6 +99,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.loop = Loop(
             flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, packed, True, bad_gradients
         )
+        if closures:
+            require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
         require_separate_statistics(module, self.loop.workers)
         self._take_first_buffers()
