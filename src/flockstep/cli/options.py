@@ -171,7 +171,7 @@ MaxGradientNorm = Annotated[
     float | None,
     typer.Option(
         "--max-gradient-norm",
-        help="Largest norm of a gradient; a larger one counts as bad (default: no limit).",
+        help="Largest norm of a gradient, or of its slice on a shard; a larger one counts as bad (default: no limit).",
         rich_help_panel=TRAINING,
     ),
 ]

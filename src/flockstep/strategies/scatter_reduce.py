@@ -36,6 +36,8 @@ class ScatterReduce(Strategy):
     and K parameters of s bytes, all workers together send 2(n-1)Ks bytes per step, in 2(n-1) messages each; each worker
     sends 2(n-1)/n Ks bytes if n divides K. The result equals that of a parameter server under bulk synchronous parallel
     in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as there.
+    An `aggregation` here withstands wrong gradients, not a hostile worker: every worker owns 1/n of the model and sends
+    its slice unchecked.
     """
 
     codec: Codec = field(default_factory=Identity)
