@@ -100,7 +100,7 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
     tag: str | None = None
     source: Address | None = None
     reply_to: int | None = None
-    place: Array | None = field(default=None, compare=False, repr=False)
+    place: Array | None = None
     """Array into which the message's array should be received."""
 
     def __str__(self) -> str:

@@ -59,10 +59,17 @@ def resumed(folder: Path) -> Ended:
     return RealRun(["resume"], folder / "run").end()
 
 
-def uninterrupted(folder: Path, strategy: str) -> RunFolder:
+def uninterrupted(folder: Path, strategy: str, faults: tuple[str, ...] = ()) -> RunFolder:
     """The same job in virtual time, which was never stopped."""
     config = RunConfig(
-        kind="simulate", job=paced(folder), strategy=strategy, workers=2, steps=STEPS, evaluate_every=30, threads=1
+        kind="simulate",
+        job=paced(folder),
+        strategy=strategy,
+        workers=2,
+        steps=STEPS,
+        evaluate_every=30,
+        threads=1,
+        faults=faults,
     )
     go_on(folder)
     simulate(config, folder / "virtual", lambda done, every, t: None, False)
@@ -87,6 +94,16 @@ def test_a_run_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_was_
     whole, ours = uninterrupted(tmp_path, strategy), RunFolder(tmp_path / "run")
     assert ours.read_result()[0].tobytes() == whole.read_result()[0].tobytes()
     check_record(ours, whole)
+
+
+def test_an_attacker_remembers_its_gradients_when_the_run_goes_on(tmp_path: Path) -> None:
+    fault = "little_is_enough(1, 1.5)"
+    kill = plan_kill(tmp_path, "coordinator", "manifest.begun", 2)
+    assert begin(tmp_path, "all_reduce", "--fault", fault, "--import", kill).end().code != 0
+    again = resumed(tmp_path)
+    assert again.code == 0, again.err
+    whole = uninterrupted(tmp_path, "all_reduce", (fault,))
+    assert RunFolder(tmp_path / "run").read_result()[0].tobytes() == whole.read_result()[0].tobytes()
 
 
 def check_record(ours: RunFolder, whole: RunFolder) -> None:
@@ -212,18 +229,23 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
     assert "is damaged: its hash is not that of its content" in refused(run)
     for change, said in [
         ({"version": "0.0.1"}, "was written by flockstep 0.0.1, this is"),
-        ({"format": 2}, "has format 2 and was written by flockstep"),
+        ({"format": 1}, "has format 1 and was written by flockstep"),
         ({"strategy": "gossip"}, "is of gossip, the run's config.toml says all_reduce; restore config.toml"),
+        ({"config": "0"}, "config.toml was changed since"),
         ({"workers": 3}, "holds the state of 3 workers, got 2; resume with 3, or begin another run"),
     ]:
         disk.write_manifest(last, msgspec.structs.replace(manifest, **change))
         assert said in refused(run)
     disk.write_manifest(last, manifest)
 
+    config = RunFolder(run).read_config()
+    RunFolder(run).write_config(replace(config, lr=7.0))
+    assert f"config.toml was changed since {last} was written; restore it, or begin another run" in refused(run)
+    RunFolder(run).write_config(config)
+
     job = Path(RunFolder(run).read_config().job)
     job.write_text(job.read_text() + "\n")
     assert "paced.py has changed since the run began" in refused(run)
-    config = RunFolder(run).read_config()
     RunFolder(run).write_config(replace(config, kind="simulate"))
     assert "holds a run of flockstep simulate, which cannot be resumed; repeat it: flockstep simulate" in refused(run)
     for folder in disk.folders(run):

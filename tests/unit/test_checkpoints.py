@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import CheckpointInterval
 from flockstep.records.safetensors import arrays_in, write_arrays
+from flockstep.records.snapshots import Snapshot
 
 ARRAYS = {
     "weights": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -94,7 +97,7 @@ def test_a_mutated_structure_is_refused_or_is_data(data: st.DataObject) -> None:
 def checkpoint(record: Path) -> Path:
     folder = disk.new_folder(record)
     shard = disk.write_shard(folder, 0, 5, ARRAYS)
-    disk.write_manifest(folder, disk.Manifest(disk.FORMAT, __version__, "all_reduce", 1, 1.5, (shard,)))
+    disk.write_manifest(folder, disk.Manifest(disk.FORMAT, __version__, "all_reduce", 1, "", 1.5, (shard,)))
     return folder
 
 
@@ -122,6 +125,53 @@ def test_the_newest_complete_checkpoint_is_found_and_old_ones_go(tmp_path: Path)
     assert disk.folders(tmp_path) == [second]
     assert not first.exists()
     assert disk.new_folder(tmp_path).name == "000003"
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    first = checkpoint(tmp_path)
+    other = first.rename(first.with_name("000001-keep"))
+    second = checkpoint(tmp_path)
+    assert second.name == "000001"
+    disk.prune(tmp_path, 1)
+    assert (other / disk.MANIFEST).exists()
+    assert disk.newest(tmp_path).folder == second
+
+
+def with_snapshot(record: Path, name: str = "worker-0.30") -> Path:
+    folder = disk.new_folder(record)
+    (folder / "worker-0.30").write_bytes(b"1234")
+    (kept,) = disk.keep_pending(folder, [Snapshot(30.0, 0, "worker-0.30", "float32", 1, 0, 1.0, 30, 0)])
+    kept = msgspec.structs.replace(kept, snapshot=msgspec.structs.replace(kept.snapshot, path=name))
+    shard = disk.write_shard(folder, 0, 5, ARRAYS)
+    disk.write_manifest(folder, disk.Manifest(disk.FORMAT, __version__, "all_reduce", 1, "", 1.5, (shard,), (kept,)))
+    return folder
+
+
+def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
+    file = with_snapshot(tmp_path) / "worker-0.30"
+    assert disk.newest(tmp_path).manifest.pending[0].snapshot.path == file.name
+    file.write_bytes(b"1235")
+    with pytest.raises(ConfigurationError, match=r"worker-0\.30 is damaged: its bytes are not those written; delete"):
+        disk.newest(tmp_path)
+    file.unlink()
+    with pytest.raises(ConfigurationError, match=r"worker-0\.30 cannot be read: No such file or directory; delete"):
+        disk.newest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../worker-0.30", "/etc/passwd", "..", "", "a/b"])
+def test_a_snapshot_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is damaged"):
+        disk.read_manifest(with_snapshot(tmp_path, name))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds open files through /proc")
+def test_the_name_of_a_new_folder_is_synchronized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synchronized = list[str]()
+    monkeypatch.setattr(
+        os, "fsync", lambda opened: synchronized.append(str(Path(f"/proc/self/fd/{opened}").readlink()))
+    )
+    folder = disk.new_folder(tmp_path)
+    assert str(folder.parent) in synchronized
 
 
 def test_a_file_keeps_the_usual_mode(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ stopped and nothing is on its way, every node copies its state and goes on, whil
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,11 @@ from flockstep.drivers.plan import Batches, LocalOptimizer
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.state import from_arrays, to_arrays
 from flockstep.errors import ConfigurationError, ProtocolError
-from flockstep.messages import ANYTHING, Fields
+from flockstep.messages import ANYTHING, Address, Fields
 from flockstep.nodes import Worker
 from flockstep.records.checkpoints import Checkpoint, Shard, read_manifest, write_shard
 from flockstep.records.failpoints import reach
+from flockstep.simulation.attacks import Memory
 
 CHECKPOINT = "checkpoint"
 """Tag of the messages about checkpoints between the supervisor and the nodes."""
@@ -48,6 +50,10 @@ class NodeCheckpoint:
     """The node's metrics."""
     progress: tuple[dict[int, int], int, int] | None
     """Steps of each worker that a server has heard of, their sum, and the next tick of progress."""
+    memories: list[Memory]
+    """What each injected fault of the worker's gradients keeps between two gradients."""
+    strikes: Counter[Address]
+    """Number of refused gradients of each worker."""
 
 
 def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
@@ -159,6 +165,9 @@ class NodeCheckpoints:
         runner.metrics.restore(kept.totals)
         if runner.progress is not None and kept.progress is not None:
             runner.progress.seen, runner.progress.total, runner.progress.tick = kept.progress
+        if runner.wrong_gradients is not None:
+            runner.wrong_gradients.memories = kept.memories
+        runner.strikes = kept.strikes
         restore_buffers(kept.buffers)
         runner.restart_from(begin, lambda: kept.saved.settle(node))
 
@@ -209,6 +218,8 @@ class NodeCheckpoints:
             self.buffers(),
             runner.metrics.kept(),
             None if progress is None else (progress.seen, progress.total, progress.tick),
+            [] if runner.wrong_gradients is None else runner.wrong_gradients.memories,
+            runner.strikes,
         )
 
     def _write(self, folder: Path, step: int, arrays: dict[str, FlatArray]) -> None:

@@ -69,7 +69,9 @@ class WrongGradients:
     """Changes the gradients of one worker."""
 
     def __init__(self, faults: Sequence[WrongGradient]):
-        self._faults = [(fault, Memory()) for fault in faults]
+        self.memories = [Memory() for _ in faults]
+        """What each fault keeps between two gradients."""
+        self._faults = faults
 
     def change(self, gradient: FlatArray, step: int, part: slice, hostile: bool) -> None:
         """Change the part of gradient number `step` in place, by faults that are hostile or by those that are not.
@@ -81,7 +83,7 @@ class WrongGradients:
             hostile: whether the worker's own checks have seen the gradient.
         """
         piece = gradient[part]
-        for fault, memory in self._faults:
+        for fault, memory in zip(self._faults, self.memories, strict=True):
             if fault.hostile == hostile:
                 fault.watch(piece, memory, part)
                 if fault.strikes(step):

@@ -133,7 +133,8 @@ class Runner:
         self._settle: Callable[[], None] | None = None
         self._checks: frozenset[str] = frozenset()
         """Tags of messages whose arrays the program checks itself."""
-        self._strikes: Counter[Address] = Counter()
+        self.strikes: Counter[Address] = Counter()
+        """Number of refused gradients of each worker."""
         node.port = self
 
     def begin(self, program: Program, then: Callable[[], Program] | None = None) -> None:
@@ -452,8 +453,8 @@ class Runner:
         if self.recorded:
             self.metrics.refused(self.clock(), source, reason)
         policy = self.node.bad_gradients
-        self._strikes[source] += 1
-        if policy.action == "quarantine" and self._strikes[source] == policy.strikes and self.quarantine is not None:
+        self.strikes[source] += 1
+        if policy.action == "quarantine" and self.strikes[source] == policy.strikes and self.quarantine is not None:
             self.quarantine(
                 source, f"{node_name(source)} is in quarantine after {policy.strikes} bad gradients: {reason}"
             )

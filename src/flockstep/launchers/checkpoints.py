@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, Fields, node_name
 from flockstep.records import checkpoints as disk
-from flockstep.records.checkpoints import Checkpoint, Manifest, Shard
+from flockstep.records.checkpoints import Checkpoint, Manifest, Pending, Shard
 from flockstep.records.config import CheckpointInterval
 from flockstep.records.failpoints import reach
 from flockstep.records.snapshots import Snapshot
@@ -47,14 +48,18 @@ class Checkpointer:
         keep: int = 2,
         resumed: Checkpoint | None = None,
         pending: Callable[[], list[Snapshot]] = list,
+        config: str = "",
     ):
-        """`every`: None for a checkpoint only at a signal; `pending` returns the snapshots that are not evaluated."""
+        """`every`: None for a checkpoint only at a signal; `pending` returns the snapshots that are not evaluated;
+        `config` is the SHA-256 of the run's configuration.
+        """
         self.resumed = resumed
         self.newest: Manifest | None = None if resumed is None else resumed.manifest
         """The newest complete checkpoint."""
         self.notes: list[str] = []
         """Sentences about checkpoints that could not be written, for the record."""
         self._record, self._every, self._keep, self._pending = record, every, keep, pending
+        self._config = config
         self._links: Mapping[Address, ProcessLink] = {}
         self._strategy: Strategy
         self._phase: Stage = "idle"
@@ -68,7 +73,8 @@ class Checkpointer:
         self._before: dict[Address, Fields] = {}
         self._folder = Path()
         self._released = 0
-        self._linked: tuple[Snapshot, ...] = ()
+        self._linked: Future[tuple[Pending, ...]]
+        """The snapshots that are not evaluated; a thread computes the hashes of their files."""
         self._seconds: dict[Address, float] = {}
         self._written: dict[Address, Shard | str] = {}
         self._step = self._base_step()
@@ -148,7 +154,7 @@ class Checkpointer:
         """
         if self.resumed is None:
             return []
-        items, ticks = self.resumed.manifest.pending, dict[float | None, float]()
+        items, ticks = [one.snapshot for one in self.resumed.manifest.pending], dict[float | None, float]()
         for item in items:
             ticks[item.tick] = max(item.seconds, ticks.get(item.tick, 0.0))
         found = []
@@ -211,7 +217,10 @@ class Checkpointer:
             self._fail(error.strerror or str(error))
             return
         self._phase = "copying"
-        self._linked = tuple({item.path: item for item in linked}.values())  # the latest of each file
+        latest = {item.path: item for item in linked if (self._folder / item.path).exists()}  # of each file
+        thread = ThreadPoolExecutor(1, "flockstep-checkpoint")
+        self._linked = thread.submit(disk.keep_pending, self._folder, tuple(latest.values()))
+        thread.shutdown(wait=False)
         self._tell_all({"do": "copy", "folder": str(self._folder), "wait": int(self._staying)})
 
     def _link(self, item: Snapshot) -> Snapshot:
@@ -237,21 +246,23 @@ class Checkpointer:
             return
         shards = [one for one in self._written.values() if isinstance(one, Shard)]
         reasons = {one for one in self._written.values() if isinstance(one, str)}
-        manifest = Manifest(
-            disk.FORMAT,
-            __version__,
-            str(self._strategy),
-            sum(address >= 0 for address in self._links),
-            max(self._seconds.values()),
-            tuple(sorted(shards, key=lambda shard: shard.node)),
-            tuple(item for item in self._linked if (self._folder / item.path).exists()),
-        )
+        manifest = None
         try:
             if not reasons:
+                manifest = Manifest(
+                    disk.FORMAT,
+                    __version__,
+                    str(self._strategy),
+                    sum(address >= 0 for address in self._links),
+                    self._config,
+                    max(self._seconds.values()),
+                    tuple(sorted(shards, key=lambda shard: shard.node)),
+                    self._linked.result(),
+                )
                 disk.write_manifest(self._folder, manifest)
         except OSError as error:
             reasons = {error.strerror or str(error)}
-        if reasons:
+        if manifest is None or reasons:
             self._fail("; ".join(sorted(reasons)))
             return
         self.newest, self._phase = manifest, "idle"
@@ -297,11 +308,11 @@ def require_checkpoints(strategy: Strategy) -> None:
         )
 
 
-def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int) -> None:
-    """Check that a run with this configuration can go on from a checkpoint.
+def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int, config: str) -> None:
+    """Check that a run with this configuration, whose SHA-256 is `config`, can go on from a checkpoint.
 
     Raises:
-        ConfigurationError: the checkpoint is of another version, strategy or number of workers.
+        ConfigurationError: the checkpoint is of another version, strategy, number of workers or configuration.
     """
     manifest, where = checkpoint.manifest, checkpoint.folder
     if manifest.version != __version__:
@@ -317,3 +328,5 @@ def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int) 
             f"{where} holds the state of {manifest.workers} workers, got {workers}; resume with {manifest.workers}, "
             "or begin another run"
         )
+    if manifest.config != config:
+        raise ConfigurationError(f"config.toml was changed since {where} was written; restore it, or begin another run")

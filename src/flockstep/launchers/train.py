@@ -114,7 +114,7 @@ def resume(folder: Path, show: Show = lambda standings, steps: None) -> Summary:
         raise ConfigurationError(f"{folder} holds a run that has ended; begin another one in another folder")
     checkpoint = newest(record.path)
     engine, plan, again = prepare(config)
-    require_resumable(checkpoint, plan.strategy, config.workers)
+    require_resumable(checkpoint, plan.strategy, config.workers, config.digest)
     if (was := config.versions.get(JOB_FILE)) != again.versions.get(JOB_FILE):
         raise ConfigurationError(
             f"{config.job} has changed since the run began (its hash was {was}); restore that file"
@@ -160,7 +160,7 @@ def _train(
     checkpoints = None
     if not any(map(hosts.has, range(config.workers))):
         interval, keep = config.checkpoint_interval, config.keep or KEEP
-        checkpoints = Checkpointer(record.path.resolve(), interval, keep, resumed, evaluation.pending)
+        checkpoints = Checkpointer(record.path.resolve(), interval, keep, resumed, evaluation.pending, config.digest)
         evaluated = {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}
         for item in checkpoints.resume_snapshots(record.path.resolve() / SNAPSHOTS, evaluated):
             evaluation.take(item)

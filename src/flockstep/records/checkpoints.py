@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -26,7 +27,9 @@ from flockstep.records.snapshots import Snapshot
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+
+_NUMBER = re.compile("[0-9]+")
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,6 +43,13 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A snapshot that had not been evaluated; its path is the name of a file in the folder of the checkpoint."""
+
+    snapshot: Snapshot
+    sha256: str
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a checkpoint, and the run to which the checkpoint belongs."""
 
@@ -48,11 +58,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Version of flockstep that wrote the checkpoint."""
     strategy: str
     workers: int
+    config: str
+    """SHA-256 of the run's configuration as TOML, in hexadecimal digits."""
     seconds: float
     """Seconds of the run at which all nodes were stopped."""
     shards: tuple[Shard, ...]
-    pending: tuple[Snapshot, ...] = ()
-    """Snapshots that had not been evaluated; their files lie in the folder too."""
+    pending: tuple[Pending, ...] = ()
     sha256: str = ""
     """Hash of the manifest with this field empty."""
 
@@ -86,6 +97,47 @@ class Checkpoint:
             return read_arrays(self.folder / shard.file, shard.sha256)
         except ConfigurationError as error:
             raise ConfigurationError(str(error).rpartition(";")[0] + f"; {_way_out(self.folder)}") from None
+
+    def check(self) -> None:
+        """Check that all files are undamaged.
+
+        Raises:
+            ConfigurationError: a file is damaged.
+        """
+        for shard in self.manifest.shards:
+            self.arrays(shard.node)
+        for item in self.manifest.pending:
+            file = self.folder / item.snapshot.path
+            try:
+                whole = digest_of(file) == item.sha256
+            except OSError as error:
+                raise ConfigurationError(f"{file} cannot be read: {error.strerror}; {_way_out(self.folder)}") from None
+            if not whole:
+                raise ConfigurationError(f"{file} is damaged: its bytes are not those written; {_way_out(self.folder)}")
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def keep_pending(folder: Path, snapshots: Iterable[Snapshot]) -> tuple[Pending, ...]:
+    """Synchronize the files of snapshots in the folder of a checkpoint with the disk, and return their hashes.
+
+    Raises:
+        OSError: the disk does not take a file.
+    """
+    found = []
+    for item in snapshots:
+        with (folder / item.path).open("rb") as file:
+            os.fsync(file.fileno())
+        found.append(Pending(item, digest_of(folder / item.path)))
+    return tuple(found)
 
 
 def shard_file(node: Address) -> str:
@@ -145,14 +197,16 @@ def read_manifest(folder: Path) -> Manifest:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"{file} is damaged: {error}; {_way_out(folder)}") from None
-    if manifest.digest() != manifest.sha256 or any(Path(shard.file).name != shard.file for shard in manifest.shards):
+    names = [*(shard.file for shard in manifest.shards), *(item.snapshot.path for item in manifest.pending)]
+    if manifest.digest() != manifest.sha256 or not all(map(_plain, names)):
         raise ConfigurationError(f"{file} is damaged: its hash is not that of its content; {_way_out(folder)}")
     return manifest
 
 
 def folders(record: Path) -> list[Path]:
-    """The folders of all checkpoints of a run, complete or not, oldest first."""
-    return sorted(path for path in (record / CHECKPOINTS).glob("[0-9]*") if path.is_dir())
+    """The folders of all checkpoints of a run, complete or not, oldest first; other folders are not checkpoints."""
+    found = [path for path in (record / CHECKPOINTS).glob("[0-9]*") if _NUMBER.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name))
 
 
 def new_folder(record: Path) -> Path:
@@ -161,9 +215,11 @@ def new_folder(record: Path) -> Path:
     Raises:
         OSError: the disk is full.
     """
-    number = max((int(path.name) for path in folders(record) if path.name.isdigit()), default=0) + 1
+    number = max((int(path.name) for path in folders(record)), default=0) + 1
     folder = record / CHECKPOINTS / f"{number:06d}"
     folder.mkdir(parents=True)
+    _synchronize(folder.parent)
+    _synchronize(record)
     return folder
 
 
@@ -179,8 +235,7 @@ def newest(record: Path) -> Checkpoint:
             f"{record} holds no complete checkpoint; repeat the run, with --checkpoint-every for checkpoints"
         )
     checkpoint = Checkpoint(complete[-1], read_manifest(complete[-1]))
-    for shard in checkpoint.manifest.shards:
-        checkpoint.arrays(shard.node)
+    checkpoint.check()
     return checkpoint
 
 
@@ -203,6 +258,11 @@ class _Version(msgspec.Struct):
     version: str
 
 
+def _plain(name: str) -> bool:
+    """Whether a name is that of a file in a folder, and no path to another folder."""
+    return name not in ("", "..") and Path(name).name == name
+
+
 def _way_out(folder: Path) -> str:
     return f"delete {folder} to resume from the checkpoint before it"
 
@@ -219,8 +279,13 @@ def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except OSError:
         half.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    _synchronize(path.parent)
+
+
+def _synchronize(folder: Path) -> None:
+    """Write the names in a folder to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)

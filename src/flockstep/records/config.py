@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import shlex
 import tomllib
@@ -218,6 +219,11 @@ class RunConfig:
         """This configuration as a TOML document; settings that are None or empty are left out."""
         data = {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}
         return tomli_w.dumps(data)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the configuration as TOML, in hexadecimal digits."""
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()
 
     @classmethod
     def from_toml(cls, text: str, where: str = "config.toml") -> RunConfig:

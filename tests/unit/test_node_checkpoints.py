@@ -1,0 +1,44 @@
+"""A node's state in a checkpoint: what the node goes on with."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.checkpoints import NodeCheckpoints
+from flockstep.drivers.node_creation import make_server
+from flockstep.drivers.node_metrics import NodeMetrics
+from flockstep.drivers.runner import OneProcess, Runner
+from flockstep.drivers.state import from_arrays, to_arrays
+from flockstep.messages import Wanted
+from flockstep.nodes import Cluster
+from flockstep.optimizers.base import Optimizer
+from flockstep.strategies.base import Strategy
+
+
+def server() -> Runner:
+    schema = Schema.of({"w": (3,)}, "float32")
+    params = np.zeros(3, np.float32)
+    node = make_server(Strategy.parse("ps"), Cluster(2, 1), 0, params, schema, 0, Optimizer.parse("sgd"))
+    return Runner(node, OneProcess(), NodeMetrics(node.address, None), time.monotonic)
+
+
+def checkpoints(runner: Runner) -> NodeCheckpoints:
+    return NodeCheckpoints(SimpleNamespace(runner=runner))  # type: ignore[arg-type]
+
+
+def test_a_server_remembers_whose_gradients_it_has_refused() -> None:
+    before, after = server(), server()
+    before.refused(1, "not finite")
+    before.refused(1, "not finite")
+    kept = from_arrays(to_arrays(checkpoints(before).state()))
+    checkpoints(after).restore(kept, lambda values: None, lambda: after.node.at_boundary())  # type: ignore[misc]
+    after.refused(1, "not finite")
+    assert after.strikes == {1: 3}
+
+
+def test_a_pattern_of_messages_names_no_array_unless_told() -> None:
+    assert Wanted("push").place is None
