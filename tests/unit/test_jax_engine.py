@@ -132,7 +132,7 @@ def test_random_numbers_depend_on_seed_replica_and_step_alone() -> None:
         ({"optimizer": lambda params: None}, "the settings of optax's optimizers cannot be read"),
         ({"model": lambda: JaxModel(lambda key: {"steps": jnp.zeros(2, "int32")}, apply)}, "steps must be an array of"),
         ({"model": lambda: JaxModel(lambda key: {"w": np.zeros(2)}, apply)}, "w is float64, which JAX would round"),
-        ({"model": lambda: JaxModel(lambda key: {"w": 1.0}, apply)}, "w must be an array of .*, is float;"),
+        ({"model": lambda: JaxModel(lambda key: {"w": 1.0}, apply)}, "w must be an array of .*, got float;"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(changed: dict[str, Any], said: str) -> None:

@@ -181,8 +181,13 @@ def test_values_that_are_not_finite_are_told() -> None:
         ),
         ({"w": jnp.zeros(2)}, "lamb(lr=0.1)", "ps(bsp)", "which needs whole layers"),
         ({"w": jnp.zeros(2)}, 0.1, "all_reduce", "must be an optax.GradientTransformation or an expression .* float"),
-        ({"w": jnp.zeros(2, "int32")}, optax.sgd(0.1), "all_reduce", "parameter w must be an array of .*, is int32"),
-        ({"a.b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}, optax.sgd(0.1), "all_reduce", "own, got 'a.b' twice"),
+        ({"w": jnp.zeros(2, "int32")}, optax.sgd(0.1), "all_reduce", "parameter w must be an array of .*, got int32"),
+        (
+            {"a.b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}},
+            optax.sgd(0.1),
+            "all_reduce",
+            "different name, got 'a.b' twice",
+        ),
         ({}, optax.sgd(0.1), "all_reduce", "no trainable parameter"),
         (
             {"w": jnp.zeros(2)},
@@ -212,7 +217,9 @@ def test_gradients_of_another_model_are_refused(grads: Any, said: str) -> None:
 
 def test_a_step_inside_jit_is_refused() -> None:
     trainer = flockstep.jax.distribute({"w": jnp.zeros(2)}, optax.sgd(0.1), "all_reduce")
-    with pytest.raises(ConfigurationError, match="w must be an array, got a traced value; call flockstep outside jax"):
+    with pytest.raises(
+        ConfigurationError, match="must be arrays, got a traced value for w; call flockstep outside jax"
+    ):
         jax.jit(lambda grads: trainer.step(grads))({"w": jnp.zeros(2)})
 
 
