@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import flockstep
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.frameworks.base import Data, Engine, Job
 from flockstep.frameworks.job import make_engine
 from flockstep.frameworks.numpy import SoftmaxRegression
@@ -203,6 +203,21 @@ def test_a_run_on_a_loader_ends_as_a_run_on_arrays(
     assert one.parameters()[0].tobytes() == other.parameters()[0].tobytes()
     assert one.summary.samples == other.summary.samples == 256
     assert one.summary.final_metric == other.summary.final_metric
+
+
+def test_workers_that_read_an_iterable_in_another_order_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = make_engine(job(lambda: Data.of(SOURCES["iterable"](), (X, Y)), "numpy"), 0)
+    other = make_engine(job(lambda: Data.of(SOURCES["stream"](), (X, Y)), "numpy"), 0)
+    assert one.facts == other.facts != {}
+    shuffled = "(PAIRS[i] for i in np.random.default_rng().permutation(64))"
+    (tmp_path / "shuffled.py").write_text(JOB.format(data=f"flockstep.Data.of({shuffled}, PAIRS)"))
+    with pytest.raises(
+        FlockstepError, match=r"the data has changed: train is .* read them in the same order each time"
+    ):
+        flockstep.run("shuffled.py", "all_reduce", workers=2, out="run")
 
 
 def test_windows_of_a_text(tmp_path: Path) -> None:

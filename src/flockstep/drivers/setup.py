@@ -147,11 +147,12 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
     engine = make_engine(job, config.seed)
     if own is not None:
         engine.train_size = sum(own.sizes)
+    facts = {**job.facts, **engine.facts}
     for fact, value in config.facts.items():
-        if job.facts.get(fact) != value:
+        if facts.get(fact) != value:
             raise ConfigurationError(
-                f"the data has changed: {fact} is {job.facts.get(fact)}, but the record says {value}; train with "
-                "the data of the record"
+                f"the data has changed: {fact} is {facts.get(fact)}, but the record says {value}; train with "
+                "the data of the record, and read them in the same order each time"
             )
     if config.until_target and job.target is None:
         raise ConfigurationError(f"until_target needs a target, and {job.name} has none; give one with --target")
@@ -182,7 +183,7 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
         metric=job.metric if isinstance(job.metric, str) else getattr(job.metric, "__name__", "metric"),
         higher_is_better=job.higher_is_better,
         target=job.target,
-        facts=dict(job.facts),
+        facts=facts,
         versions=versions() | ({JOB_FILE: digest(Path(config.job))} if config.job.endswith(".py") else {}),
     )
     return engine, plan, resolved

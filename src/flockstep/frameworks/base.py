@@ -162,6 +162,12 @@ class Engine(ABC):
             column.reader.prefetch(indices)
 
     @property
+    def facts(self) -> dict[str, str]:
+        """Facts of the data that every process of a run must share: the digest of what an iterable gave."""
+        column = self._data.train_x
+        return {"train": column.reader.digest} if isinstance(column, SampleColumn) and column.reader.digest else {}
+
+    @property
     def batching(self) -> str:
         """Either "batched", or "one by one: …" with the reason why gradients of several replicas take several calls."""
         return "batched"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.namespace import is_tensor
+from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.errors import ConfigurationError
 
 AHEAD = 2
@@ -25,13 +26,15 @@ TRIED, READINGS = 8, 4
 class SampleReader:
     """Reads the samples of a data set, the next batch in advance; one thread alone calls the data set."""
 
-    def __init__(self, samples: Any, name: str, collate: Callable[[list[Any]], Any] | None = None):
+    def __init__(self, samples: Any, name: str, collate: Callable[[list[Any]], Any] | None = None, digest: str = ""):
         """`samples` has `__len__` and `__getitem__`, which returns a pair (x, y); `collate` makes a batch of pairs.
+
+        `digest`: of the samples in their order, if they were read from an iterable.
 
         Raises:
             ConfigurationError: there is no sample, a sample is no pair, or reading it again gives another one.
         """
-        self._samples, self._name, self._collate = samples, name, collate
+        self._samples, self._name, self._collate, self.digest = samples, name, collate, digest
         self._thread: ThreadPoolExecutor | None = None
         self._pending: dict[bytes, Future[tuple[Any, Any]]] = {}
         self._last: tuple[bytes, tuple[Any, Any]] = (b"-", (None, None))
@@ -149,6 +152,16 @@ class SampleColumn:
         return SampleColumn(self.reader, self._which, lambda values: convert(self._convert(values)))
 
 
+def _array_of(part: Any) -> npt.NDArray[Any]:
+    """A part of a sample as an array; an array of objects if it is none."""
+    if is_tensor(part):
+        return np.ascontiguousarray(to_host(part))
+    try:
+        return np.ascontiguousarray(part)
+    except ValueError:  # lists of several lengths
+        return np.empty(1, object)
+
+
 def _equal(one: Any, other: Any) -> bool:
     """Whether two batches have the same values; NaN equals NaN."""
     a, b = np.asarray(one), np.asarray(other)
@@ -168,33 +181,39 @@ def columns_of(samples: Any, name: str) -> tuple[Any, Any]:
     """
     if isinstance(samples, tuple) and len(samples) == 2 and all(hasattr(one, "shape") for one in samples):
         return samples
-    collate = None
+    collate, digest = None, ""
     if (loading := sys.modules.get("torch.utils.data")) is not None:
         if isinstance(samples, loading.DataLoader):
             _require_plain(samples, loading, name)
             samples, collate = samples.dataset, samples.collate_fn
         if isinstance(samples, loading.IterableDataset):
-            samples = _read(iter(samples), name)
+            samples, digest = _read(iter(samples), name)
     if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
         if not isinstance(samples, Iterable):
             raise ConfigurationError(
                 f"{name} must be a pair of arrays, a data set with __len__ and __getitem__, a DataLoader or an "
                 f"iterable of pairs (x, y), got {type(samples).__name__}; give one of these"
             )
-        samples = _read(samples, name)
-    reader = SampleReader(samples, name, collate)
+        samples, digest = _read(samples, name)
+    reader = SampleReader(samples, name, collate, digest)
     return SampleColumn(reader, 0), SampleColumn(reader, 1)
 
 
-def _read(samples: Iterable[Any], name: str) -> list[Any]:
-    """All samples of an iterable, which must end: workers draw samples by number."""
+def _read(samples: Iterable[Any], name: str) -> tuple[list[Any], str]:
+    """All samples of an iterable, which must end: workers draw samples by number; and a digest of them."""
     found = list(itertools.islice(samples, MOST + 1))
     if len(found) > MOST:
         raise ConfigurationError(
             f"{name} is an iterable of more than {MOST} samples, which cannot be counted or divided; give a data set "
             "with __len__ and __getitem__, or cut it with itertools.islice"
         )
-    return found
+    digest = hashlib.sha256()
+    for sample in found:
+        for part in sample if isinstance(sample, (tuple, list)) else ():
+            values = _array_of(part)
+            digest.update(f"{values.shape} {values.dtype}".encode())
+            digest.update(b"" if values.dtype.hasobject else values.tobytes())
+    return found, digest.hexdigest()[:16]
 
 
 def _require_plain(loader: Any, loading: Any, name: str) -> None:
