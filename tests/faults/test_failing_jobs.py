@@ -165,6 +165,7 @@ def test_a_worker_that_cannot_even_build_its_job_is_named(tmp_path: Path) -> Non
     assert len(ended.err.splitlines()) == 1
 
 
+NOT_STOPPED = r"(; no checkpoint was taken at the end, because not all workers had stopped within [0-9.]+ s)?\n"
 BUSY = "open(os.path.join(HERE, 'busy'), 'w').close()\n    while True: pass"
 
 
@@ -176,7 +177,8 @@ def test_a_second_interrupt_ends_at_once_what_does_not_react_to_the_first(tmp_pa
     assert run.going(), "it waits for the third"
     run.fault(signal.SIGINT, "group")
     ended = run.end()
-    assert (ended.code, ended.err) == (130, "flockstep: interrupted; everything computed so far is in the record\n")
+    assert ended.code == 130
+    assert re.fullmatch(f"flockstep: interrupted; everything computed so far is in the record{NOT_STOPPED}", ended.err)
     assert ended.summary is not None
     assert ended.summary["status"] == "interrupted"
 
@@ -186,8 +188,8 @@ def test_what_does_not_react_to_an_interrupt_is_killed(tmp_path: Path) -> None:
     wait_until((tmp_path / "busy").exists, PATIENCE, "a worker is busy")
     run.fault(signal.SIGTERM, "main")
     ended = run.end()
-    assert (ended.code, ended.err) == (
-        130,
-        "flockstep: stopped by SIGTERM; everything computed so far is in the record\n",
+    assert ended.code == 130
+    assert re.fullmatch(
+        f"flockstep: stopped by SIGTERM; everything computed so far is in the record{NOT_STOPPED}", ended.err
     )
     assert ended.seconds < ended.limit

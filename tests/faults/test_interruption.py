@@ -60,6 +60,31 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
     assert len(RunFolder(tmp_path / "run").read().events) > 100
 
 
+@pytest.mark.parametrize(
+    ("strategy", "before", "why"),
+    [
+        ("hogwild", "", "because a run with hogwild has no checkpoints\n"),
+        (
+            "asgd",
+            "supervisor.LAST_CHECKPOINT = 0",
+            (
+                "because (not all workers had stopped|it was not written) within 0 s; "
+                "flockstep resume .* goes on from step [0-9]+, of the checkpoint before\n"
+            ),
+        ),
+    ],
+)
+def test_a_run_without_a_last_checkpoint_says_why(strategy: str, before: str, why: str, tmp_path: Path) -> None:
+    every = [] if strategy == "hogwild" else ["--checkpoint-every", "20"]
+    run = RealRun(["train", "softmax", "-s", strategy, *ENDLESS, *every], tmp_path / "run", before=before)
+    run.wait_for_work()
+    if every:
+        manifests = tmp_path / "run" / "checkpoints"
+        wait_until(lambda: any(manifests.glob("*/manifest.json")), PATIENCE, "a checkpoint")
+    run.fault(signal.SIGTERM, "main")
+    assert re.fullmatch(f"flockstep: .*; no checkpoint was taken at the end, {why}", run.end().err)
+
+
 def test_a_second_signal_waits_until_the_record_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(kind="train", job="softmax", strategy="asgd", workers=2)
     merged = RunFolder.merge_events

@@ -120,6 +120,7 @@ def test_a_run_that_never_stops_is_told(
         "no checkpoints are taken, because server 0 did not come to a point at which it can stop"
     ]
     assert run.last(0)[-1] == {"do": "go on"}
+    assert run.checkpointer.why_not == "server 0 did not come to a point at which it can stop"
     capsys.readouterr()
 
 
@@ -135,6 +136,7 @@ def test_no_checkpoint_is_taken_once_a_worker_has_ended_or_is_lost(
         run.checkpointer.lose(1)
         assert run.checkpointer.notes == ["no more checkpoints are taken, because worker 1 was lost"]
     assert not run.checkpointer.busy
+    assert run.checkpointer.why_not == ("a worker had taken its last step" if how == "ended" else "worker 1 was lost")
     assert disk.folders(tmp_path) == []
     run.checkpointer.look({0: NodeProgress(step=50), 1: NodeProgress(step=50)})
     assert not run.checkpointer.busy
@@ -167,6 +169,7 @@ def test_the_manifest_is_written_once_all_nodes_have_written(
         assert disk.folders(tmp_path) == []
         text = "no checkpoint was written, and the one before is kept: Input/output error"
         assert run.checkpointer.notes == [text]
+        assert run.checkpointer.why_not == "Input/output error"
         assert text in capsys.readouterr().err
     else:
         manifest = disk.newest(tmp_path).manifest

@@ -58,6 +58,8 @@ class Checkpointer:
         """The newest complete checkpoint."""
         self.notes: list[str] = []
         """Sentences about checkpoints that could not be written, for the record."""
+        self.why_not = ""
+        """Why there is no checkpoint of the end, if there is none."""
         self._record, self._every, self._keep, self._pending = record, every, keep, pending
         self._config = config
         self._links: Mapping[Address, ProcessLink] = {}
@@ -94,6 +96,8 @@ class Checkpointer:
         """All nodes are ready, and the run begins."""
         self._links, self._strategy = links, strategy
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
+        if self._over:
+            self.why_not = f"a run with {strategy} has no checkpoints"
         self._since = time.monotonic()
 
     def look(self, standings: Mapping[Address, NodeProgress]) -> None:
@@ -139,6 +143,8 @@ class Checkpointer:
         """Take no more checkpoints, because a node with a part of the state is lost."""
         if not self._over and self._every is not None:
             self._say(f"no more checkpoints are taken, because {node_name(address)} was lost")
+        if not self._over:
+            self.why_not = f"{node_name(address)} was lost"
         self._over = True
         self._give_up()
 
@@ -169,7 +175,7 @@ class Checkpointer:
         return 0 if self.newest is None else min(self.newest.steps.values(), default=0)
 
     def _begin(self) -> None:
-        self._since = time.monotonic()
+        self._since, self.why_not = time.monotonic(), ""
         try:
             self._folder = disk.new_folder(self._record)
         except OSError as error:
@@ -189,7 +195,7 @@ class Checkpointer:
         """All nodes have answered a wave: copy their states, let some go on by a step, or ask again."""
         now: dict[Address, Fields] = {address: {**note, "wave": 0} for address, note in self._answers.items()}
         if any(note["state"] == ENDED for note in now.values()):
-            self._over = True  # the run is about to end
+            self._over, self.why_not = True, "a worker had taken its last step"  # the run is about to end
             self._give_up()
             return
         still = now == self._before and sum(int(one["sent"]) - int(one["received"]) for one in now.values()) == 0
@@ -199,7 +205,8 @@ class Checkpointer:
             return
         if still and self._released == MOST_RELEASES:
             waiting = ", ".join(node_name(address) for address, note in now.items() if note["state"] != STOPPED)
-            self._say(f"no checkpoints are taken, because {waiting} did not come to a point at which it can stop")
+            self.why_not = f"{waiting} did not come to a point at which it can stop"
+            self._say(f"no checkpoints are taken, because {self.why_not}")
             self._over = True
             self._give_up()
             return
@@ -281,6 +288,7 @@ class Checkpointer:
                 self._tell_all({"do": "go on"})
 
     def _fail(self, why: str) -> None:
+        self.why_not = why
         self._say(f"no checkpoint was written, and the one before is kept: {why}")
         self._give_up()
 

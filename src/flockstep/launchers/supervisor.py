@@ -212,25 +212,47 @@ class Supervisor:
 
     def _last_checkpoint(self) -> str:
         """Take a checkpoint, because a signal ends the run; return where the run goes on, for a sentence."""
-        kept, began = self._checkpoints, time.monotonic()
+        if self._checkpoints is None:
+            return ""
+        why, kept = self._why_no_checkpoint(self._checkpoints), self._checkpoints.newest
+        if kept is None and self._went is None:
+            return ""
+        missing = f"; no checkpoint was taken at the end, because {why}" if why else ""
         if kept is None:
-            return ""
-        with contextlib.suppress(FlockstepError, KeyboardInterrupt):  # a second signal ends the run at once
-            if self._went is not None and not self._finished() and kept.stop():
-                most = self._time_to_stop()
-                while kept.busy and time.monotonic() < began + (most if kept.stopping else LAST_CHECKPOINT):
-                    self._poll()
-                    self._look_after_children()
-        if kept.newest is None:
-            return ""
-        return f"; flockstep resume {self._record} goes on from step {min(kept.newest.steps.values())}"
+            return missing
+        where = f"; flockstep resume {self._record} goes on from step {min(kept.steps.values())}"
+        return f"{missing}{where}, of the checkpoint before" if why else where
 
-    def _time_to_stop(self) -> float:
-        """Seconds after which a worker that has not come to the end of a step hangs: five steps of mean length."""
+    def _why_no_checkpoint(self, checkpoints: Checkpointer) -> str:
+        """Take a checkpoint, because a signal ends the run; return why there is none, and nothing if there is one."""
+        began = time.monotonic()
         if self._went is None:
-            return 0.0
+            return "training had not begun"
+        try:
+            if self._finished():
+                return "all workers had taken their last step"
+            checkpoints.stop()
+            stop = self._time_to_stop(began - self._went)
+            while checkpoints.busy:
+                most = stop if checkpoints.stopping else LAST_CHECKPOINT
+                if time.monotonic() >= began + most:
+                    what = "not all workers had stopped" if checkpoints.stopping else "it was not written"
+                    return f"{what} within {most:.2g} s"
+                self._poll()
+                self._look_after_children()
+        except FlockstepError as error:
+            return str(error)
+        except KeyboardInterrupt:
+            return "a second signal ended the run at once"
+        return checkpoints.why_not
+
+    def _time_to_stop(self, seconds: float) -> float:
+        """Seconds after which a worker that has not come to the end of a step hangs: five steps of mean length.
+
+        `seconds` of the run so far.
+        """
         steps = min(one.step for address, one in self.standings.items() if address >= 0)
-        return min(max(5 * (time.monotonic() - self._went) / max(steps, 1), 1.0), LAST_CHECKPOINT)
+        return min(max(5 * seconds / max(steps, 1), 1.0), LAST_CHECKPOINT)
 
     def forget(self) -> None:
         """Remove the snapshots that nodes have sent."""
