@@ -27,6 +27,12 @@ class Elsewhere(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone()
 
 
+Elsewhere.__module__, Elsewhere.__name__ = (
+    "torch",
+    "Tensor",
+)  # saved states take plain tensors alone, as this stands for
+
+
 def elsewhere(array: FlatArray) -> Elsewhere:
     """Copy a numpy array to the other device."""
     moved: Elsewhere = torch.tensor(array).as_subclass(Elsewhere)
