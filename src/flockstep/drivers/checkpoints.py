@@ -39,7 +39,7 @@ program can restart, or it has taken its last step.
 
 @dataclass
 class NodeCheckpoint:
-    """Everything that a node needs to go on."""
+    """The state of a node in a checkpoint, from which its program continues in a resumed run."""
 
     saved: Saved
     before: int
@@ -193,21 +193,21 @@ class NodeCheckpoints:
         """Copy the node's state, and begin to write it; `at_once`: wait until it is written."""
         runner, node = self._runner, self._runner.node
         reach("state.before_copy")
-        self._result = {"did": "fail", "why": ""}
+        self._result, why = {"did": "fail", "why": ""}, ""
         try:
             arrays = to_arrays(self.state())
         except ConfigurationError as error:
-            self._result = {"did": "fail", "why": str(error)}
-            self._thread = Thread(target=int)
-            self._thread.start()
+            why = str(error)
         else:
             self._thread = Thread(target=self._write, args=(folder, node.run_step, arrays), name="flockstep-checkpoint")
             self._thread.start()
         self._tell({"did": "copy", "seconds": self._connection.now(), "step": runner.node.step})
+        if why:
+            self._tell({"did": "fail", "why": why})
         self.report(wait=at_once)
 
     def state(self) -> NodeCheckpoint:
-        """The state of the node, which is where its program can restart; not copied."""
+        """The current state of the node, whose program has stopped where it can restart; the arrays are not copied."""
         runner, node = self._runner, self._runner.node
         progress = runner.progress
         return NodeCheckpoint(

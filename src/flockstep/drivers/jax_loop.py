@@ -195,7 +195,7 @@ class OptaxStepper:
         params[:] = np.asarray(new)  # waits for the result: `gradient` may change afterwards
 
     def reset(self, params: FlatArray) -> None:
-        """Initialize the optimizer's state."""
+        """Initialize the optimizer's state anew from the current parameters."""
         self.state = jax.block_until_ready(self._init(params.copy()))
 
 

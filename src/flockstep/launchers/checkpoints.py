@@ -39,7 +39,7 @@ Stage = Literal["idle", "stopping", "copying", "writing"]
 
 
 class Checkpointer:
-    """Takes the checkpoints of one run, and knows the one from which it goes on."""
+    """Takes the checkpoints of one run; a resumed run continues from the checkpoint `resumed`."""
 
     def __init__(
         self,

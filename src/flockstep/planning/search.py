@@ -265,7 +265,7 @@ class _Candidate:
         return None
 
     def tell(self, result: Trial) -> None:
-        """Add a finished trial."""
+        """Add a finished trial to the results from which the next trials are chosen."""
         self.done.append(result)
         if self._asked is not None:
             self._begun().tell(self._asked, _cost(result))

@@ -85,7 +85,7 @@ class ImageFolder:
 
     @cached_property
     def classes(self) -> list[str]:
-        """Names of the classes."""
+        """Names of the classes in alphabetical order: those of the subfolders."""
         return sorted({file.parent.name for file in self._files})
 
     @cached_property

@@ -35,7 +35,7 @@ class Krum(Combination):
             )
 
     def least(self, n: int) -> int:
-        """Return 2f + 3."""
+        """Return 2f + 3, the smallest number of vectors among which Krum withstands f attackers."""
         return 2 * self.f + 3
 
     def coefficients(self, gram: Gram) -> Weights:

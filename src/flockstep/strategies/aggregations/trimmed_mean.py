@@ -38,7 +38,7 @@ class TrimmedMean(Aggregation):
             )
 
     def least(self, n: int) -> int:
-        """Return 2b + 1."""
+        """Return 2b + 1, the smallest number of vectors of which one remains."""
         return 2 * self.b + 1
 
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
