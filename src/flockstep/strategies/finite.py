@@ -19,8 +19,8 @@ def bad_gradient(
 
     `packed`: the array holds factors, whose norm is not that of the gradient.
     """
-    part = gradient[start:stop]
-    if not packed and _within_bound(node, part):
+    part, most = gradient[start:stop], None if packed else node.bad_gradients.max_norm
+    if most is not None and norm_of(part) <= most:  # every element is finite, too
         return None
     where = first_not_finite(part)
     if where >= 0:
@@ -29,7 +29,7 @@ def bad_gradient(
             f"{_tensor(node.schema, start + where)} at step {node.run_step}; lower the learning rate, clip the "
             "gradient, or fix the samples or the loss"
         )
-    return None if packed else _too_large(node, part, f"the gradient of {node_name(node.address)}", node.run_step)
+    return None if most is None else _too_large(part, most, f"the gradient of {node_name(node.address)}", node.run_step)
 
 
 def require_finite_message(node: Node, message: Message) -> None:
@@ -50,10 +50,13 @@ def accepted(node: Node, message: Message, gradient: FlatArray) -> FlatArray:
     Raises:
         Diverged: the gradient is refused, and bad gradients end the run.
     """
-    if _within_bound(node, gradient):
+    most = node.bad_gradients.max_norm
+    if most is not None and norm_of(gradient) <= most:  # every element is finite, too
         return gradient
-    what = f"the gradient that {node_name(message.source)} sends to {node_name(node.address)}"
-    reason = _not_finite(node, message, gradient) or _too_large(node, gradient, what, node.before + message.step)
+    reason = _not_finite(node, message, gradient)
+    if reason is None and most is not None:
+        what = f"the gradient that {node_name(message.source)} sends to {node_name(node.address)}"
+        reason = _too_large(gradient, most, what, node.before + message.step)
     if reason is None:
         return gradient
     node.refuse(message.source, reason)
@@ -71,19 +74,11 @@ def _not_finite(node: Node, message: Message, update: FlatArray) -> str | None:
     )
 
 
-def _too_large(node: Node, gradient: FlatArray, what: str, step: int) -> str | None:
-    most = node.bad_gradients.max_norm
-    if most is None or (norm := norm_of(gradient)) <= most:
-        return None
+def _too_large(gradient: FlatArray, most: float, what: str, step: int) -> str:
     return (
-        f"{what} must have a norm <= {most:g}, got {norm:.4g} at step {step}; raise max_gradient_norm if that is usual"
+        f"{what} must have a norm <= {most:g}, got {norm_of(gradient):.4g} at step {step}; "
+        "raise max_gradient_norm if that is usual"
     )
-
-
-def _within_bound(node: Node, gradient: FlatArray) -> bool:
-    """Whether there is a bound and the norm is within it, so that one pass shows that every element is finite, too."""
-    most = node.bad_gradients.max_norm
-    return most is not None and norm_of(gradient) <= most
 
 
 def norm_of(gradient: FlatArray) -> float:
