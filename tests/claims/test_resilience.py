@@ -24,7 +24,7 @@ def test_every_family_has_examples_that_can_run() -> None:
 
 def test_every_expected_word_is_one_that_can_be_observed() -> None:
     known = [*WORDS, *(f"{word}, up to {b} of 4" for word in (failures.GOES_ON, failures.EXACT) for b in (1, 2))]
-    known += ["hidden up to 1 of 4", "hidden up to 2 of 4"]
+    known += ["no effect up to 1 of 4", "no effect up to 2 of 4"]
     for family in FAMILIES:
         for cell in (family.equal, family.dead, *family.lost, family.slow):
             for word in cell.words:
@@ -41,19 +41,19 @@ def test_the_cells_of_a_family() -> None:
 
 def test_a_cell_that_does_not_hold_says_why() -> None:
     short = {row.what: why for row, why in c19_resilience.cells(BY_NAME["local SGD (SparkNet, BMUF, DiLoCo)"]) if why}
-    assert "names it" in short["local_sgd, dead worker"]
+    assert "ends with an error that names the dead worker" in short["local_sgd, dead worker"]
 
 
 @pytest.mark.negative_control("strategy:gossip")
 def test_a_wrong_cell_is_noticed() -> None:
-    wrong = dataclasses.replace(BY_NAME["GoSGD"], slow=Expectation("everyone s×", (failures.EVERYONE,)))
+    wrong = dataclasses.replace(BY_NAME["GoSGD"], slow=Expectation("all workers slow down", (failures.EVERYONE,)))
     short = [(row.what, why) for row, why in c19_resilience.cells(wrong) if not row.holds]
     assert short == [("gossip(p=0.5), slow worker", f"unexpected: {failures.FREE}")]
 
 
 def test_a_word_may_go_on_where_its_cell_says_so() -> None:
-    cell = Expectation("free", ("free for …", "nothing"))
-    assert cell.holds("free for 3 steps, then all s×")
+    cell = Expectation("free", ("no effect for …", "nothing"))
+    assert cell.holds("no effect for 3 steps, then all workers slow down")
     assert cell.holds("nothing")
     assert not cell.holds("nothing else")
 
@@ -72,7 +72,7 @@ def test_a_fault_that_costs_its_victim_nothing_says_nothing(monkeypatch: pytest.
     monkeypatch.setattr(c19_resilience, "SLOWED", {("central", "asynchronous"): ("asgd",)})
     monkeypatch.setattr(c19_resilience, "FAULTS", {"a link as before": "narrows({}, 1.001)"})
     (row,) = c19_resilience.shares_of_losses()
-    assert "not exercised" in str(row.ours)
+    assert "not tested: the affected worker itself" in str(row.ours)
     assert not row.holds
 
 
@@ -93,7 +93,7 @@ def test_links_that_were_not_tried_are_rows_that_do_not_hold(monkeypatch: pytest
     monkeypatch.setattr(c19_resilience, "KILLED", {})
     monkeypatch.setattr(c19_resilience, "why_not", lambda: "network namespaces need root")
     rows = list(c19_resilience.real(lambda what: None))
-    assert [row.ours for row in rows] == ["not tried: network namespaces need root"] * len(c19_resilience.SHAPED)
+    assert [row.ours for row in rows] == ["not tested: network namespaces need root"] * len(c19_resilience.SHAPED)
     assert not any(row.holds for row in rows)
 
 

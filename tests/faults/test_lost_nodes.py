@@ -81,7 +81,7 @@ def test_where_it_can_be_done_without_the_others_go_on(strategy: str, tmp_path: 
     steps = 1000
     run = started(strategy, tmp_path, steps, job=paced(tmp_path))
     run.fault(signal.SIGKILL, "worker-1")
-    wait_until(lambda: "2 of 3 workers continue" in run.err or not run.going(), PATIENCE, "the others continue")
+    wait_until(lambda: "2 of 3 workers continue" in run.err or not run.going(), PATIENCE, "the other workers continue")
     go_on(tmp_path)
     ended = run.end()
     assert ended.code == 0
@@ -132,7 +132,7 @@ def test_a_stopped_process_is_noticed_within_the_heartbeat(strategy: str, node: 
 def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_path: Path) -> None:
     run = started("asgd", tmp_path, steps=1000, heartbeat=1, job=paced(tmp_path))
     run.fault(signal.SIGSTOP, "worker-1")
-    wait_until(lambda: "2 of 3 workers continue" in run.err or not run.going(), PATIENCE, "the others continue")
+    wait_until(lambda: "2 of 3 workers continue" in run.err or not run.going(), PATIENCE, "the other workers continue")
     go_on(tmp_path)
     ended = run.end()
     assert ended.code == 0

@@ -282,7 +282,7 @@ def test_a_lost_rank_is_named_to_all_who_need_it() -> None:
             group.ranks[0].request(2, "x")
         assert group.ranks[0].receive("before", 2, PATIENCE).tolist() == [1], "what came before is not lost"
         group.ranks[0].send(1, "y", np.ones(1))
-        assert group.ranks[1].receive("y", 0, PATIENCE).tolist() == [1], "the others continue"
+        assert group.ranks[1].receive("y", 0, PATIENCE).tolist() == [1], "the other workers continue"
 
 
 def test_who_has_left_is_missed_but_serves_until_all_have() -> None:

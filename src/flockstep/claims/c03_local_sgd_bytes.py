@@ -1,4 +1,4 @@
-"""Up to which length longer local phases save communication."""
+"""The number of local steps up to which fewer exchanges save communication."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ MOST = 1.2
 
 @dataclass(frozen=True)
 class LocalSgdBytes(Claim):
-    """Bytes to a target fall like 1/H up to some H, which is lower where workers see different data."""
+    """Bytes to a target as a function of the number H of local steps, with similar data and with different data on
+    the workers.
+    """
 
     statement = (
-        "Averaging every H steps divides the bytes to a target error by H, up to the H from which on more steps are "
-        "needed; where the workers' data differ that H is smaller"
+        "If workers average only every H steps, the bytes sent until a target error is reached fall by a factor of "
+        "H, up to the H beyond which more steps are needed; that H is smaller if the data differ between workers"
     )
-    source = "Stich 2019, sections 1 and 3; McMahan et al. 2017, section 3, for data that differ"
+    source = "Stich 2019, sections 1 and 3; McMahan et al. 2017, section 3, for data that differ between workers"
     setting = (
         f"digits on a perceptron, {OPTIMIZER}, batches of {BATCH}, {WORKERS} workers in virtual time, H = 1 to 64; "
-        f"data dealt at random, or sorted by label; accuracy {TARGET} within {STEPS} steps; median of 5 seeds"
+        f"samples assigned to workers at random, or sorted by label; target accuracy {TARGET} within {STEPS} steps; "
+        "median of 5 seeds"
     )
     tolerance = (
-        "up to the largest H whose steps to the target grow by no more than 20 %: exponent of bytes over H, fitted, -1 "
-        "± 0.15; that H lower with data by label"
+        "for H up to the largest H that increases the steps to the target by at most 20 %: exponent of a power law "
+        "fitted to the bytes over H: -1 ± 0.15; that largest H is smaller if samples are sorted by label"
     )
     seeds: int = 5
 
@@ -47,21 +50,30 @@ class LocalSgdBytes(Claim):
         figures: dict[str, float] = {}
         largest: dict[str, int] = {}
         for by_label in (False, True):
-            data = "by label" if by_label else "at random"
+            data = "sorted by label" if by_label else "at random"
             found = self._sweep(by_label)
             say(f"{data}: " + ", ".join(f"H = {period}: {steps:g} steps" for period, (steps, _) in found.items()))
-            figures |= {f"steps, data {data}, H = {period}": steps for period, (steps, _) in found.items()}
+            figures |= {
+                f"steps to the target, samples {data}, H = {period}": steps for period, (steps, _) in found.items()
+            }
             grown = [period for period in found if found[period][0] > MOST * found[1][0]]
             fine = [period for period in found if period < min(grown, default=PERIODS[-1] + 1)]
             largest[data] = fine[-1]
             exponent = float(np.polyfit(np.log(fine), np.log([found[period][1] for period in fine]), 1)[0])
-            what = f"exponent of the bytes to the target as a function of H = 1 to {fine[-1]}, data {data}"
+            what = f"exponent of the bytes to the target as a function of H = 1 to {fine[-1]}, samples {data}"
             rows.append(ClaimRow(what, -1.0, exponent, abs(exponent + 1) <= 0.15))
-        few, many = largest["by label"], largest["at random"]
+        few, many = largest["sorted by label"], largest["at random"]
         rows.append(
-            ClaimRow("largest H that needs no more than 20 % more steps, data by label", f"< {many}", few, few < many)
+            ClaimRow(
+                "largest H that increases the steps by at most 20 %, samples sorted by label",
+                f"< {many}",
+                few,
+                few < many,
+            )
         )
-        note = f"with data at random the sweep ends at H = {PERIODS[-1]}" if many == PERIODS[-1] else ""
+        note = (
+            f"with samples at random, H = {PERIODS[-1]} is the largest H that was tried" if many == PERIODS[-1] else ""
+        )
         return Verdict(tuple(rows), note, figures)
 
     def _sweep(self, by_label: bool) -> dict[int, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Whether local steps after the first decay of the learning rate generalize as well as a large batch throughout."""
+"""Generalization of local steps after the first decay of the learning rate, compared with a large batch throughout."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ class PostLocalGeneralizes(Claim):
     """Comparison of post-local SGD with large-batch SGD."""
 
     statement = (
-        "Large-batch training that turns to local steps at the first decay of the learning rate generalizes no worse, "
-        "and communicates less from there on"
+        "Large-batch training that changes to local steps at the first decay of the learning rate generalizes at "
+        "least as well, and sends fewer bytes after the change"
     )
     source = "Lin et al. 2020, section 3 and table 3 (ResNet-20, 16 workers, H = 16 from epoch 150 of 300)"
     setting = (
         f"digits on a perceptron, {OPTIMIZER}, {WORKERS} workers with batches of {BATCH} in virtual time, {STEPS} "
         f"steps with {SCHEDULE}, H = {PERIOD} from the first decay on; 5 seeds"
     )
-    tolerance = "median test error <= the large batch's; bytes after the switch ÷ H exactly"
+    tolerance = (
+        "median test error <= that of large-batch training; after the change the bytes fall by exactly the factor H"
+    )
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
@@ -45,10 +47,13 @@ class PostLocalGeneralizes(Claim):
         ratios = {more / less for more, less in zip(sent[LARGE], sent[POST], strict=True)}
         large, post = errors[LARGE], errors[POST]
         rows = (
-            ClaimRow("median test error, post-local", f"<= {large:.4f}", post, post <= large),
-            ClaimRow("bytes after the switch, large batch ÷ post-local", PERIOD, max(ratios), ratios == {PERIOD}),
+            ClaimRow("median test error of post-local SGD", f"<= {large:.4f}", post, post <= large),
+            ClaimRow("bytes after the change, large batch ÷ post-local SGD", PERIOD, max(ratios), ratios == {PERIOD}),
         )
-        note = f"one of 360 test samples is {1 / 360:.4f}: the gain of about a point on CIFAR-10 would be three or four"
+        note = (
+            f"one of 360 test samples is {1 / 360:.4f}; the published gain of about a point on CIFAR-10 would "
+            "correspond to three or four samples"
+        )
         return Verdict(rows, note)
 
 

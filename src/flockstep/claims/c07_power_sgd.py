@@ -29,8 +29,8 @@ class PowerSgdAccuracy(Claim):
     """PowerSGD of rank 2 is as accurate as SGD; without feedback, or with an unbiased compressor, it is not."""
 
     statement = (
-        "PowerSGD of rank 2 is on par with SGD, rank 1 close to it; a cold start is worse; without error feedback it "
-        "collapses"
+        "PowerSGD of rank 2 is as accurate as SGD, and rank 1 nearly as accurate; a cold start reduces the "
+        "accuracy, and without error feedback the accuracy drops by 20 points"
     )
     source = (
         "Vogels, Karimireddy & Jaggi 2019, sections 4.1 and 4.2: SGD 94.3 %, rank 1 and 2 93.6 and 94.4 %, rank 2 with "
@@ -42,8 +42,8 @@ class PowerSgdAccuracy(Claim):
         "median final accuracy of 5 seeds"
     )
     tolerance = (
-        "rank 2 and 4 no more than 1 point below SGD; rank 1 with a cold start below rank 1; rank 1 without feedback, "
-        "and the unbiased compressor of rank 1, at least 10 points below SGD"
+        "accuracy: rank 2 and 4 at most 1 point below SGD; rank 1 with a cold start below rank 1; rank 1 without "
+        "feedback, and the unbiased compressor of rank 1, at least 10 points below SGD"
     )
     seeds: int = 5
 
@@ -60,25 +60,33 @@ class PowerSgdAccuracy(Claim):
         for rank in (1, 2, 4):
             ours = train(f"rank {rank}", PowerSgd(rank))
             if rank > 1:
-                rows.append(ClaimRow(f"rank {rank}, %", f">= {dense - 1:.2f}", round(ours, 2), ours >= dense - 1))
+                rows.append(
+                    ClaimRow(f"rank {rank}, accuracy in %", f">= {dense - 1:.2f}", round(ours, 2), ours >= dense - 1)
+                )
         for rank in (1, 2):
             ours = train(f"rank {rank}, cold start", PowerSgd(rank, warm_start=False))
             if rank == 1:
                 warm = accuracy["rank 1"]
-                rows.append(ClaimRow("rank 1, cold start, %", f"< {warm:.2f}", round(ours, 2), ours < warm))
+                rows.append(ClaimRow("rank 1, cold start, accuracy in %", f"< {warm:.2f}", round(ours, 2), ours < warm))
         ours = train("rank 1, no feedback", PowerSgd(1, feedback=NoFeedback()))
-        rows.append(ClaimRow("rank 1, no feedback, %", f"<= {dense - 10:.2f}", round(ours, 2), ours <= dense - 10))
+        rows.append(
+            ClaimRow("rank 1, no feedback, accuracy in %", f"<= {dense - 10:.2f}", round(ours, 2), ours <= dense - 10)
+        )
         train("rank 2, no feedback", PowerSgd(2, feedback=NoFeedback()))
         best = {}
         for rank in (1, 2):
             codec = RandomProjection(rank)
             best[rank] = max(train(f"unbiased, rank {rank}, lr {rate}", AllReduce(codec=codec), rate) for rate in RATES)
-        rows.append(ClaimRow("unbiased, rank 1, %", f"<= {dense - 10:.2f}", round(best[1], 2), best[1] <= dense - 10))
+        rows.append(
+            ClaimRow(
+                "unbiased, rank 1, accuracy in %", f"<= {dense - 10:.2f}", round(best[1], 2), best[1] <= dense - 10
+            )
+        )
         one, two, cold = (accuracy[name] for name in ("rank 1", "rank 2", "rank 2, cold start"))
         note = (
-            f"SGD {dense:.2f} %; rank 1 {one:.2f} %; rank 2 {two:.2f} %, with a cold start {cold:.2f} %: what a warm "
-            f"start gains is seen best at rank 1. The unbiased compressor of rank 2 gets to {best[2]:.2f} % with its "
-            "best learning rate; with that of the others it diverges"
+            f"SGD {dense:.2f} %; rank 1 {one:.2f} %; rank 2 {two:.2f} %, with a cold start {cold:.2f} %: the gain "
+            f"from a warm start is larger at rank 1. The unbiased compressor of rank 2 reaches {best[2]:.2f} % with "
+            "its best learning rate, and diverges with the learning rate of the other methods"
         )
         return Verdict(tuple(rows), note, accuracy)
 

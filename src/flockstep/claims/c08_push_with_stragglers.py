@@ -1,4 +1,4 @@
-"""Gradient push against all-reduce on slow Ethernet, with and without stragglers."""
+"""Gradient push compared with all-reduce on slow Ethernet, with and without stragglers."""
 
 from __future__ import annotations
 
@@ -57,25 +57,26 @@ class Stragglers(ComputeModel):
 
 @dataclass(frozen=True)
 class PushWithStragglers(Claim):
-    """SGP takes less time than all-reduce, above all with stragglers, and loses little accuracy."""
+    """Time per step and accuracy of stochastic gradient push (SGP) and of all-reduce, with and without stragglers."""
 
     statement = (
-        "On 32 nodes over 10 Gb/s, gradient push is at least twice as fast as all-reduce where random workers are 3 to "
-        "10 times slower at each step, about as fast where none is, and at most 1.5 points less accurate"
+        "On 32 nodes over 10 Gb/s, gradient push is at least twice as fast as all-reduce if random workers are 3 to "
+        "10 times slower in each step, and about as fast if no worker is slower; its accuracy is at most 1.5 points "
+        "lower"
     )
     source = (
         "Assran, Loizou, Ballas & Rabbat 2019, section 6 (32 nodes of 8 GPUs, 10 Gb/s: 1.6 h against more than 5 h for "
         "90 epochs of ImageNet, 1.2 points less)"
     )
     setting = (
-        f"{WORKERS} workers, {MEGABYTES} MB a model, {SECONDS} s a gradient, virtual 10 Gb/s; {PUSH} on the one-peer "
-        f"exponential graph against all-reduce in buckets that overlap with backward; a straggler at each step with "
-        f"probability 1/32, one among all; accuracy: digits on a perceptron, {EPOCHS} epochs; {SEEDS} seeds"
+        f"{WORKERS} workers, a model of {MEGABYTES} MB, {SECONDS} s per gradient, virtual links of 10 Gb/s; {PUSH} "
+        "on the one-peer exponential graph, and all-reduce in buckets that overlap with the backward pass; each "
+        "worker is a straggler in a step with probability 1/32, on average one worker per step; accuracy: digits on "
+        f"a perceptron, {EPOCHS} epochs; {SEEDS} seeds"
     )
     tolerance = (
-        "ratio of times, median of seeds: >= 2 with one straggler per step, 0.95 to 1.3 without; median accuracy at "
-        "most "
-        "1.5 points below"
+        "seconds per step of all-reduce / gradient push, median of the seeds: >= 2 with one straggler per step, "
+        "0.95 to 1.3 without stragglers; median accuracy at most 1.5 points lower"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -90,15 +91,14 @@ class PushWithStragglers(Claim):
             what = f"seconds per step of all-reduce / gradient push, {name}, {spread}"
             rows.append(ClaimRow(what, ">= 2" if share else "1 to 1.3", ratio, holds))
             waiting = duration("all_reduce", share, 0) / duration("sgp", share, 0)
-            figures[f"without overlap on either side, {name}, one seed"] = waiting
-        say("one slow step in ten")
-        figures["one slow step in ten, one seed"] = duration(REDUCE, 0.1, 0) / duration(PUSH, 0.1, 0)
+            figures[f"neither method overlaps, {name}, one seed"] = waiting
+        say("one step in ten is slow")
+        figures["one step in ten is slow, one seed"] = duration(REDUCE, 0.1, 0) / duration(PUSH, 0.1, 0)
         rows.append(self._accuracy(say))
-        plain = figures["without overlap on either side, one straggler per step, one seed"]
+        plain = figures["neither method overlaps, one straggler per step, one seed"]
         note = (
-            f"both sides overlap; without overlap on either the ratio is {plain:.3g} with one straggler per step, on "
-            "one "
-            "seed: only tau > 0 hides the delay of a late peer"
+            f"both methods overlap communication with computing; if neither does, the ratio is {plain:.3g} with one "
+            "straggler per step (one seed): only tau > 0 hides the delay of a late peer"
         )
         return Verdict(tuple(rows), note, figures)
 
@@ -109,7 +109,8 @@ class PushWithStragglers(Claim):
             gaps.append(100 * (accuracy(PUSH, seed) - accuracy("all_reduce(recursive_doubling)", seed)))
         gap = float(np.median(gaps))
         what = (
-            f"accuracy of gradient push minus that of all-reduce, points, median of {min(gaps):.2g} to {max(gaps):.2g}"
+            f"accuracy of gradient push minus accuracy of all-reduce, in points, median of {min(gaps):.2g} to "
+            f"{max(gaps):.2g}"
         )
         return ClaimRow(what, "-1.2, >= -1.5", gap, gap >= -1.5)
 

@@ -1,4 +1,4 @@
-"""One, two and four bits per element are as good as 32."""
+"""Accuracy and bits per element of codecs with one, two and four bits per element."""
 
 from __future__ import annotations
 
@@ -17,32 +17,35 @@ SIDE = 1024
 
 @dataclass(frozen=True)
 class FewBits(Claim):
-    """1-bit SGD, TernGrad and QSGD with four levels against dense gradients."""
+    """Test error and bits per element of 1-bit SGD, TernGrad and QSGD with four levels, compared with dense
+    gradients.
+    """
 
     seeds: int = 5
     statement = (
-        "1-bit SGD with error feedback, TernGrad and 4-level QSGD send 1.06, 2 and about 4 bits an element and train "
-        "as well as 32"
+        "1-bit SGD with error feedback, TernGrad and QSGD with 4 levels send 1.06, 2 and about 4 bits per element, "
+        "and train as well as with 32 bits"
     )
     source = (
-        "Seide et al. 2014; Wen et al. 2017 (AlexNet: no loss of accuracy); Alistarh et al. 2017 (ResNet-50, 4 bits: "
-        "none either)"
+        "Seide et al. 2014; Wen et al. 2017 (AlexNet: no loss of accuracy); Alistarh et al. 2017 (ResNet-50 with 4 "
+        "bits: no loss of accuracy)"
     )
     setting = (
         f"digits on a perceptron 64-64-64-10, {WORKERS} workers, batches of {BATCH}, learning rate {LR}, {EPOCHS} "
-        "epochs, gradients to a parameter server in virtual time; median test error of 5 seeds; bits as counted in the "
-        "messages of the workers"
+        "epochs, gradients sent to a parameter server in virtual time; median test error of 5 seeds; bits counted "
+        "in the workers' messages"
     )
     tolerance = (
-        "error <= dense + 1.5 points; bits of the formulas: within 1e-9 of 1 an element and 64 a column or bias, 2 an "
-        "element and 32 a tensor, 4 an element and 32 a bucket of 512, whole bytes a tensor"
+        "test error <= dense + 1.5 points; bits within 1e-9 of the formulas: 1 bit per element plus 64 per column "
+        "or bias (1-bit SGD), 2 per element plus 32 per tensor (TernGrad), 4 per element plus 32 per bucket of 512 "
+        "(QSGD), each tensor rounded up to whole bytes"
     )
 
     def check(self, say: Say) -> Verdict:
         dense = with_progress(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH))
         rows = [
-            ClaimRow("dense, error in %", "", round(dense.median, 2), True),
-            ClaimRow("dense, bits", 32, float(dense.bits[0]), float(dense.bits[0]) == 32),
+            ClaimRow("dense, test error in %", "", round(dense.median, 2), True),
+            ClaimRow("dense, bits per element", 32, float(dense.bits[0]), float(dense.bits[0]) == 32),
         ]
         published = {"one_bit": "1.06", "terngrad": "2", "qsgd(levels=4, bucket=512)": "4"}
         for codec, feedback in (("one_bit", "residual"), ("terngrad", "none"), ("qsgd(levels=4, bucket=512)", "none")):
@@ -50,17 +53,19 @@ class FewBits(Claim):
             bits, formula = float(finals.bits.max()), expected_bits(codec)
             held = finals.median <= dense.median + 1.5
             rows += [
-                ClaimRow(f"{codec}, error in %", f"<= {dense.median + 1.5:.2f}", round(finals.median, 2), held),
+                ClaimRow(f"{codec}, test error in %", f"<= {dense.median + 1.5:.2f}", round(finals.median, 2), held),
                 ClaimRow(
-                    f"{codec}, bits", f"{published[codec]}; here {formula:.4g}", bits, math.isclose(bits, formula)
+                    f"{codec}, bits per element",
+                    f"{published[codec]}; here {formula:.4g}",
+                    bits,
+                    math.isclose(bits, formula),
                 ),
             ]
         long = 8 * OneBit().bind_shapes([(SIDE, SIDE)]).wire_bytes(SIDE * SIDE, "float32") / SIDE**2
         rows.append(ClaimRow(f"one_bit: bits per element in columns of {SIDE}", 1.06, long, abs(long - 1.06) < 0.005))
         reason = (
-            "the two means of a column take 64 bits: 1.06 bits per element hold for columns of about 1,000 elements; "
-            "the "
-            "columns of this small network have 64 elements, which doubles the number"
+            "the two means of a column take 64 bits: 1.06 bits per element are sent for columns of about 1,000 "
+            "elements; the columns of this small network have 64 elements, for which the number doubles"
         )
         return Verdict(tuple(rows), reason)
 

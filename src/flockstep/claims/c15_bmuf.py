@@ -1,4 +1,4 @@
-"""The gain of block momentum over plain averaging."""
+"""Steps that block momentum saves compared with plain averaging."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ OPTIMIZER, BATCH = "sgd(lr=0.05)", 8
 
 @dataclass(frozen=True)
 class BlockMomentum(Claim):
-    """BMUF needs fewer steps than averaging, and loses nothing."""
+    """Steps to a target accuracy and best accuracy with block momentum (BMUF) and with plain averaging."""
 
-    statement = (
-        "With block momentum 1 - 1/N, N workers lose nothing against plain averaging, and get there in fewer steps"
-    )
+    statement = "With block momentum 1 - 1/N, N workers reach the accuracy of plain averaging in fewer steps"
     source = "Chen & Huo 2016, sections 2 and 3"
     setting = (
-        f"digits on a perceptron, {OPTIMIZER}, batches of {BATCH}, {WORKERS} workers in virtual time, averages after "
-        f"every {PERIOD} of {STEPS} steps; median of 5 seeds"
+        f"digits on a perceptron, {OPTIMIZER}, batches of {BATCH}, {WORKERS} workers in virtual time, {STEPS} steps "
+        f"with averaging every {PERIOD} steps; median of 5 seeds"
     )
     tolerance = (
-        f"steps to accuracy {TARGET}: BMUF's below averaging's, with classical and with Nesterov's block momentum; "
-        "best accuracy no more than 0.5 points below averaging's"
+        f"steps to accuracy {TARGET}: fewer than with plain averaging, with classical and with Nesterov block "
+        "momentum; best accuracy at most 0.5 points below that of plain averaging"
     )
     seeds: int = 5
 
@@ -49,8 +47,8 @@ class BlockMomentum(Claim):
             kept = best[outer] >= top - 0.005
             rows.append(ClaimRow(f"best accuracy, {outer}, median", f">= {top - 0.005:.4f}", best[outer], kept))
         note = (
-            "all methods use the same local learning rate: in the long run block momentum acts as a step N times as "
-            "large"
+            "all methods use the same local learning rate; block momentum therefore acts in the long run like a "
+            "step that is N times as large"
         )
         return Verdict(
             tuple(sorted(rows, key=lambda row: row.what)), note, {f"steps, {k}": v for k, v in steps.items()}

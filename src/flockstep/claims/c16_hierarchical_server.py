@@ -1,4 +1,4 @@
-"""The traffic that a second level of servers saves the root, and its cost in staleness."""
+"""The traffic that leaf servers save the root server, and their cost in staleness."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ MODES = {
 
 @dataclass(frozen=True)
 class HierarchicalServer(Claim):
-    """Leaf servers divide the root's traffic by the size of their groups."""
+    """Traffic of the root server and staleness of gradients, with and without leaf servers for groups of workers."""
 
     statement = (
-        "With leaf servers for groups of workers, the root's traffic falls by the size of the groups; gradients pass "
-        "one more level, and are staler for it"
+        "If each group of workers has a leaf server, the root server's traffic falls by a factor equal to the size "
+        "of the groups; gradients become staler, because they pass through one more server"
     )
     source = "Gupta, Zhang & Wang 2016, section 3.3 (Rudra-adv); Chen et al. 2015, section 3.2 (MXNet)"
     setting = (
-        f"softmax regression, {WORKERS} workers, {STEPS} steps each, exponential durations, virtual {NETWORK} network; "
-        f"groups of {', '.join(map(str, GROUPS))}"
+        f"softmax regression, {WORKERS} workers, {STEPS} steps each, exponential gradient times, virtual {NETWORK} "
+        f"network; groups of {', '.join(map(str, GROUPS))}"
     )
     tolerance = (
-        "bytes into the root: exactly a single server's ÷ group, out of it too but for one last copy a leaf; mean "
-        "staleness, in gradients: reported, and above a single server's where leaves are caches"
+        "bytes received by the root ÷ bytes received by a single server: exactly 1 / group size, and so are the "
+        "bytes sent, apart from one final copy per leaf; mean staleness in gradients: reported, and larger than "
+        "with a single server if leaves cache the parameters"
     )
     quick = True
 
@@ -63,8 +64,9 @@ class HierarchicalServer(Claim):
                     )
         late = figures["staleness, waiting leaves, group 4"]
         note = (
-            f"where workers wait for their leaf's answer from the root, {WORKERS // 4} leaves take turns as single "
-            f"workers do, so that a sum of 4 is late by {late:.3g} gradients; only cached answers add a level"
+            f"if workers wait for their leaf's answer from the root, {WORKERS // 4} leaves exchange in turn with the "
+            f"root as single workers would, and a sum of 4 gradients has a staleness of {late:.3g} gradients; only "
+            "answers from a leaf's cache add staleness"
         )
         return Verdict(tuple(rows), note, figures)
 

@@ -22,18 +22,23 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class OneToFive(Claim):
-    """Communication for a fifth of the time of computation keeps workers busy for 83.3 % of it."""
+    """Share of time that workers compute if the communication between two local phases takes a fifth of the
+    computing time.
+    """
 
     statement = (
-        "Local phases of tau steps keep workers busy for tau T_c / (tau T_c + T_comm) of the time; at a ratio of 1:5 "
-        "between communication and computation that is 83.3 %"
+        "With tau local steps per exchange, workers compute for a share tau T_c / (tau T_c + T_comm) of the time; "
+        "if communication takes a fifth of the computing time, the share is 83.3 %"
     )
     source = "Moritz et al. 2016, section 3 (SparkNet); Langer et al. 2020, section 3.3.2"
     setting = (
         f"quadratic, K = {SIZE}, T_c = {1000 * GRADIENT:g} ms, virtual time: 4, 8 and 16 workers on links of different "
         "speed, ring and recursive doubling, tau from 1 to 30; T_comm measured with tau = 1"
     )
-    tolerance = "utilization as by the formula for every tau, and 5/6 for the tau solved for, ± 1 %"
+    tolerance = (
+        "utilization (share of time spent computing) within 1 % of the formula for every tau, and within 1 % of 5/6 "
+        "for the tau computed for 5/6"
+    )
     quick = True
 
     def check(self, say: Say) -> Verdict:
@@ -52,7 +57,7 @@ class OneToFive(Claim):
                 solved = max(1, round(ONE_TO_FIVE / (1 - ONE_TO_FIVE) * waits / GRADIENT))
                 what = f"utilization at tau = {solved}, the tau computed for 5/6, {where}"
                 rows.append(near(what, ONE_TO_FIVE, busy(solved), 0.01))
-        note = "workers meet in a collective; SparkNet's driver is another T_comm in the same formula"
+        note = "workers exchange by a collective; SparkNet's driver would change only T_comm in the same formula"
         return Verdict(tuple(rows), note, figures)
 
 

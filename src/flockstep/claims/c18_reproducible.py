@@ -1,4 +1,4 @@
-"""Strategies for which two runs with the same seed end in the same bits."""
+"""Strategies for which two runs with the same seed end with the same bits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ ASYNCHRONOUS = ("asgd", "gossip", "easgd")
 
 @dataclass(frozen=True)
 class Reproducible(Claim):
-    """Reproducible behavior: easy if synchronous, hard if asynchronous, unless time is virtual."""
+    """Reproducibility bit for bit of synchronous and asynchronous strategies, on real processes and in virtual time."""
 
     attempts: int = 5
-    statement = "Synchronous runs can be repeated bit for bit, asynchronous ones only in virtual time"
+    statement = (
+        "A synchronous run repeats bit for bit with the same seed; an asynchronous run repeats bit for bit only in "
+        "virtual time"
+    )
     source = "Langer et al. 2020, table 2, column ERB (easy for synchronous, hard for asynchronous)"
     setting = "softmax regression, 4 workers, one seed; real processes, and virtual time"
-    tolerance = "one hash for synchronous and for virtual runs; asynchronous real runs: more than one"
+    tolerance = (
+        "number of different hashes of the final parameters: one for synchronous runs and for runs in virtual time; "
+        "more than one for asynchronous runs on real processes"
+    )
 
     def check(self, say: Say) -> Verdict:
         """Repeat each run, and count the different results."""
@@ -33,11 +39,16 @@ class Reproducible(Claim):
         for strategy in (*SYNCHRONOUS, *ASYNCHRONOUS):
             real = self._hashes(strategy, "train")
             virtual = self._hashes(strategy, "simulate")
-            say(f"{strategy}: {len(real)} results of {self.attempts} real runs, {len(virtual)} of virtual ones")
+            say(
+                f"{strategy}: {len(real)} different results of {self.attempts} real runs, {len(virtual)} of runs in "
+                "virtual time"
+            )
             alike = strategy in SYNCHRONOUS
             wanted = "1" if alike else "> 1"
-            rows.append(ClaimRow(f"{strategy}, real: results", wanted, len(real), (len(real) == 1) == alike))
-            rows.append(ClaimRow(f"{strategy}, virtual: results", "1", len(virtual), len(virtual) == 1))
+            rows.append(
+                ClaimRow(f"{strategy}, real processes: different results", wanted, len(real), (len(real) == 1) == alike)
+            )
+            rows.append(ClaimRow(f"{strategy}, virtual time: different results", "1", len(virtual), len(virtual) == 1))
         return Verdict(tuple(rows))
 
     def _hashes(self, strategy: str, kind: str) -> set[str]:

@@ -29,7 +29,7 @@ SLOWED = {
 """(optimization, scheduling) in the taxonomy → strategies that are run with one slow worker."""
 FAULTS = {"one worker 4× slower": "slows({}, 4)", NARROW: "narrows({}, 40)"}
 ASKS = {"adpsgd": 2}
-"""Strategy → worker whose link affects its own pace: half of AD-PSGD's workers only answer, and never wait."""
+"""Strategy → worker whose link affects its own throughput: half of AD-PSGD's workers only answer, and never wait."""
 NEVER_WAITS = ("gossip",)
 """Strategies in which a narrow link slows no worker and only makes messages older."""
 SERVED = ("ps(bsp)", "asgd", "easgd(period=10)")
@@ -44,21 +44,24 @@ class Resilience(Claim):
     """Resilience to stragglers and failures, tested by fault injection cell by cell."""
 
     statement = (
-        "What a dead worker, a lost message and a slow worker do to each family of methods, and when its replicas are "
-        "equal, is what the table of failures says; one slow worker, or link, of n costs every worker as much "
-        "as itself if training is synchronous, and at most an n-th of that if it is not"
+        "Each family of methods reacts to a dead worker, a lost message and a slow worker as the table of failures "
+        "states, and its replicas are equal when the table states it; one slow worker or link slows all n workers "
+        "as much as itself if training is synchronous, and costs at most 1/n of that throughput if training is "
+        "asynchronous"
     )
     source = (
-        "the cited papers' algorithms, family by family; Langer et al. 2020, table 2, columns RSOI (resilience: low "
+        "the papers of the methods, family by family; Langer et al. 2020, table 2, columns RSOI (resilience: low "
         "for synchronous, high for asynchronous methods)"
     )
     setting = (
-        "virtual time: 4 workers, 24 steps, one fault a run; 8 workers for the effect of one slow worker "
-        "or narrow link on the others; real processes: SIGKILL, and a link narrowed between network namespaces"
+        "virtual time: 4 workers, 24 steps, one fault per run; 8 workers for the effect of one slow worker or "
+        "narrow link on the other workers; real processes: SIGKILL, and a link between network namespaces whose "
+        "bandwidth is reduced"
     )
     tolerance = (
-        "every cell as the table says; shares within 0.06 of 1, or at most 1/n + 0.06; those of virtual time and of "
-        "the plan within 0.15 of each other; real narrow link: every worker's share ≥ 0.7 or ≤ 0.5"
+        "every cell as the table states; share of one worker's loss that all workers lose: within 0.06 of 1, or at "
+        "most 1/n + 0.06; shares in virtual time and in the plan within 0.15 of each other; with a real narrow link "
+        ">= 0.7 or <= 0.5"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -83,8 +86,8 @@ class Resilience(Claim):
         reasons += [
             f"{count} not{': ' if why.startswith('unexpected') else ', because '}{why}" for why, count in short.items()
         ]
-        reasons += [f"not tried on a real link: {why}" for why in (why_not(),) if why]
-        figures["adpsgd, narrow link of a worker that only answers: loss of all workers"] = measured(
+        reasons += [f"not tested on a real link: {why}" for why in (why_not(),) if why]
+        figures["adpsgd, narrow link of a worker that only answers: throughput that all workers lose"] = measured(
             "adpsgd", WORKERS, FAULTS[NARROW].format(VICTIM)
         ).everyone
         return Verdict(tuple(rows), "; ".join(reasons), figures)
@@ -144,13 +147,15 @@ def _repeats(example: str, faults: list[str]) -> bool:
 
 
 def shares() -> Iterator[ClaimRow]:
-    """The share of one worker's slowdown that all workers take on, and the recovery of the pace after the fault."""
+    """Return the share of one worker's slowdown that all workers take on, and the recovery of the throughput after
+    the fault.
+    """
     yield from shares_of_losses()
     for text in ("all_reduce", "asgd"):
         before, during, after = alone(text, WORKERS)
         back = abs(after / before - 1) <= 0.02 and during < 0.95 * before
         ours = f"{during / before:.2f}, then {after / before:.2f}"
-        yield ClaimRow(f"{text}: pace while a link is narrow, and afterwards", "less, then 1.00", ours, back)
+        yield ClaimRow(f"{text}: throughput while a link is narrow, and afterwards", "below 1, then 1.00", ours, back)
 
 
 def shares_of_losses() -> Iterator[ClaimRow]:
@@ -163,9 +168,11 @@ def shares_of_losses() -> Iterator[ClaimRow]:
                 continue
             victim = ASKS.get(text, VICTIM) if name == NARROW else VICTIM
             loss = measured(text, WORKERS, fault.format(victim), victim)
-            what = f"{text} ({where}, {how}), {name}: share of the loss that all workers take on"
+            what = f"{text} ({where}, {how}), {name}: share of the worker's loss that all workers lose"
             if not loss.exercised:
-                yield ClaimRow(what, said, f"not exercised: the affected worker itself loses {loss.victim:.1%}", False)
+                yield ClaimRow(
+                    what, said, f"not tested: the affected worker itself loses only {loss.victim:.1%}", False
+                )
                 continue
             holds = loss.share <= wanted + 0.06 and (how == "asynchronous" or loss.share >= wanted - 0.06)
             yield ClaimRow(what, said, loss.share, holds)
@@ -177,16 +184,20 @@ def waits_for_nobody(text: str) -> ClaimRow:
     loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
     ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
     if after < before + 1:
-        return ClaimRow(f"{text}, {NARROW}: anyone's loss", "none, but staler", f"not exercised: {ours}", False)
+        return ClaimRow(
+            f"{text}, {NARROW}: largest loss of any worker", "none, but larger staleness", f"not tested: {ours}", False
+        )
     holds = max(abs(loss.victim), abs(loss.everyone)) <= 0.01
-    return ClaimRow(f"{text}, {NARROW}: anyone's loss", "none, but staler", ours, holds)
+    return ClaimRow(f"{text}, {NARROW}: largest loss of any worker", "none, but larger staleness", ours, holds)
 
 
 def foreseen() -> Iterator[ClaimRow]:
     """Compare a plan's prediction of the share of random delays that all workers take on with virtual time."""
     for text in ("ps(bsp)", "all_reduce", "ps(backup(1))", "asgd", "gossip"):
         plan, ours = predicted(text, WORKERS)
-        yield ClaimRow(f"{text}: exposure to random delays, planned", plan, ours, abs(plan - ours) <= 0.15)
+        yield ClaimRow(
+            f"{text}: predicted share of random delays that all workers lose", plan, ours, abs(plan - ours) <= 0.15
+        )
 
 
 def real(say: Say) -> Iterator[ClaimRow]:
@@ -198,15 +209,15 @@ def real(say: Say) -> Iterator[ClaimRow]:
         yield ClaimRow(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
     for text, everyone in SHAPED.items():
         what, said = (
-            f"{text}, real link narrowed to a tenth: share of the loss that all workers take on",
+            f"{text}, real link narrowed to a tenth: share of the worker's loss that all workers lose",
             "≥ 0.7" if everyone else "≤ 0.5",
         )
         if why := why_not():
-            yield ClaimRow(what, said, f"not tried: {why}", False)
+            yield ClaimRow(what, said, f"not tested: {why}", False)
             continue
         say(f"a link of {text} becomes narrow")
         loss = narrowed(text)
         if not loss.exercised:
-            yield ClaimRow(what, said, f"not exercised: the affected worker itself loses {loss.victim:.1%}", False)
+            yield ClaimRow(what, said, f"not tested: the affected worker itself loses only {loss.victim:.1%}", False)
             continue
         yield ClaimRow(what, said, loss.share, loss.share >= 0.7 if everyone else loss.share <= 0.5)

@@ -40,21 +40,22 @@ class SpartaDiloco(Claim):
 
     seeds: int = 5
     statement = (
-        "With 0.5 % of the parameters averaged after every step, DiLoCo stands periods 100 times as long, and ends at "
-        "a lower perplexity than DiLoCo alone with such a period"
+        "If 0.5 % of the parameters are averaged after every step, DiLoCo can synchronize 100 times less often, and "
+        "reaches a lower perplexity than DiLoCo alone with such long periods"
     )
     source = (
-        "Beton et al. 2025 (sparse parameter averaging), the part on DiLoCo: H from 100 to 10,000, perplexity 14.3 % "
-        "lower"
+        "Beton et al. 2025 (sparse parameter averaging), the part on DiLoCo: H increased from 100 to 10,000, "
+        "perplexity 14.3 % lower"
     )
     setting = (
-        f"next character of Python's own library on a small network, {OPTIMIZER}, {WORKERS} workers with batches of "
-        f"{BATCH} in virtual time, {STEPS} steps from scratch, H of {OFTEN} and {SELDOM}; as a control DiLoCo alone "
-        f"with H = {AS_DEAR}, which sends a little more than both together; 5 seeds"
+        f"next character of Python's standard library with a small network, {OPTIMIZER}, {WORKERS} workers with "
+        f"batches of {BATCH} in virtual time, {STEPS} steps from random initial parameters, H of {OFTEN} and "
+        f"{SELDOM}; control: DiLoCo alone with H = {AS_DEAR}, which sends slightly more bytes than SPARTA and DiLoCo "
+        "together; 5 seeds"
     )
     tolerance = (
-        f"perplexity of SPARTA-DiLoCo (H = {SELDOM}) over DiLoCo's (H = {SELDOM}), median of the seeds: <= {MOST}; "
-        f"bytes of DiLoCo (H = {OFTEN}) over those of SPARTA-DiLoCo: {FEWER:.1f} within 1 %"
+        f"perplexity of SPARTA-DiLoCo ÷ perplexity of DiLoCo, both with H = {SELDOM}, median of the seeds: <= "
+        f"{MOST}; bytes of DiLoCo with H = {OFTEN} ÷ bytes of SPARTA-DiLoCo: {FEWER:.1f} within 1 %"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -66,22 +67,30 @@ class SpartaDiloco(Claim):
         dearer = alone[AS_DEAR][0].bytes / both[0].bytes
         rows = (
             ClaimRow(
-                f"perplexity / DiLoCo's, both with H = {SELDOM}",
+                f"perplexity of SPARTA-DiLoCo / DiLoCo, both with H = {SELDOM}",
                 f"0.857, <= {MOST}",
                 ranged(over[SELDOM], 3),
                 median(over[SELDOM]) <= MOST,
             ),
             near(f"bytes of DiLoCo with H = {OFTEN} / bytes of SPARTA-DiLoCo", FEWER, fewer, 0.01),
-            ClaimRow(f"perplexity / DiLoCo's with H = {OFTEN}", "reported", ranged(over[OFTEN], 3), True),
-            ClaimRow(f"control: perplexity / DiLoCo's with H = {AS_DEAR}", "reported", ranged(over[AS_DEAR], 3), True),
+            ClaimRow(
+                f"perplexity of SPARTA-DiLoCo / DiLoCo with H = {OFTEN}", "reported", ranged(over[OFTEN], 3), True
+            ),
+            ClaimRow(
+                f"control: perplexity of SPARTA-DiLoCo / DiLoCo with H = {AS_DEAR}",
+                "reported",
+                ranged(over[AS_DEAR], 3),
+                True,
+            ),
         )
         close = _ratios(both, alone[SELDOM], "apart")
         early = _ratios(both, alone[SELDOM], "early")
         note = (
-            f"the control sends {dearer:.2f} times our bytes: a ratio to it above 1 says that the same bytes do more "
-            f"as full averages. Just before the last meeting, replicas were {ranged(close)} times as far from their "
-            f"mean as DiLoCo's, and that mean's perplexity {ranged(early, 3)} times that of theirs: where the mean of "
-            f"distant replicas is about as good, sparse averages have little to mend"
+            f"the control sends {dearer:.2f} times as many bytes as SPARTA-DiLoCo: a ratio above 1 shows that full "
+            "averages use the same bytes better. Just before the last synchronization the distance of the replicas "
+            f"from their mean was {ranged(close)} times that of DiLoCo, and the perplexity of the mean model "
+            f"{ranged(early, 3)} times that of DiLoCo: if the mean of distant replicas is nearly as good, sparse "
+            "averages can improve little"
         )
         figures = {f"perplexity, DiLoCo, H = {h}": _middle(runs) for h, runs in alone.items()}
         return Verdict(rows, note, {**figures, "perplexity, SPARTA-DiLoCo": _middle(both)})

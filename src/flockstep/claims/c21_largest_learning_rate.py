@@ -84,17 +84,18 @@ class LargestLearningRate(Claim):
     """Largest stable learning rate over the number of workers, by method."""
 
     statement = (
-        "With more workers the largest stable learning rate of synchronous SGD rises about linearly, that of "
-        "asynchronous SGD falls like 1 / staleness, and that of local SGD stays"
+        "With more workers the largest stable learning rate of synchronous SGD grows about linearly, that of "
+        "asynchronous SGD falls like 1 / staleness, and that of local SGD does not change"
     )
     source = "Langer, He, Rahayu & Xue 2020, table 2, column OptLR; Zhang et al. 2016 for the scaled rate"
     setting = (
         "least squares with Gaussian inputs in virtual time, 1 to 32 workers, gradient times normal with cv 0.1, "
-        "messages free; all learning rates in one run; median of 5 seeds"
+        "free messages; all learning rates in one run; median of 5 seeds"
     )
     tolerance = (
-        "exponents of a power law fitted over the workers: 1, -1 and 0, each within 0.25; async within 2^(1/2), two "
-        "steps of the grid, of the largest stable rate under a constant delay, 2 sin(pi / (4 tau + 2)) / curvature"
+        "exponents of a power law fitted over the number of workers: 1, -1 and 0, each within 0.25; asynchronous "
+        "SGD: within a factor of 2^(1/2), two steps of the grid, of 2 sin(pi / (4 tau + 2)) / curvature, the "
+        "largest stable rate under a constant delay tau"
     )
     seeds: int = 5
 
@@ -111,8 +112,9 @@ class LargestLearningRate(Claim):
             _row("exact gradients, local SGD, 1 to 32 workers", 0.0, curvature["local"], WORKERS),
         )
         reason = (
-            "Two problems, for one cannot show both over 32 workers: sync gains while noise limits the step, and ends "
-            "at 2 / curvature; async loses where staleness times curvature limits it, above about pi / 2 / staleness"
+            "Two problems are used, because no single problem shows both effects up to 32 workers: the learning "
+            "rate of synchronous SGD grows with the number of workers while noise limits it, up to 2 / curvature; "
+            "that of asynchronous SGD falls if staleness times curvature limits it, above about pi / 2 / staleness"
         )
         figures = {
             f"{regime}, {method}, {n} workers": rate

@@ -1,4 +1,6 @@
-"""One attacker ruins a mean; robust aggregations withstand the attackers that they are made for, with one exception."""
+"""Robust aggregations under attack: one attacker ruins the mean, and robust aggregations withstand two, with one
+exception.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ class Attackers(Claim):
 
     seeds: int = 3
     statement = (
-        "One of eight workers ruins the mean by sending too much; median, trimmed mean, Krum, multi-Krum, geometric "
-        "median and centered clipping withstand two; a small attack within the spread of honest gradients defeats the "
-        "coordinate-wise rules"
+        "One of eight workers that sends much too large gradients ruins the mean; median, trimmed mean, Krum, "
+        "multi-Krum, geometric median and centered clipping withstand two such attackers; a small attack within the "
+        "spread of honest gradients defeats the coordinate-wise rules"
     )
     source = (
         "Blanchard et al. 2017, lemma 1 and section 4; Yin et al. 2018; Karimireddy et al. 2021; Pillutla et al. 2022; "
@@ -47,9 +49,9 @@ class Attackers(Claim):
         f"of {BATCH} samples, {OPTIMIZER}; 0, 1 and 2 attackers in all steps; {seeds} seeds"
     )
     tolerance = (
-        f"median accuracy of the seeds: mean under ×1000 <= {GUESSED:g} %; every robust rule under sign flip and ×1000 "
-        f"within {ROOM:g} points of its own accuracy without attackers; median and trimmed mean "
-        f"lose >= {LOST:g} points to two attackers that send a little"
+        f"median accuracy of the seeds: mean under ×1000 <= {GUESSED:g} %; every robust rule under sign flip and "
+        f"×1000 within {ROOM:g} points of its own accuracy without attackers; median and trimmed mean lose >= "
+        f"{LOST:g} points to two attackers with small changes (little_is_enough)"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -71,8 +73,9 @@ class Attackers(Claim):
         ]
         figures = {f"{rule}, {f} of 8, {attack}": median(got) for (rule, attack, f), got in found.items()}
         reason = (
-            "A sign flip of one or two costs the mean little, because six honest gradients outweigh two; Krum trains "
-            "on one worker's samples, which costs accuracy also without attackers"
+            "A sign flip by one or two workers reduces the accuracy of the mean only a little, because six honest "
+            "gradients outweigh two; Krum trains on the samples of one worker per step, which reduces its accuracy "
+            "even without attackers"
         )
         return Verdict(tuple(rows), reason, figures)
 

@@ -61,21 +61,27 @@ AS_LR_FADES = Expectation("as lr → 0", (f.DRAWN,))
 NOT_AT_ONCE = Expectation("never", (f.NEVER, f.DRAWN))
 
 NO_REPAIR = Short(
-    "no worker takes over the data or the tasks of the dead worker: the run ends with a sentence that names it",
+    "no worker takes over the data or the tasks of the dead worker: the run ends with an error that names the dead "
+    "worker",
     (f.ENDS,),
 )
 NO_REPEAT = Short(
-    "messages are not repeated, for the transports lose none; the push asks for parameters, too, so its sender waits",
+    "messages are not repeated, because the transports lose none; a push also requests parameters, so its sender waits",
     (f.ONE_STALLS,),
 )
-NO_SKIP = Short("the exchange is not closed without a message: it ends, or stalls, and says so", (f.ENDS, f.STALLS))
-NOT_ASKED_AGAIN = Short("the server has everything, but a worker that is done does not ask again", (f.COPIES,))
+NO_SKIP = Short(
+    "an exchange with a missing message is never completed: the run ends with an error, or stalls and reports it",
+    (f.ENDS, f.STALLS),
+)
+NOT_ASKED_AGAIN = Short(
+    "the server has every update, but a worker that has finished does not request the parameters again", (f.COPIES,)
+)
 
 SURVIVORS_GO_ON = (f.GOES_ON, f.WAITS, f.EXACT)
-NONE = Expectation("no effect on the others", (f.FREE,))
-EVERYONE = Expectation("everyone s×", (f.EVERYONE,))
-STALL = Expectation("all workers stall, or the death is noticed", (f.STALLS, f.ENDS))
-UNAFFECTED = Expectation("the others continue", (f.GOES_ON,))
+NONE = Expectation("no effect on the other workers", (f.FREE,))
+EVERYONE = Expectation("all workers slow down", (f.EVERYONE,))
+STALL = Expectation("all workers stall, or the death is detected", (f.STALLS, f.ENDS))
+UNAFFECTED = Expectation("the other workers continue", (f.GOES_ON,))
 EVICTED = Expectation("all workers wait until the dead worker is removed", (f.WAITS,))
 
 FAMILIES = (
@@ -83,7 +89,7 @@ FAMILIES = (
         "all-reduce (DDP, Horovod, FireCaffe, CaffeOnSpark)",
         ("all_reduce", "bucketed", "powersgd", "tree_server"),
         AT_EVERY_STEP,
-        Expectation("noticed; the ring is closed with P - 1", SURVIVORS_GO_ON, NO_REPAIR),
+        Expectation("the death is detected, and the ring continues with P - 1 workers", SURVIVORS_GO_ON, NO_REPAIR),
         (STALL,),
         EVERYONE,
     ),
@@ -91,7 +97,7 @@ FAMILIES = (
         "distributed server (BigDL)",
         ("scatter_reduce",),
         AT_EVERY_STEP,
-        Expectation("its slice is taken over from a replica", SURVIVORS_GO_ON, NO_REPAIR),
+        Expectation("a replica takes over the dead worker's slice", SURVIVORS_GO_ON, NO_REPAIR),
         (STALL,),
         EVERYONE,
     ),
@@ -102,7 +108,7 @@ FAMILIES = (
             AT_EVERY_STEP,
             Expectation(f"no effect up to {b} dead workers", (f"{f.GOES_ON}, up to {b} of 4",)),
             (Expectation("counts as a straggler", (f.CONTENT_LOST, f.NO_EFFECT)),),
-            Expectation(f"hidden up to {b}", (f"hidden up to {b} of 4",)),
+            Expectation(f"no effect up to {b} slow workers", (f"no effect up to {b} of 4",)),
         )
         for b in (1, 2)
     ),
@@ -112,14 +118,16 @@ FAMILIES = (
         AT_EVERY_STEP,
         Expectation("no effect up to 1 dead worker, exact result", (f"{f.EXACT}, up to 1 of 4",)),
         (
-            Expectation("free up to 1", (f.NO_EFFECT,), kind="coded"),
+            Expectation("no effect for 1 lost message", (f.NO_EFFECT,), kind="coded"),
             Expectation(
-                "free up to 1",
+                "no effect for 1 lost message",
                 (f.NO_EFFECT,),
-                Short("a worker that misses new parameters is a version behind and waits at the end", (f.LATE_STALL,)),
+                Short(
+                    "a worker that misses new parameters stays one version behind and waits at the end", (f.LATE_STALL,)
+                ),
             ),
         ),
-        Expectation("hidden up to 1", ("hidden up to 1 of 4",)),
+        Expectation("no effect up to 1 slow worker", ("no effect up to 1 of 4",)),
     ),
     Family(
         "bounded staleness (SSP)",
@@ -130,8 +138,8 @@ FAMILIES = (
             NOT_ASKED_AGAIN,
         ),
         EVICTED,
-        (Expectation("that clock stalls", (f.STALLS,)),),
-        Expectation("free for s clocks, then s×", ("free for …",)),
+        (Expectation("all workers stall at that clock", (f.STALLS,)),),
+        Expectation("no effect for s clocks, then all workers slow down", ("no effect for …",)),
     ),
     Family(
         "eager bounded staleness (ESSP)",
@@ -140,15 +148,15 @@ FAMILIES = (
         EVICTED,
         (
             Expectation(
-                "that clock stalls",
+                "all workers stall at that clock",
                 (f.STALLS,),
                 Short(
-                    "no worker asks, so none waits: the next copy makes up for a lost one",
+                    "workers do not request parameters, so no worker waits, and the next copy includes the lost update",
                     (f.UPDATE_LOST, f.CONTENT_LOST),
                 ),
             ),
         ),
-        Expectation("free for s clocks, then s×", ("free for …",)),
+        Expectation("no effect for s clocks, then all workers slow down", ("no effect for …",)),
     ),
     Family(
         "bounded values (VAP)",
@@ -159,15 +167,15 @@ FAMILIES = (
             NOT_ASKED_AGAIN,
         ),
         Expectation("all workers wait at the bound until the dead worker is removed", (f.WAITS,)),
-        (Expectation("stalls", (f.STALLS,)),),
-        Expectation("free up to the bound, then s×", ("free for …", f.EVERYONE)),
+        (Expectation("all workers stall", (f.STALLS,)),),
+        Expectation("no effect up to the bound, then all workers slow down", ("no effect for …", f.EVERYONE)),
     ),
     Family(
         "asynchronous server (Downpour, ASGD, MXNet)",
         ("asgd", "downpour"),
         ON_THE_SERVER,
         UNAFFECTED,
-        (Expectation("that update is lost; repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
+        (Expectation("the update is lost, or repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
         NONE,
     ),
     Family(
@@ -175,14 +183,14 @@ FAMILIES = (
         ("ps(consistency=softsync(n=1))",),
         ON_THE_SERVER,
         UNAFFECTED,
-        (Expectation("that update is lost; repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
-        Expectation("small", (f.FREE, f.PARTLY)),
+        (Expectation("the update is lost, or repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
+        Expectation("small effect on the other workers", (f.FREE, f.PARTLY)),
     ),
     Family(
         "all to all (FAST)",
         ("broadcast",),
         AFTER_DRAIN,
-        Expectation("the others continue, and agree on what it had sent", (f.GOES_ON,)),
+        Expectation("the other workers continue, and agree on the updates that the dead worker had sent", (f.GOES_ON,)),
         (Expectation("replicas no longer agree", (f.UPDATE_LOST,)),),
         NONE,
     ),
@@ -191,7 +199,7 @@ FAMILIES = (
         ("partial(rest='drop')",),
         Expectation("never", (f.NEVER,)),
         UNAFFECTED,
-        (Expectation("the normal case", (f.UPDATE_LOST,)),),
+        (Expectation("expected: updates that are not selected are dropped anyway", (f.UPDATE_LOST,)),),
         NONE,
     ),
     Family(
@@ -201,9 +209,9 @@ FAMILIES = (
         UNAFFECTED,
         (
             Expectation(
-                "nothing: it is kept until acknowledged",
+                "no effect: the update is kept until acknowledged",
                 (f.NO_EFFECT,),
-                Short("a residual is dropped when it is sent", (f.UPDATES_LOST,)),
+                Short("the sender drops a residual when it sends the residual", (f.UPDATES_LOST,)),
             ),
         ),
         NONE,
@@ -212,28 +220,28 @@ FAMILIES = (
         "SPARTA",
         ("sparta(p=0.3)",),
         NOT_AT_ONCE,
-        Expectation("left out of the mean", SURVIVORS_GO_ON, NO_REPAIR),
-        (Expectation("these coordinates are skipped", (f.CONTENT_LOST,), NO_SKIP),),
+        Expectation("the dead worker is left out of the mean", SURVIVORS_GO_ON, NO_REPAIR),
+        (Expectation("the parameters of the lost message are not averaged", (f.CONTENT_LOST,), NO_SKIP),),
         EVERYONE,
     ),
     Family(
         "D-PSGD",
         ("dpsgd",),
         AS_LR_FADES,
-        Expectation("the graph is rewired", (f.WAITS,)),
+        Expectation("the dead worker's neighbors are connected to each other", (f.WAITS,)),
         (STALL,),
-        Expectation("diffuses to all", (f.SPREADS,)),
+        Expectation("the delay spreads to all workers", (f.SPREADS,)),
     ),
     Family(
         "AD-PSGD",
         ("adpsgd",),
         AS_LR_FADES,
-        Expectation("its partner stops waiting for it", (f.WAITS, f.GOES_ON)),
+        Expectation("the partner stops waiting for the dead worker", (f.WAITS, f.GOES_ON)),
         (
             Expectation(
-                "both halves of the average are lost, or none",
+                "both halves of the averaging are lost, or neither",
                 (f.NO_EFFECT, f.CONTENT_LOST),
-                Short("the partner of a lost half waits forever", (f.ONE_STALLS,)),
+                Short("the worker whose partner's half is lost waits forever", (f.ONE_STALLS,)),
             ),
         ),
         NONE,
@@ -242,16 +250,16 @@ FAMILIES = (
         "SGP",
         ("sgp",),
         AS_LR_FADES,
-        Expectation("its mass is lost, the others continue", (f.WAITS, f.GOES_ON)),
+        Expectation("the dead worker's mass is lost, and the other workers continue", (f.WAITS, f.GOES_ON)),
         (Expectation("parameters and weight are lost together", (f.UPDATE_LOST,)),),
-        Expectation("out-peers wait", (f.SPREADS,)),
+        Expectation("the receivers of the slow worker's messages wait", (f.SPREADS,)),
     ),
     Family(
         "GoSGD",
         ("gossip(p=0.5)",),
         AS_LR_FADES,
-        Expectation("its weight is lost, the others continue", (f.GOES_ON,)),
-        (Expectation("its weight is lost", (f.UPDATE_LOST,)),),
+        Expectation("the dead worker's weight is lost, and the other workers continue", (f.GOES_ON,)),
+        (Expectation("the weight in the message is lost", (f.UPDATE_LOST,)),),
         NONE,
     ),
     Family(
@@ -260,11 +268,11 @@ FAMILIES = (
         NOT_AT_ONCE,
         UNAFFECTED,
         (
-            Expectation("the force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST), kind="push"),
+            Expectation("the elastic force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST), kind="push"),
             Expectation(
-                "the force acts on one side only",
+                "the elastic force acts on one side only",
                 (f.CONTENT_LOST, f.UPDATE_LOST),
-                Short("the worker that asked for the center waits for it", (f.ONE_STALLS,)),
+                Short("the worker that requested the center waits for the center", (f.ONE_STALLS,)),
             ),
         ),
         NONE,
@@ -274,33 +282,37 @@ FAMILIES = (
         ("tree_easgd(branching=2, up=2, down=2, upper=4)",),
         NOT_AT_ONCE,
         UNAFFECTED,
-        (Expectation("the force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST)),),
+        (Expectation("the elastic force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST)),),
         NONE,
     ),
     Family(
         "local SGD (SparkNet, BMUF, DiLoCo)",
         ("local_sgd", "local_sgd(period=6, outer_optimizer=nesterov)"),
-        Expectation("at every meeting", ("every …",)),
-        Expectation("the mean of the survivors", SURVIVORS_GO_ON, NO_REPAIR),
-        (Expectation("that round goes without it", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
-        Expectation("free up to the meeting, then s×", ("free for …",)),
+        Expectation("at every synchronization", ("every …",)),
+        Expectation("training continues with the mean of the remaining workers", SURVIVORS_GO_ON, NO_REPAIR),
+        (Expectation("the round is averaged without the lost model", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
+        Expectation("no effect up to the synchronization, then all workers slow down", ("no effect for …",)),
     ),
     Family(
         "Streaming DiLoCo",
         ("streaming_diloco(period=8, fragments=2, overlap=2)",),
-        Expectation("never all at once", (f.NEVER, f.DRAWN)),
-        Expectation("the mean of the survivors, by fragment", SURVIVORS_GO_ON, NO_REPAIR),
-        (Expectation("that fragment is not merged", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
-        Expectation("hidden up to the overlap", ("free for …",)),
+        Expectation("never all parameters at once", (f.NEVER, f.DRAWN)),
+        Expectation(
+            "training continues with the mean of the remaining workers, fragment by fragment",
+            SURVIVORS_GO_ON,
+            NO_REPAIR,
+        ),
+        (Expectation("the fragment is not merged in that round", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
+        Expectation("no effect for delays shorter than the overlap", ("no effect for …",)),
     ),
     Family(
         "MPCA-SGD",
         ("mpca",),
         Expectation("never", (f.NEVER, f.DRAWN)),
-        Expectation("the tree gets another root", SURVIVORS_GO_ON, NO_REPAIR),
+        Expectation("another worker becomes the root of the tree", SURVIVORS_GO_ON, NO_REPAIR),
         (
             Expectation(
-                "that round is skipped",
+                "the round is skipped",
                 (f.CONTENT_LOST, f.NO_EFFECT),
                 Short("the round never ends: all workers continue, and wait at the end", (f.LATE_STALL,)),
             ),

@@ -63,9 +63,9 @@ WORDS = {
     failures.CONTENT_LOST: "All workers take all steps; no recorded update is missing, but parameters differ.",
     failures.NO_MESSAGES: "No message carries an array.",
     failures.FREE: "All workers but one may be slow, and the remaining worker keeps its pace.",
-    "hidden up to b of n": "With b slow workers the other workers keep their pace; with b + 1 they do not.",
+    "no effect up to b of n": "With b slow workers the other workers keep their pace; with b + 1 they do not.",
     failures.EVERYONE: "After at most two steps, every worker is as slow as the slow one.",
-    "free for k steps, then all s×": (
+    "no effect for k steps, then all workers slow down": (
         "The other workers take k steps at their own pace, then slow down to the pace of the slow worker."
     ),
     failures.SPREADS: "Some workers slow down to the slow worker's pace at once, more distant workers later.",

@@ -43,28 +43,28 @@ are notified.
 SLACK = 1.15
 """Largest ratio of two durations that counts as undisturbed."""
 
-ENDS = "the run ends and names it"
-GOES_ON = "the others continue"
-WAITS = "the others wait until it is noticed, then continue"
-EXACT = "the others continue as if nothing had happened"
+ENDS = "the run ends with an error"
+GOES_ON = "the other workers continue"
+WAITS = "the other workers wait until the death is detected, then continue"
+EXACT = "the other workers continue with the exact result"
 STALLS = "all workers stall"
-GROUP_STALLS = "its group stalls, the others continue"
-ONE_STALLS = "one worker stalls"
-LATE_STALL = "unnoticed until the end, then a stall"
-LATE_END = "unnoticed until the end, then the run ends"
+GROUP_STALLS = "the group stalls, the other workers continue"
+ONE_STALLS = "one worker waits forever"
+LATE_STALL = "no effect until the end, then one worker waits forever"
+LATE_END = "no effect until the end, then the run ends with an error"
 NO_EFFECT = "no effect"
-UPDATE_LOST = "that update is lost"
-UPDATES_LOST = "the updates in it are lost"
-CONTENT_LOST = "what it carried is lost"
-NO_MESSAGES = "nothing travels"
-FREE = "no effect on the others"
-EVERYONE = "all s×"
-SPREADS = "spreads from neighbor to neighbor, then all s×"
-GROUP = "its group s×, the others as before"
-PARTLY = "hidden in part"
+UPDATE_LOST = "one update is lost"
+UPDATES_LOST = "all updates in the message are lost"
+CONTENT_LOST = "the content of the message is lost"
+NO_MESSAGES = "no messages"
+FREE = "no effect on the other workers"
+EVERYONE = "all workers slow down"
+SPREADS = "spreads from neighbor to neighbor until all workers slow down"
+GROUP = "one group slows down, the other workers do not"
+PARTLY = "the other workers slow down, but less"
 EVERY_STEP = "at every step"
 DRAINED = "after the last update"
-COPIES = "never at once: copies of the server's"
+COPIES = "copies of the server's parameters, taken at different times"
 DRAWN = "only as lr → 0"
 NEVER = "never"
 
@@ -251,7 +251,7 @@ def slow_worker(strategy: Strategy | str) -> str:
     while hidden + 1 < WORKERS and max(_delay(strategy, whole, hidden + 1)[0]) <= SLACK:
         hidden += 1
     if hidden:
-        return FREE if hidden == WORKERS - 1 else f"hidden up to {hidden} of {WORKERS}"
+        return FREE if hidden == WORKERS - 1 else f"no effect up to {hidden} of {WORKERS}"
     paces, free = _delay(strategy, whole, 1)
     if max(paces) < FACTOR / SLACK:
         return PARTLY
@@ -259,7 +259,7 @@ def slow_worker(strategy: Strategy | str) -> str:
         return GROUP
     if min(free) < max(free):
         return SPREADS
-    return EVERYONE if free[0] <= 2 else f"free for {free[0]} steps, then all s×"
+    return EVERYONE if free[0] <= 2 else f"no effect for {free[0]} steps, then all workers slow down"
 
 
 def _delay(strategy: Strategy | str, whole: Observed, count: int) -> tuple[list[float], list[int]]:
