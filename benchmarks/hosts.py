@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from network import OTHER_PORT, PORT, Host, network
+from network import OTHER_PORT, PORT, network, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from turns import Step, step_of, take_turns, write_figures
@@ -67,16 +67,14 @@ def measure(model: str, link: str, encrypt: bool, rounds: int) -> dict[str, obje
         transport = f"tcp(memory=true, encrypt={str(encrypt).lower()})"
         where = ["--nodes", "2", "--coordinator", f"{hosts[0].address}:{PORT}", "-n", "4", "--transport", transport]
         script = [__file__, "--worker", out, model, hosts[0].address, str(rounds)]
-        processes = [start(hosts[1], [*where, "--node-rank", "1"], script)]
-        processes.append(start(hosts[0], [*where, "--node-rank", "0", "--out", str(Path(folder) / "run")], script))
+        own = [["--node-rank", "1"], ["--node-rank", "0", "--out", str(Path(folder) / "run")]]
+        launch = [["-m", "flockstep", "launch", *where, *options, *script] for options in own]
+        started = zip(reversed(hosts), launch, strict=True)
+        processes = [start(host, command, GLOO_SOCKET_IFNAME="eth0") for host, command in started]
         codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit(f"a run of {model} over {link} failed")
         return {"model": model, "link": link, "encrypt": encrypt, **json.loads(out.read_text())}
-
-
-def start(host: Host, options: list[str], script: list[str | Path]):  # type: ignore[no-untyped-def]
-    return host.start(["-m", "flockstep", "launch", *options, *script], GLOO_SOCKET_IFNAME="eth0")
 
 
 def worker(out: Path, model: str, store: str, rounds: int) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support import slurm, ssh  # noqa: E402
-from support.named_hosts import Host, connected  # noqa: E402
+from support.hosts import Host, connected  # noqa: E402
 
 SCRIPT = """
 import sys

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from network import OTHER_PORT, PORT, network
+from network import OTHER_PORT, PORT, network, start
 from torch.nn.parallel import DistributedDataParallel
 
 import flockstep
@@ -109,18 +109,18 @@ def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any
             out = folder / f"run-{factor:g}"
             command: list[Any] = ["-m", "flockstep", "train", name, "--lr", rate, "--evaluate-every", EVALUATE[name]]
             if strategy == ALONE:
-                started = [hosts[0].start([*command, "-s", "all_reduce", "-n", 1, "--out", out])]
+                started = [start(hosts[0], [*command, "-s", "all_reduce", "-n", 1, "--out", out])]
             else:
                 command += ["-s", strategy, "-n", HOSTS, "--nodes", HOSTS]
                 command += ["--coordinator", f"{hosts[0].address}:{PORT}", "--out", out]
-                started = [host.start([*command, "--node-rank", rank]) for rank, host in enumerate(hosts)]
+                started = [start(host, [*command, "--node-rank", rank]) for rank, host in enumerate(hosts)]
             codes = [process.wait() for process in started]
             summary = json.loads((out / "summary.json").read_text())
             ours[factor] = summary["seconds_to_target"]
             figures = folder / "ddp.json"
             script: list[Any] = [__file__, "--worker", figures, name, hosts[0].address, factor, limit]
             started = [
-                host.start([*script, rank], GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1")
+                start(host, [*script, rank], GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1")
                 for rank, host in enumerate(hosts)
             ]
             codes += [process.wait() for process in started]

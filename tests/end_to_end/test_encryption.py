@@ -32,7 +32,7 @@ with open(sys.argv[2], "wb", 0) as file:
 @contextlib.contextmanager
 def tapped(host: Host, card: str, file: Path) -> Iterator[None]:
     """Keep all that passes a network card meanwhile."""
-    command = [*host.enter(), sys.executable, "-c", TAP, card, str(file)]
+    command = host.command(sys.executable, "-c", TAP, card, str(file))
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tap:
         assert tap.stdin is not None
         assert tap.stdout is not None

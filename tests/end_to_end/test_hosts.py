@@ -63,7 +63,7 @@ def test_memory_within_a_host_and_tcp_between_hosts(two: list[Host], tmp_path: P
 def test_times_of_hosts_whose_clocks_differ_are_comparable(two: list[Host], tmp_path: Path) -> None:
     """The record has one clock: no worker ends a step before the others have ended the step before."""
     two[1].ahead = 1000
-    if subprocess.run([*two[1].enter(), "true"], check=False, capture_output=True).returncode:
+    if subprocess.run(two[1].command("true"), check=False, capture_output=True).returncode:
         pytest.skip("this machine allows no time namespaces")
     arguments = ["train", JOB, "-s", "all_reduce", "-n", "2", "--steps", str(STEPS), "--evaluate-every", str(STEPS)]
     require(on_all(two, *arguments, first=["--out", tmp_path / "run"]), 0, 0)
@@ -394,7 +394,7 @@ def test_who_has_come_already_or_is_missing_is_told(two: list[Host], tmp_path: P
 
 def joined(host: Host) -> bool:
     """Whether a connection of the host to the coordinator is established."""
-    table = subprocess.run([*host.enter(), "cat", "/proc/net/tcp"], check=True, capture_output=True, text=True).stdout
+    table = subprocess.run(host.command("cat", "/proc/net/tcp"), check=True, capture_output=True, text=True).stdout
     return any(line.split()[3] == "01" for line in table.splitlines()[1:])
 
 

@@ -22,7 +22,7 @@ from flockstep.drivers.place import host_names, port_of
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from support import slurm, ssh
-from support.named_hosts import TOOLS, Host, connected, lacking
+from support.hosts import TOOLS, Host, connected, lacking
 from support.processes import COMMAND, PATIENCE, SOURCE, content, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.named_hosts import Host
+from support.hosts import Host
 from support.processes import PATIENCE, content, wait_until
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
@@ -49,7 +49,7 @@ def start(folder: Path, hosts: Sequence[Host]) -> Path:
     _authenticate(folder / "munge", controller)
     for host in hosts:
         own = ["slurmd", "-N", host.name] if host is not controller else ["slurmctld"]
-        host.start(folder / f"{host.name}.out", *own, "-D", "-f", str(settings))
+        host.daemon(folder / f"{host.name}.out", *own, "-D", "-f", str(settings))
 
     def ready() -> bool:
         ask = controller.command("env", f"SLURM_CONF={settings}", "sinfo", "-h", "-o", "%T %D")
@@ -69,5 +69,5 @@ def _authenticate(folder: Path, host: Host) -> None:
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     options = [f"--{name}={folder / file}" for name, file in files.items()]
     # --force: folders above may be writable for others, as /tmp is.
-    host.start(folder / "out", "munged", "--foreground", "--force", *options)
+    host.daemon(folder / "out", "munged", "--foreground", "--force", *options)
     wait_until((folder / "socket").exists, PATIENCE, f"munged: {content(folder / 'log')!r}")

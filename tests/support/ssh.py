@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.named_hosts import Host
+from support.hosts import Host
 from support.processes import PATIENCE, content, wait_until
 
 TOOLS = ("sshd", "ssh", "ssh-keygen")
@@ -48,7 +48,7 @@ def serve(folder: Path, hosts: Sequence[Host]) -> Path:
         settings, log = folder / f"{host.name}.conf", folder / f"{host.name}.log"
         settings.write_text(SERVER.format(key=folder / host.name, authorized=folder / "authorized"))
         host.run("mkdir", "-p", "-m", "755", "/run/sshd")
-        host.start(log, path, "-D", "-e", "-f", str(settings))
+        host.daemon(log, path, "-D", "-e", "-f", str(settings))
         wait_until(lambda: b"Server listening on" in content(log), PATIENCE, f"sshd of {host.name}")  # noqa: B023
     return folder / "config"
 

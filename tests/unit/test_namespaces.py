@@ -14,14 +14,16 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.errors import ConfigurationError
 from flockstep.launchers import namespaces
-from flockstep.launchers.namespaces import Card, Namespaces, free_of, parse_links, subnets, sweep
+from flockstep.launchers.namespaces import Card, Namespaces, free_of, limit, parse_links, subnets, sweep
+from flockstep.simulation import units
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Link
 
 
 @pytest.mark.parametrize(("bandwidth", "burst"), [("1gbit", "125000"), ("100mbit", "12500"), ("5mbit", "3200")])
 def test_a_link_lets_a_millisecond_through_at_once_but_two_packets_at_least(bandwidth: str, burst: str) -> None:
-    assert Namespaces(bandwidth)._burst == burst
+    shown = limit(units.bandwidth(bandwidth))
+    assert shown[shown.index("burst") + 1] == burst
 
 
 def test_refused_without_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

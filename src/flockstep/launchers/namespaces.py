@@ -86,25 +86,26 @@ class Namespaces(Transport):
             )
         outer, inner = f"{label}h{number}", f"{label}c{number}"
         outside = ["nsenter", f"--net=/proc/{supervisor}/ns/net"]
-        limit = ["root", "tbf", "rate", f"{round(8 * units.bandwidth(self.bandwidth))}bit", "burst", self._burst]
-        limit += ["latency", BUFFER]
+        own = limit(units.bandwidth(self.bandwidth))
         _run([*outside, "ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", str(os.getpid())])
         _run([*outside, "ip", "link", "set", outer, "master", label, "up"])
-        _run([*outside, "tc", "qdisc", "add", "dev", outer, *limit])
+        _run([*outside, "tc", "qdisc", "add", "dev", outer, *own])
         _run(["ip", "addr", "add", f"{host}/24", "dev", inner])
         _run(["ip", "link", "set", inner, "up"])
         _run(["ip", "link", "set", "lo", "up"])
-        _run(["tc", "qdisc", "add", "dev", inner, *limit])
+        _run(["tc", "qdisc", "add", "dev", inner, *own])
         for name, value in TCP.items():
             Path("/proc/sys/net/ipv4", name).write_text(value)
 
-    @property
-    def _burst(self) -> str:
-        """Bytes of one millisecond: with more, messages would pass faster than the link allows.
 
-        With less, from 500 Mbit/s on, the kernel would have to split every segment, which is too slow.
-        """
-        return str(max(PACKETS, round(units.bandwidth(self.bandwidth) / 1000)))
+def limit(rate: float) -> list[str]:
+    """Arguments of `tc qdisc` that limit what a network card sends to `rate` bytes per second.
+
+    A burst has the bytes of one millisecond: with more, messages would pass faster than the link allows. With less,
+    from 500 Mbit/s on, the kernel would have to split every segment, which is too slow.
+    """
+    burst = max(PACKETS, round(rate / 1000))
+    return ["root", "tbf", "rate", f"{round(8 * rate)}bit", "burst", str(burst), "latency", BUFFER]
 
 
 def require() -> None:
