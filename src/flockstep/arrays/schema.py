@@ -46,6 +46,20 @@ class Schema:
     dtype: str
     entries: tuple[Entry, ...]
 
+    def __post_init__(self) -> None:
+        offset = 0
+        for entry in self.entries:
+            if entry.offset != offset or any(length < 0 for length in entry.shape):
+                raise ConfigurationError(
+                    f"tensors must lie one after another, got {entry.name!r} of shape {entry.shape} at {entry.offset} "
+                    f"in place of {offset}; use Schema.of"
+                )
+            offset += entry.size
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(
+                f"the dtype of a flat array must be one of {', '.join(DTYPES)}, got {self.dtype!r}; use Schema.of"
+            )
+
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], dtype: str | Mapping[str, str] = "float32") -> Schema:
         """Return the schema of tensors laid out one after another.

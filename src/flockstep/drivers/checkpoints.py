@@ -69,7 +69,8 @@ def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
         kept = from_arrays(Checkpoint(folder, read_manifest(folder)).arrays(spec.address))
     except ProtocolError as error:
         raise ConfigurationError(f"{folder}: {error}; delete it to resume from the checkpoint before it") from None
-    if not isinstance(kept, NodeCheckpoint) or kept.saved.params.shape != params.shape:
+    whole = isinstance(kept, NodeCheckpoint) and isinstance(kept.saved, Saved)
+    if not isinstance(kept, NodeCheckpoint) or not whole or np.shape(kept.saved.params) != params.shape:
         raise ConfigurationError(f"{folder} holds no state of this model; restore the job as it was")
     return kept
 

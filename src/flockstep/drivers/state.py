@@ -27,6 +27,12 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
 _MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _LARGEST = 1 << 63
+_LARGEST_POOL = 64
+"""Largest number of words that the seeds of a generator mix; numpy uses 4."""
+_UNREADABLE = (
+    ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError, OverflowError, AssertionError
+)  # fmt: skip
+"""Errors of numpy, torch and the classes of data for values that no state has."""
 STRUCTURE = "structure"
 """Name of the array with the encoding of everything but the arrays."""
 NO_ARRAYS: Mapping[str, FlatArray] = {}
@@ -74,7 +80,7 @@ def from_bytes(data: bytes, arrays: Mapping[str, FlatArray] = NO_ARRAYS) -> Any:
     """
     try:
         return _Reader(arrays).value(msgspec.msgpack.decode(data))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"the saved state cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -174,6 +180,8 @@ class _Reader:
             return np.frombuffer(rest[1], numpy_dtype(rest[0]))[0]
         if kind == "random":
             state, seeds = map(self.value, rest)
+            if seeds["pool_size"] > _LARGEST_POOL:
+                raise ValueError(f"the seeds of a generator have a pool of {seeds['pool_size']} words")
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(**seeds)))
             generator.bit_generator.state = state
             return generator

@@ -260,7 +260,7 @@ class _Version(msgspec.Struct):
 
 def _plain(name: str) -> bool:
     """Whether a name is that of a file in a folder, and no path to another folder."""
-    return name not in ("", "..") and Path(name).name == name
+    return name not in ("", "..") and Path(name).name == name and "\0" not in name
 
 
 def _way_out(folder: Path) -> str:

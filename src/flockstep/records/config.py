@@ -239,7 +239,7 @@ class RunConfig:
         """
         try:
             data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
             raise ConfigurationError(
                 f"{where} is not a TOML document: {error}; repeat the run to write a new file"
             ) from None

@@ -8,11 +8,14 @@ Readers accept both layouts, missing files, and the incomplete last line of a ki
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from types import TracebackType
 from typing import Any, Self, TypeVar, get_args
 
@@ -307,8 +310,8 @@ class RunFolder:
             return summarize(self.read_config(), self.read_events(), "interrupted", why)
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
-        except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors, and so is text that is not UTF-8
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 _require_fields(msgspec.json.decode(self.summary_file.read_bytes()), Summary, str(self.summary_file))
             raise ConfigurationError(
                 f"{self.summary_file} cannot be read: {error}; delete this file, and flockstep computes the summary "
@@ -342,7 +345,7 @@ class RunFolder:
             if not file.is_file():
                 raise ConfigurationError(f"{self.path} contains no result, because the run did not end; repeat the run")
         schema = _undamaged(self.path / "schema.json", lambda file: msgspec.json.decode(file.read_bytes(), type=Schema))
-        params = _undamaged(self.result_file, lambda file: np.load(file, allow_pickle=False))
+        params = _undamaged(self.result_file, _array_of)
         _require(params, schema, str(self.path / "result.npy"))
         return params, schema
 
@@ -371,7 +374,7 @@ class RunFolder:
             return None
         try:
             return str(msgspec.json.decode(self.summary_file.read_bytes())["status"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def _clear(self, but: Path | None = None) -> None:
@@ -399,8 +402,34 @@ def _without_end(events: Sequence[Event]) -> list[Event]:
 def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
-    except (OSError, ValueError, TypeError, EOFError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        SyntaxError,
+        MemoryError,
+        TokenError,
+        UserWarning,
+    ) as error:
         raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to write a new file") from None
+
+
+def _array_of(path: Path) -> FlatArray:
+    """The array in a file of numpy, whose header may announce no more than the file holds."""
+    with path.open("rb") as file:  # the header is Python text, which numpy takes apart
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"its format is {version}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # about headers that numpy does not write
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        held = path.stat().st_size - file.tell()
+    if not dtype.hasobject and (any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != held):
+        raise ValueError(f"it announces {shape} elements of {dtype}, and holds {held} bytes")
+    array: FlatArray = np.load(path, allow_pickle=False)
+    return array
 
 
 def _gone(file: Path) -> bool:
@@ -444,7 +473,7 @@ def decode_events(lines: bytes, path: Path) -> list[Event]:
     """
     try:
         return _decoder.decode_lines(lines)
-    except ValueError:
+    except (ValueError, RecursionError):
         return [_decode(line, path, number) for number, line in enumerate(lines.split(b"\n"), 1)]
 
 
@@ -452,8 +481,8 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
     try:
         event: Event = _decoder.decode(line)
         return event
-    except ValueError as error:
-        with contextlib.suppress(ValueError, AttributeError):
+    except (ValueError, RecursionError) as error:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             return _not_finite(msgspec.json.decode(line))
         where = f"line {number} of {path}"
         _refuse_other_version(line, where)
@@ -466,7 +495,7 @@ def _refuse_other_version(line: bytes, where: str) -> None:
     """Raise `UnknownName` if the line is an event of a type that was renamed, or has an unknown field."""
     try:
         data = msgspec.json.decode(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     tag = data.get("type") if isinstance(data, dict) else None
     if isinstance(tag, str) and tag in RENAMED:
@@ -496,7 +525,7 @@ def _not_finite(data: dict[str, Any]) -> Event:
         "replica": (ReplicaEvent, ("loss", "metric")),
         "scalar": (ScalarEvent, ("value",)),
     }
-    if data.get("type") not in kinds:
+    if not isinstance(data["type"], str) or data["type"] not in kinds:
         raise msgspec.ValidationError
     kind, names = kinds[data["type"]]
     event: Event = msgspec.convert({**data, **{k: float("nan") for k in names if data.get(k) is None}}, kind)

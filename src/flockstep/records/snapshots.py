@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
-from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.kernels import FLOATS, numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
@@ -46,6 +46,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     step: int
     sent_bytes: int
 
+    def __post_init__(self) -> None:
+        if self.dtype not in FLOATS or self.size < 0 or self.buffers < 0:
+            raise ValueError(f"a snapshot cannot have {self.size} elements of {self.dtype!r} and {self.buffers} bytes")
+
     @property
     def nbytes(self) -> int:
         """Size of the parameters in bytes."""
@@ -55,16 +59,24 @@ class Snapshot(msgspec.Struct, frozen=True):
         """Read the parameters, or a slice of them."""
         start, stop, _ = part.indices(self.size)
         dtype = numpy_dtype(self.dtype)
+        self._require_whole()
         with Path(self.path).open("rb") as file:
             file.seek(start * dtype.itemsize)
             read: FlatArray = np.empty(stop - start, dtype)
-            if file.readinto(read.view(np.uint8).data) != read.nbytes:
-                raise RunError(f"{self.path} is incomplete: it holds less than {self.nbytes} bytes of parameters")
+            file.readinto(read.view(np.uint8).data)
         return read
 
     def read_buffers(self) -> FlatArray:
         """Read the buffers of the snapshot, as bytes."""
+        self._require_whole()
         return np.fromfile(self.path, np.uint8, self.buffers, offset=self.nbytes)
+
+    def _require_whole(self) -> None:
+        if Path(self.path).stat().st_size != self.nbytes + self.buffers:
+            raise RunError(
+                f"{self.path} is damaged: it does not hold {self.nbytes} bytes of parameters and {self.buffers} bytes "
+                "of buffers"
+            )
 
     def remove(self) -> None:
         """Delete the file that holds the snapshot's parameters."""
@@ -96,18 +108,21 @@ class SnapshotWriter:
             RunError: no folder accepts a file.
         """
         self.tick = tick = float(note["tick"])
-        self.item = Snapshot(
-            None if math.isinf(tick) else tick,
-            address,
-            "",
-            str(note["dtype"]),
-            int(note["size"]),
-            int(note["buffers"]),
-            float(note["seconds"]),
-            int(note["step"]),
-            int(note["sent_bytes"]),
-        )
-        if not 0 <= self.item.nbytes <= largest or not 0 <= self.item.buffers <= largest:
+        try:
+            self.item = Snapshot(
+                None if math.isinf(tick) else tick,
+                address,
+                "",
+                str(note["dtype"]),
+                int(note["size"]),
+                int(note["buffers"]),
+                float(note["seconds"]),
+                int(note["step"]),
+                int(note["sent_bytes"]),
+            )
+        except ValueError as error:
+            raise ProtocolError(f"{node_name(address)} announced what is no snapshot: {error}") from None
+        if not self.item.nbytes <= largest or not self.item.buffers <= largest:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
         self._missing = self.item.nbytes + self.item.buffers
         self._name = file_name(address, tick)
