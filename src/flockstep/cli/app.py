@@ -488,6 +488,16 @@ def report(
 
 
 @app.command(rich_help_panel=RUN)
+def flight(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")], as_json: o.Json = False
+) -> None:
+    """Show what the processes of a run last did before a fault: messages, waits and steps."""
+    from flockstep.cli.flight import show_flight
+
+    show_flight(folder, as_json)
+
+
+@app.command(rich_help_panel=RUN)
 def track(
     folder: Annotated[Path, typer.Argument(help="Folder of a run; the run may still be in progress on this host.")],
     to: Annotated[

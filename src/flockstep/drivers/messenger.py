@@ -14,6 +14,7 @@ from flockstep.drivers.runner import Runner
 from flockstep.errors import PeerLost
 from flockstep.messages import Address, Message, node_name
 from flockstep.nodes import Node
+from flockstep.records.flight import FlightRecorder
 from flockstep.transports.bus import LAUNCHER, Bus
 
 RETRY = 0.005
@@ -38,6 +39,8 @@ class Messenger(ABC):
         """The clock of the record, in seconds."""
         self._bus, self._receive = bus, receive
         self._held: dict[Address, deque[Message]] = {}
+        self.flight = FlightRecorder()
+        """The last messages, waits and steps of this node."""
         self.runner = Runner(node, self, NodeMetrics(node.address, emit, bus.traffic), self.now)
         node.freeze, node.port_copies = bus.copy_for_sending, True
 
@@ -85,6 +88,8 @@ class Messenger(ABC):
                 self._bus.send(to, message)
             except PeerLost:  # slow, or disconnected: the supervisor decides whether the peer is lost
                 return False
+            array = message.array
+            self.flight.note("send", to, message.tag, self.node.step, 0 if array is None else array.nbytes)
         return True
 
     def collect(self) -> None:
@@ -99,7 +104,10 @@ class Messenger(ABC):
         Raises:
             Interrupted: the supervisor ended the run.
         """
-        if message.source != LAUNCHER:
+        array, launcher = message.array, message.source == LAUNCHER
+        size = 0 if array is None else array.nbytes
+        self.flight.note("receive", None if launcher else message.source, message.tag, self.node.step, size)
+        if not launcher:
             if message.array is not None:
                 message.array = to_device_of(message.array, self.node.params)
             self.runner.deliver(message)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from pathlib import Path
+
+import numpy as np
 
 from flockstep.arrays.namespace import is_tensor
 from flockstep.arrays.schema import FlatArray
@@ -20,7 +23,8 @@ from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
-from flockstep.records.events import ClockEvent, LostEvent
+from flockstep.records.events import ClockEvent, Event, LostEvent, RefusedEvent
+from flockstep.records.flight import encoded
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
@@ -37,7 +41,7 @@ class NodeConnection(Messenger):
     def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0):
         """`every`: steps of a worker between two evaluations; 0 for none."""
         self.reports = EventSender(member)
-        super().__init__(member.bus, member.receive, node, self.reports.write, member.seconds)
+        super().__init__(member.bus, member.receive, node, self._report, member.seconds)
         self.reports.write(ClockEvent(self.now(), node.address, *member.clock))
         node.view, node.hosts = member.view, member.hosts
         self.snapshots = SnapshotSender(member)
@@ -45,6 +49,10 @@ class NodeConnection(Messenger):
         self._member = member
         self._survives = bool(strategy.traits.survives)
         self._moved = 0.0
+        self._flown = -math.inf
+        """Time at which this node last sent its flight recorder because of a refused gradient."""
+        self._noted: Wanted | Work | None = None
+        """What this node waited for when it last noted so."""
         self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
         self._gone: set[Address] = set()
@@ -90,6 +98,7 @@ class NodeConnection(Messenger):
             self._wanted = wanted
             self._require_others()
             self._tell_waiting()
+            self._note_waiting(wanted)
             idle = not node.poll()
             if (message := self._next(WAIT_PERIOD if idle else GLANCE, wanted)) is not None:
                 self.take(message)
@@ -97,6 +106,26 @@ class NodeConnection(Messenger):
                 self.reports.flush()
             runner.wake()
         self._wanted = None
+
+    def _note_waiting(self, wanted: Wanted | Work) -> None:
+        """Note once in the flight recorder what this node waits for."""
+        if wanted is not self._noted:
+            self._noted = wanted
+            peer = wanted.source if isinstance(wanted, Wanted) else None
+            self.flight.note("wait", peer, str(wanted), self.node.step)
+
+    def _report(self, event: Event) -> None:
+        """Send an event to the supervisor; after a refused gradient, the flight recorder too, at most once a second."""
+        self.reports.write(event)
+        if isinstance(event, RefusedEvent) and time.monotonic() - self._flown >= 1.0:
+            self._flown = time.monotonic()
+            self.send_flight()
+
+    def send_flight(self) -> None:
+        """Send the flight recorder to the supervisor, because of a fault."""
+        offset = self.now() - time.monotonic()
+        for payload in encoded(self.flight.taken(lambda seconds: seconds + offset)):
+            self._member.tell("flight", np.frombuffer(payload, np.uint8))
 
     def _next(self, seconds: float, wanted: Wanted | None = None) -> Message | None:
         """The next message; what the supervisor has asked for a checkpoint is answered when none has arrived."""
@@ -173,6 +202,7 @@ class NodeConnection(Messenger):
         """Send the messages that are ready, because the run is failing."""
         with contextlib.suppress(FlockstepError):
             self.reports.flush()
+            self.send_flight()
         self.snapshots.salvage(self.node, self.now(), self.runner.metrics.traffic.sent_bytes)
 
     def close(self) -> None:
@@ -247,6 +277,7 @@ class NodeConnection(Messenger):
             PeerLost: the operation failed; the error names the lost node if the supervisor knows it.
         """
         self._wanted = work
+        self._note_waiting(work)
         while True:
             try:
                 if work.wait(PAUSE):
@@ -279,6 +310,7 @@ class NodeConnection(Messenger):
         """Handle messages that arrived during a step."""
         self.collect()
         self.checkpoints.report()
+        self.flight.note("step", None, "", self.node.step)
         self._moved = self.now()
         self.snapshots.newest(self.node, self.now, self.runner.metrics.traffic.sent_bytes)
 
@@ -306,6 +338,7 @@ class NodeConnection(Messenger):
         self.reports.write(LostEvent(self.now(), address, reason))
         if not self._survives or address < 0:
             raise PeerLost(f"{reason}; {self._doing()}")
+        self.send_flight()
 
     def _release(self, address: Address) -> None:
         """Tell a server that continues without lost workers that a worker has left, once its last message

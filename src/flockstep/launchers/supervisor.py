@@ -45,6 +45,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.events import Event, HostsEvent, LostEvent, NodeEvent, StepEvent
+from flockstep.records.flight import FlightEvent, FlightRecorder, append, decoded
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
 from flockstep.strategies.base import Strategy
@@ -166,6 +167,7 @@ class Supervisor:
         self._links: dict[Address, ProcessLink] = {}
         self._writers: dict[Address, EventWriter] = {}
         self._arriving: dict[Address, SnapshotWriter] = {}
+        self._flight = FlightRecorder()
         self._health = Health(self.children, self._links, heartbeat)
         self._hashes: dict[Address, str] = {}
         self._ready, self._done, self._gone = set[Address](), set[Address](), set[Address]()
@@ -440,6 +442,7 @@ class Supervisor:
         """Handle the messages of a node that have arrived, at most `most` of them."""
         try:
             while most and (message := link.receive()) is not None:
+                self._flight.note("receive", link.address, message.tag, self.standings[link.address].step)
                 self._handle(message)
                 most -= 1
         except ProtocolError as error:
@@ -555,8 +558,8 @@ class Supervisor:
                 self._ask_for_call(address, int(note["number"]))
             case "communicator":
                 self._communicators.hear(self._links[address], self._links, note, self.frames, self._directory)
-            case "events":
-                self._write(address, events_in(message.payload))
+            case "events" | "flight":
+                self._keep(address, message)
             case "waiting":
                 self._wait_monitor.hear(address, note)
             case "gradient" | "data":
@@ -574,6 +577,29 @@ class Supervisor:
                 self._condemn(address, int(note["address"]), str(note["reason"]))
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
+
+    def _keep(self, address: Address, message: Message) -> None:
+        """Write what a node reports: events of the record, or its flight recorder."""
+        if message.tag == "flight":
+            self._keep_flight(address, decoded(message.payload.data))
+        else:
+            self._write(address, events_in(message.payload))
+
+    def _keep_flight(self, address: Address | None, events: list[FlightEvent]) -> None:
+        """Append the events of a node's flight recorder, or of the launcher's, to its file."""
+        if self._went is None or isinstance(self.outcome.error, Interrupted):  # an interruption is no fault
+            return
+        try:
+            append(self._record, address, events)
+        except OSError as error:
+            text = f"the flight recorder was not written: {error.strerror}"
+            if text not in self.outcome.warnings:
+                self.outcome.warnings.append(text)
+
+    def _keep_own_flight(self) -> None:
+        """Append the launcher's flight recorder to its file, because of a fault."""
+        went = self._went or 0.0
+        self._keep_flight(None, self._flight.taken(lambda seconds: seconds - went))
 
     def _condemn(self, by: Address, worker: Address, reason: str) -> None:
         """Put a worker in quarantine, as a server or the worker itself asks."""
@@ -681,6 +707,7 @@ class Supervisor:
             raise PeerLost(f"{reason} before the run started")
         self._view = self._view.without(address)
         loss = self._losses[address] = NodeLost(address, reason, self._view)
+        self._keep_own_flight()
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits
         if address >= 0 and self._view.ranks and traits is not None and traits.survives and traits.results:
             on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers continue")
@@ -707,6 +734,7 @@ class Supervisor:
         """
         error = self.outcome.error
         if error is not None:
+            self._keep_own_flight()
             for one in self._calls:
                 one._stop_all(error)
         patience = self._patience if error is None else GRACE
@@ -747,7 +775,7 @@ class Supervisor:
             for link in one._links.values():
                 with contextlib.suppress(ProtocolError, RunError):
                     while (message := link.receive()) is not None:
-                        if message.tag in ("events", "snapshot", "part", "done"):
+                        if message.tag in ("events", "snapshot", "part", "done", "flight"):
                             one._handle(message)
 
     def _clean_up(self) -> None:

@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
 from types import TracebackType
@@ -40,6 +40,7 @@ from flockstep.records.events import (
     ScalarEvent,
     StepEvent,
 )
+from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.owner import OWNER, owned
 from flockstep.records.snapshots import SNAPSHOTS
@@ -63,6 +64,8 @@ class Record:
     config: RunConfig
     summary: Summary
     events: list[Event]
+    flight: dict[str, list[FlightEvent]] = field(default_factory=dict)
+    """Name of a node → the last events of its flight recorder before each fault."""
 
 
 class EventWriter:
@@ -195,7 +198,7 @@ class RunFolder:
         The folder is kept if its events tell more than the start and the loss of nodes and the evaluation of the first
         model, as those of communicators do, or if it holds other files, such as the output of scripts.
         """
-        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, OWNER}
+        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER}
         if not self.config_file.exists():
             return True
         if self._computed() is not None or any(file.name not in own for file in self.path.iterdir()):
@@ -320,7 +323,7 @@ class RunFolder:
 
     def read(self) -> Record:
         """The whole record: configuration, summary and events."""
-        return Record(self.read_config(), self.read_summary(), self.read_events())
+        return Record(self.read_config(), self.read_summary(), self.read_events(), read_flight(self.path))
 
     def write_result(self, params: FlatArray, schema: Schema) -> None:
         """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
@@ -388,7 +391,13 @@ class RunFolder:
             if file != but:
                 file.unlink(missing_ok=True)
         kept = [] if but is not None else [self.path / CHECKPOINTS]
-        for folder in (self.path / SNAPSHOTS, self.path / FUNCTION, *kept, *self.path.glob("distribute-*")):
+        for folder in (
+            self.path / SNAPSHOTS,
+            self.path / FLIGHT,
+            self.path / FUNCTION,
+            *kept,
+            *self.path.glob("distribute-*"),
+        ):
             shutil.rmtree(folder, ignore_errors=True)
 
 

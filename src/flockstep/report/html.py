@@ -10,6 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
 from flockstep.records.events import ClockEvent
+from flockstep.records.flight import last_heard
 from flockstep.records.folder import Record
 from flockstep.report import activity, figures, formatting, medians
 from flockstep.report.findings import findings
@@ -150,7 +151,14 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
     found = []
     for one in series:
         summary = one.record.summary
-        lost = [f"{node_name(e.node)} lost after {formatting.seconds(e.seconds)}: {e.reason}" for e in summary.lost]
+        lost = [
+            text
+            for e in summary.lost
+            for text in (
+                f"{node_name(e.node)} lost after {formatting.seconds(e.seconds)}: {e.reason}",
+                *last_heard(one.record.flight, e),
+            )
+        ]
         if summary.status != "finished":
             found.append(
                 (

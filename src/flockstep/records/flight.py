@@ -1,0 +1,138 @@
+"""The flight recorder: the last events of each process, which are written to the run's folder when a fault occurs.
+
+Every process of a run keeps its last messages, waits and steps in memory. When a node is lost or fails, a gradient is
+refused or a deadline has passed, the processes send them to the launcher, which appends them to flight/NODE.jsonl. A
+process that was killed sends none; the recorders of the other processes tell what they last heard from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.messages import Address, node_name
+from flockstep.records.events import LostEvent
+
+FLIGHT = "flight"
+"""Name of the folder, within the folder of a run, with the flight recorders of the run's processes."""
+KEPT = 2000
+"""Number of events that a process keeps."""
+MOST = 200
+"""Largest number of events in one message."""
+Kind = Literal["send", "receive", "wait", "step"]
+
+
+class FlightEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An event of one process: it sent or received a message, began to wait for one, or finished a step."""
+
+    seconds: float
+    """Time of the run, in seconds."""
+    kind: Kind
+    peer: int | None
+    """The other node of a message; None for the launcher, for steps, and if any node may send the awaited message."""
+    tag: str
+    step: int
+    """Steps of this node so far."""
+    nbytes: int = 0
+    """Size of the message's array in bytes."""
+
+
+class FlightRecorder:
+    """The last events of one process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        """`clock` returns the seconds that `taken` converts."""
+        self._clock = clock
+        self._events: deque[tuple[float, Kind, Address | None, str, int, int]] = deque(maxlen=KEPT)
+
+    def note(self, kind: Kind, peer: Address | None, tag: str, step: int, nbytes: int = 0) -> None:
+        """Keep an event, in place of the oldest one if `KEPT` are kept."""
+        self._events.append((self._clock(), kind, peer, tag, step, nbytes))
+
+    def taken(self, convert: Callable[[float], float] = lambda seconds: seconds) -> list[FlightEvent]:
+        """Return the events since the last call, oldest first; `convert` turns the clock's seconds into the run's."""
+        found = [FlightEvent(convert(event[0]), *event[1:]) for event in self._events]
+        self._events.clear()
+        return found
+
+
+def encoded(events: list[FlightEvent]) -> Iterable[bytes]:
+    """The events as the payloads of messages."""
+    for start in range(0, len(events), MOST):
+        yield msgspec.msgpack.encode(events[start : start + MOST])
+
+
+def decoded(payload: bytes | memoryview) -> list[FlightEvent]:
+    """The events in the payload of a message.
+
+    Raises:
+        ProtocolError: the payload is something else.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=list[FlightEvent])
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the flight recorder of this process cannot be read: {error}") from None
+
+
+def flight_file(record: Path, node: Address | None) -> Path:
+    """Path of the flight recorder of a node; None stands for the launcher."""
+    name = "launcher" if node is None else node_name(node).replace(" ", "-")
+    return record / FLIGHT / f"{name}.jsonl"
+
+
+def append(record: Path, node: Address | None, events: list[FlightEvent]) -> None:
+    """Append events to the flight recorder of a node.
+
+    Raises:
+        OSError: the disk does not take them.
+    """
+    if events:
+        file = flight_file(record, node)
+        file.parent.mkdir(exist_ok=True)
+        with file.open("ab") as lines:
+            lines.write(msgspec.json.Encoder().encode_lines(events))
+
+
+def read_flight(record: Path) -> dict[str, list[FlightEvent]]:
+    """Name of a node, or "launcher" → its events, oldest first, of all nodes with a flight recorder in the folder.
+
+    Raises:
+        ConfigurationError: a file holds something else.
+    """
+    found = {}
+    for file in sorted((record / FLIGHT).glob("*.jsonl")):
+        try:
+            whole, _, _ = file.read_bytes().rpartition(b"\n")
+            found[file.stem.replace("-", " ")] = msgspec.json.Decoder(FlightEvent).decode_lines(whole) if whole else []
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigurationError(f"{file} is no flight recorder: {error}; delete it to read the rest") from None
+    return found
+
+
+def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> list[str]:
+    """Sentences on a lost node: who last heard from it, and which nodes waited for it when it was given up."""
+    before = {name: [one for one in events if one.seconds <= lost.seconds] for name, events in flights.items()}
+    heard = [(one, name) for name, events in before.items() for one in events if _from(one, lost.node)]
+    said = []
+    if heard:
+        last, name = max(heard, key=lambda pair: pair[0].seconds)
+        said.append(
+            f"{name} last heard from {node_name(lost.node)}, {last.tag!r} at its own step {last.step}, "
+            f"{lost.seconds - last.seconds:.2f} s before {node_name(lost.node)} was given up"
+        )
+    for name, events in before.items():
+        others = [one for one in events if one.kind != "send"]
+        if others and others[-1].kind == "wait" and others[-1].peer in (lost.node, None) and name != "launcher":
+            wait = others[-1]
+            said.append(f"{name}, step {wait.step}, {wait.tag}, {lost.seconds - wait.seconds:.2f} s late")
+    return said
+
+
+def _from(event: FlightEvent, node: Address) -> bool:
+    return event.kind == "receive" and event.peer == node
