@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.kernels import numpy_digest
-from flockstep.arrays.kernels.numpy_digest import digest
+from flockstep.arrays.kernels.numpy_digest import digest, digests
 
 
 def bits(size: int) -> np.ndarray:
@@ -53,3 +53,14 @@ def test_bits_at_any_address_have_the_same_digest() -> None:
     room = bits(4100)
     for shift in range(1, 4):
         assert digest(room[shift : shift + 4096]) == digest(room[shift : shift + 4096].copy())
+
+
+@pytest.mark.parametrize("size", [1, 100, 101, 250])
+def test_digests_of_blocks_are_the_blocks_own(size: int) -> None:
+    array = np.random.default_rng(1).standard_normal(size, np.float32)
+    blocks = [array[start : start + 100] for start in range(0, size, 100)]
+    assert digests(array, 100) == ([digest(block.view(np.uint8))[0] for block in blocks], True)
+    array[-1] = np.inf
+    assert not digests(array, 100)[1]
+    wide = array.astype(np.float64)
+    assert digests(wide, 100)[0] == [digest(wide[i : i + 100].view(np.uint8))[0] for i in range(0, size, 100)]

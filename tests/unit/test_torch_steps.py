@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -263,6 +264,31 @@ def test_parameters_without_a_gradient_are_those_of_plain_torch(strategy: str, n
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(map(torch.equal, run(strategy), run(None)))
+
+
+def test_gradients_are_in_the_flat_array_after_each_backward_pass_and_gone_after_zero_grad() -> None:
+    """As torch has it, zero_grad leaves none; a second pass adds to the first, and a graph of gradients stays whole."""
+    model = network()
+    optimizer: Any = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    x = torch.ones(3, 4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        model(x).square().mean().backward()
+        assert all(map(optimizer.flat.in_place, range(4)))
+        once = optimizer.flat.grads.copy()
+        model(x).square().mean().backward()
+        np.testing.assert_array_equal(optimizer.flat.grads, 2 * once)
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
+        model(x).square().mean().backward(create_graph=True)
+    norm = sum((p.grad.square().sum() for p in model.parameters()), torch.zeros(()))
+    assert norm.requires_grad
+    optimizer.finish()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    assert not any(map(optimizer.flat.in_place, range(4)))  # the script's own again
 
 
 def test_a_step_inside_no_sync_is_refused() -> None:

@@ -90,10 +90,20 @@ class Guard:
         """Accept the current flat array, and write its values to the parameters that are narrower."""
         self._flat.write_parameters()
         self._versions = [parameter._version for parameter in self._flat.parameters]
-        blocks = map(self._block, range(-(-len(self._flat.params) // BLOCK)))
-        sums, finite = map(list, zip(*map(_digest, blocks), strict=True))
-        found = _numbers([*sums, *finite])
-        self._sums, self._finite = found[: len(sums)], all(found[len(sums) :])
+        self._sums, self._finite = self._digests()
+
+    def _digests(self) -> tuple[list[int], bool]:
+        """Digests of all blocks, and whether all parameters are finite."""
+        params: Any = self._flat.params
+        if isinstance(params, np.ndarray) and params.itemsize % 4 == 0 and not self._flat.narrow:
+            from flockstep.arrays.kernels.numpy_digest import digests
+
+            sums, known = digests(params, BLOCK)
+            return sums, known if params.dtype == np.float32 else bool(_finite(params))
+        blocks = map(self._block, range(-(-len(params) // BLOCK)))
+        found, finite = map(list, zip(*map(_digest, blocks), strict=True))
+        numbers = _numbers([*found, *finite])
+        return numbers[: len(found)], all(numbers[len(found) :])
 
     def not_finite(self) -> str | None:
         """Name of the first parameter with a value that was not finite at the last `note`; None if all were finite."""

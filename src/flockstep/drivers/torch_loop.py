@@ -105,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         require_separate_statistics(module, self.loop.workers)
         self._take_first_buffers()
         self.flat.move_gradients(self.loop.gradients)
+        self.flat.gather_in_backward()  # before other hooks, which look at gradients in their places
         self._backward = BackwardHooks(self.flat, self.loop)
         combined = strategy.traits.clips != "own" and self.loop.workers > 1
         self._watch = GradientChangeDetector(self.flat, strategy) if combined else None
@@ -304,16 +305,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if scale is not None:
             as_tensor(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Set the gradients in the flat array to zero; with `set_to_none` the parameters have no gradient instead.
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let the parameters have no gradient, as torch does, or without `set_to_none` a gradient of zeros.
 
         A parameter that then gets no gradient is skipped by the optimizer of a single worker, and by strategies whose
         workers step with their own gradients. Otherwise its gradient counts as zero.
         """
         self.clipping.skip()
-        self.flat.zero_grad()
         if set_to_none:
             self.flat.drop_gradients()
+        else:
+            self.flat.zero_grad()
 
     def finish(self) -> None:
         """End the run; afterwards the model holds the result, equal on every worker.

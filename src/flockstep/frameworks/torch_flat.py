@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.namespace import as_tensor
@@ -90,6 +91,7 @@ class FlatModule:
             self._widen(0, self.schema.size)
             self._bind()
         self.grads = native(self._slopes)
+        self._hooks: list[RemovableHandle] = []
         self.absent: list[int] = []
         """Indices of the parameters that had no gradient after the last backward pass."""
 
@@ -168,6 +170,14 @@ class FlatModule:
             if name in values:
                 view.copy_(values[name])
 
+    def gather_in_backward(self) -> None:
+        """Gather each gradient as soon as a backward pass has completed it, while it is in the processor's cache, until
+        `keep_gradients`. There is never a second array of gradients then.
+        """
+        for index, parameter in enumerate(self.parameters):
+            gather = partial(_gather, weakref.ref(self), index)  # a module's hooks must not keep this object alive
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(gather))  # type: ignore[no-untyped-call]
+
     def drop_gradients(self) -> None:
         """Set every parameter's `.grad` to None."""
         for parameter in self.parameters:
@@ -198,6 +208,8 @@ class FlatModule:
         """Move the gradients of a run that has ended to the array `home` (K,); a parameter without a gradient stays
         without one.
         """
+        while self._hooks:
+            self._hooks.pop().remove()
         without = [parameter for parameter in self.parameters if parameter.grad is None]
         self.move_gradients(home)
         for parameter in without:
@@ -212,14 +224,14 @@ class FlatModule:
         """
         self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
         for index in range(len(self.parameters)):
-            self._bring(index)
+            self.gather(index)
         if self.narrow:
             self._widen(0, self.schema.size if end is None else end)
         return self.grads
 
     def gather_gradient(self, index: int) -> None:
         """Gather the gradient of one parameter, as `gather_gradients` does for all parameters."""
-        self._bring(index)
+        self.gather(index)
         if self.schema.entries[index].dtype:
             part = self.schema.slices[index]
             self._widen(part.start, part.stop)
@@ -231,8 +243,8 @@ class FlatModule:
             if first < last:
                 self._slopes[first:last] = each.slopes[first - each.part.start : last - each.part.start]
 
-    def _bring(self, index: int) -> None:
-        """Move a parameter's gradient to its place."""
+    def gather(self, index: int) -> None:
+        """Move a parameter's gradient to its place; a gradient in a narrower dtype is not yet in the flat array."""
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is view:
             return
@@ -397,6 +409,12 @@ def _take(of: weakref.ref[FlatBackward], index: int, parameter: torch.Tensor) ->
     backward = of()
     if backward is not None:
         backward.take(index, parameter)
+
+
+def _gather(of: weakref.ref[FlatModule], index: int, parameter: torch.Tensor) -> None:
+    flat = of()
+    if flat is not None and parameter.grad is not None and not parameter.grad.requires_grad:
+        flat.gather(index)
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays.kernels.jit import jit
+from flockstep.arrays.schema import FlatArray
 
 _LENGTH = 1024
 """Number of weights, which stay in the processor's first cache."""
@@ -25,11 +26,11 @@ def _digest(words: Any, weights: Any, total: Any) -> Any:
         part = words[start : start + len(weights)]
         products = np.uint64(0)
         for i in range(len(part)):
-            word = part[i]
-            products += np.uint64(word) * np.uint64(weights[i])
-            special |= np.uint32((word & _INFINITY) == _INFINITY)
+            products += np.uint64(part[i]) * np.uint64(weights[i])
         total = total * _FACTOR + products
-    return total, special == 0
+        for i in range(len(part)):  # a loop of its own is faster; the part is in the first cache
+            special = max(special, part[i] & _INFINITY)
+    return total, special != _INFINITY
 
 
 def digest(bits: Any, before: int = 0) -> tuple[int, bool]:
@@ -42,3 +43,19 @@ def digest(bits: Any, before: int = 0) -> tuple[int, bool]:
         bits = np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint8)])
     total, finite = _digest(bits.view(np.uint32), _WEIGHTS, np.uint64(before))
     return int(total), bool(finite)
+
+
+@jit
+def _digests(words: Any, size: int, weights: Any, totals: Any) -> Any:
+    finite = True
+    for index in range(len(totals)):
+        totals[index], known = _digest(words[index * size : (index + 1) * size], weights, np.uint64(0))
+        finite &= known
+    return finite
+
+
+def digests(array: FlatArray, size: int) -> tuple[list[int], bool]:
+    """Return what `digest` returns for each block of `size` elements of a contiguous array, in one call."""
+    totals = np.empty(-(-len(array) // size), np.uint64)
+    finite = _digests(array.view(np.uint32), size * array.itemsize // 4, _WEIGHTS, totals)
+    return totals.tolist(), bool(finite)
