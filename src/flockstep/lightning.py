@@ -124,8 +124,8 @@ class _Ranks:
         devices, here = len(self.parallel_devices or [""]), place_on_host()[1]
         if devices not in (1, here):
             raise ConfigurationError(
-                f"devices={devices} stands for {devices} processes of this host, and {here} of the run are here; leave "
-                f"devices out, and start the script with flockstep launch -n {devices}"
+                f"devices={devices} means {devices} processes of this host, but the run has {here} processes here; "
+                f"leave devices out, and start the script with flockstep launch -n {devices}"
             )
 
     def barrier(self, name: str | None = None) -> None:
@@ -238,8 +238,9 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         """Move the model to its device; for a fit, let the strategy coordinate its optimizers."""
         if self._layer_sync is not None:
             raise ConfigurationError(
-                "sync_batchnorm=True needs sums within a forward pass, and strategies exchange between steps; leave it "
-                "out: buffers='mean' averages the statistics of all ranks for validation and for the result"
+                "sync_batchnorm=True needs sums during a forward pass, but strategies exchange data only between "
+                "steps; leave sync_batchnorm out: buffers='mean' averages the statistics of all ranks for "
+                "validation and for the result"
             )
         super().setup(trainer)
 

@@ -53,8 +53,8 @@ class FlockstepMixin:
         super().__init__(*args, **options)
         if self.args.world_size > 1 and self.args.average_tokens_across_devices and not self._in_step:
             warnings.warn(
-                f"average_tokens_across_devices=True lets the ranks wait for each other in every step if the loss is "
-                f"a mean over tokens, got {self._coordination[0]}; pass average_tokens_across_devices=False",
+                "average_tokens_across_devices=True makes all ranks wait for each other in every step if the loss "
+                f"is a mean over tokens, got {self._coordination[0]}; pass average_tokens_across_devices=False",
                 UserWarning,
                 stacklevel=2,
             )

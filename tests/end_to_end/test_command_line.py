@@ -61,7 +61,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["simulate", "softmax", "-s", "dpsgd(torus)", "-n", "7"], "torus"),
         (
             ["compare", "softmax", "-s", "gossip", "-s", "gosgd", "--simulate"],
-            "gossip is given 2 times; give each once",
+            "gossip is given 2 times; give every strategy once",
         ),
         (["launch", "nowhere.py"], "there is no script nowhere.py"),
         (["list", "clustr"], "no kind or component is called 'clustr'; did you mean 'cluster'?"),
@@ -389,7 +389,7 @@ def test_a_report_of_runs_recorded_earlier(capsys: pytest.CaptureFixture[str]) -
     assert Path("both.html").stat().st_size > 10_000
 
 
-APART = "no worker sent or received a message in 20 steps: the workers trained apart"
+APART = "no worker sent or received a message in 20 steps: each worker trained by itself"
 
 
 def test_workers_that_never_exchanged_are_told_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,12 +399,12 @@ def test_workers_that_never_exchanged_are_told_under_the_table(capsys: pytest.Ca
     assert code == 0
     said = " ".join(out.split())
     assert f"{silent}: {APART}" in said
-    assert said.count("trained apart") == 1
+    assert said.count("trained by itself") == 1
     notes = [
         run.read_summary().notes for run in map(RunFolder, sorted(Path("c").iterdir())) if run.config_file.exists()
     ]
     assert sorted(len(each) for each in notes) == [0, 1]
-    assert "trained apart" in Path("c/report.html").read_text()
+    assert "trained by itself" in Path("c/report.html").read_text()
 
 
 def test_a_single_run_explains_the_columns_of_its_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -412,4 +412,4 @@ def test_a_single_run_explains_the_columns_of_its_table(capsys: pytest.CaptureFi
     assert code == 0
     said = " ".join(out.split())
     assert "staleness: number of updates applied between reading the parameters and applying the gradient." in said
-    assert "trained apart" not in said
+    assert "trained by itself" not in said

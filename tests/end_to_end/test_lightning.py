@@ -71,7 +71,7 @@ def test_validation_and_checkpoints_have_the_common_model(results: Any) -> None:
 def test_what_cannot_work_is_refused(results: Any) -> None:
     for each in results:
         found = each["refusals"]
-        assert "devices=3 stands for 3 processes" in found["devices"]
+        assert "devices=3 means 3 processes" in found["devices"]
         assert "sync_batchnorm=True needs sums" in found["batch norm"]
         assert "clip by norm instead" in found["values"]
         assert "got set; broadcast tensors" in found["objects"]

@@ -127,7 +127,7 @@ def test_an_asynchronous_run_goes_on_from_its_checkpoint(strategy: str, tmp_path
     assert ended.code == 130
     checkpoint = disk.newest(tmp_path / "run")
     least = min(checkpoint.manifest.steps.values())
-    assert f"; flockstep resume {(tmp_path / 'run').resolve()} goes on from step {least}\n" in ended.err
+    assert f"; flockstep resume {(tmp_path / 'run').resolve()} continues from step {least}\n" in ended.err
     before = RunFolder(tmp_path / "run").read_events()
     made = [event for event in before if isinstance(event, StepEvent)]
     assert len(made) == sum(checkpoint.manifest.steps.values()), "every step is in the checkpoint"
@@ -154,7 +154,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_training_goes_on(tmp_path: 
         )
         wait_until(lambda: (place / "run/checkpoints/000001/manifest.json").exists(), PATIENCE, "a checkpoint")
         fill(place / "filler")
-        text = "no checkpoint was written, and the one before is kept: No space left on device"
+        text = "no checkpoint was written, and the previous checkpoint is kept: No space left on device"
         wait_until(lambda: text in run.err or not run.going(), PATIENCE, "the full disk is told")
         (place / "filler").unlink()
         ended = run.end()
@@ -228,11 +228,14 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
     (last / disk.MANIFEST).write_bytes(text.replace(b'"seconds": ', b'"seconds": 1'))
     assert "is damaged: its hash is not that of its content" in refused(run)
     for change, said in [
-        ({"version": "0.0.1"}, "was written by flockstep 0.0.1, this is"),
+        ({"version": "0.0.1"}, "was written by flockstep 0.0.1, but this is"),
         ({"format": 1}, "has format 1 and was written by flockstep"),
-        ({"strategy": "gossip"}, "is of gossip, the run's config.toml says all_reduce; restore config.toml"),
-        ({"config": "0"}, "config.toml was changed since"),
-        ({"workers": 3}, "holds the state of 3 workers, got 2; resume with 3, or begin another run"),
+        (
+            {"strategy": "gossip"},
+            "was written by a run of gossip, but the run's config.toml names all_reduce; restore config.toml",
+        ),
+        ({"config": "0"}, "config.toml was changed after"),
+        ({"workers": 3}, "holds the state of 3 workers, got 2; resume with 3 workers, or start another run"),
     ]:
         disk.write_manifest(last, msgspec.structs.replace(manifest, **change))
         assert said in refused(run)
@@ -240,14 +243,18 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
 
     config = RunFolder(run).read_config()
     RunFolder(run).write_config(replace(config, lr=7.0))
-    assert f"config.toml was changed since {last} was written; restore it, or begin another run" in refused(run)
+    assert f"config.toml was changed after {last} was written; restore config.toml, or start another run" in refused(
+        run
+    )
     RunFolder(run).write_config(config)
 
     job = Path(RunFolder(run).read_config().job)
     job.write_text(job.read_text() + "\n")
     assert "paced.py has changed since the run began" in refused(run)
     RunFolder(run).write_config(replace(config, kind="simulate"))
-    assert "holds a run of flockstep simulate, which cannot be resumed; repeat it: flockstep simulate" in refused(run)
+    assert "holds a run of flockstep simulate, which cannot be resumed; repeat the run: flockstep simulate" in refused(
+        run
+    )
     for folder in disk.folders(run):
         (folder / disk.MANIFEST).unlink()
     RunFolder(run).write_config(config)

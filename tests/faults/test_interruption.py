@@ -52,7 +52,7 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
         signal.SIGTERM: "stopped by SIGTERM",
         signal.SIGHUP: "stopped by SIGHUP because the terminal has closed",
     }[kind]
-    kept = rf"; flockstep resume {re.escape(str((tmp_path / 'run').resolve()))} goes on from step [0-9]+\n"
+    kept = rf"; flockstep resume {re.escape(str((tmp_path / 'run').resolve()))} continues from step [0-9]+\n"
     assert re.fullmatch(rf"flockstep: {why}; everything computed so far is in the record{kept}", ended.err)
     assert ended.summary is not None
     assert ended.summary["status"] == "interrupted"
@@ -69,7 +69,7 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
             "supervisor.LAST_CHECKPOINT = 0",
             (
                 "because (not all workers had stopped|it was not written) within 0 s; "
-                "flockstep resume .* goes on from step [0-9]+, of the checkpoint before\n"
+                "flockstep resume .* continues from step [0-9]+, the step of the previous checkpoint\n"
             ),
         ),
     ],

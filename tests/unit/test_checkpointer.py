@@ -117,10 +117,10 @@ def test_a_run_that_never_stops_is_told(
         run.answer(**{**ALL, "s": (RUNNING, 0, 21, 22)})
     assert not run.checkpointer.busy
     assert run.checkpointer.notes == [
-        "no checkpoints are taken, because server 0 did not come to a point at which it can stop"
+        "no checkpoints are taken, because server 0 did not reach a point where a program can stop"
     ]
     assert run.last(0)[-1] == {"do": "go on"}
-    assert run.checkpointer.why_not == "server 0 did not come to a point at which it can stop"
+    assert run.checkpointer.why_not == "server 0 did not reach a point where a program can stop"
     capsys.readouterr()
 
 
@@ -167,7 +167,7 @@ def test_the_manifest_is_written_once_all_nodes_have_written(
     assert not run.checkpointer.busy
     if fails:
         assert disk.folders(tmp_path) == []
-        text = "no checkpoint was written, and the one before is kept: Input/output error"
+        text = "no checkpoint was written, and the previous checkpoint is kept: Input/output error"
         assert run.checkpointer.notes == [text]
         assert run.checkpointer.why_not == "Input/output error"
         assert text in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_a_host_without_the_secret_is_turned_away_and_named_once(hosts: RemoteHo
             knock(hosts, b"another secret, as long as ours")
         rejected = hosts.rejected
         wait_until(lambda before=rejected: hosts.pump() or hosts.rejected > before, PATIENCE, "it is turned away")  # type: ignore[misc, func-returns-value]
-    assert hosts.said == ["turned away 127.0.0.1: the other end does not know the secret of this run"]  # type: ignore[attr-defined]
+    assert hosts.said == ["refused 127.0.0.1: the other end does not know the secret of this run"]  # type: ignore[attr-defined]
 
 
 def test_a_thousand_idle_strangers_hold_few_handles_and_keep_no_host_out(hosts: RemoteHosts) -> None:
@@ -278,7 +278,7 @@ def test_a_recorded_session_cannot_be_replayed(hosts: RemoteHosts) -> None:
     with socket.create_connection(("127.0.0.1", port(hosts))) as stranger:
         stranger.sendall(sent)  # a join that was understood would be refused by another sentence
         wait_until(lambda: hosts.pump() or hosts.rejected > rejected, PATIENCE, "it is turned away")  # type: ignore[func-returns-value]
-    assert hosts.said[-1] == "turned away 127.0.0.1: the other end does not know the secret of this run"  # type: ignore[attr-defined]
+    assert hosts.said[-1] == "refused 127.0.0.1: the other end does not know the secret of this run"  # type: ignore[attr-defined]
 
 
 def test_a_channel_carries_messages_whole_and_in_order() -> None:
@@ -420,9 +420,7 @@ def test_a_host_that_has_come_says_who_is_waited_for(monkeypatch: pytest.MonkeyP
         )
         with pytest.raises(PeerLost, match="secret"):
             knock(hosts, b"another secret, as long as ours")
-        told = (
-            r"node 2 of 3 did not join within 0\.5 s \(turned away 127\.0\.0\.1: the other end does not know the secret"
-        )
+        told = r"node 2 of 3 did not join within 0\.5 s \(refused 127\.0\.0\.1: the other end does not know the secret"
         with pytest.raises(ConfigurationError, match=told):
             hosts.meet()
         said: list[str] = []

@@ -36,7 +36,7 @@ def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None
 def test_a_worker_puts_no_other_node_in_quarantine(tmp_path: Path) -> None:
     supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, lambda node_spec: None, lambda *given: None)
     for by, node in ((0, 1), (1, -1), (-1, -2)):
-        with pytest.raises(ProtocolError, match="in quarantine, which it may not"):
+        with pytest.raises(ProtocolError, match="in quarantine, but only a server or the worker itself may do that"):
             supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
     assert supervisor._condemned == {}
     for by, node in ((-1, 1), (0, 0)):

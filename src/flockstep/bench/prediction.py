@@ -165,7 +165,7 @@ class Truth:
         held = sum(one.holds for one in self.pairs)
         known = (
             f"{self.workers} processes of {self.job} on {self.cores} cores; all predictions use one calibration and "
-            f"two records of {CALIBRATED} at {' and '.join(ENDS)}, from which the links reach {self.efficiency:.1%} "
+            f"two records of {CALIBRATED} at {' and '.join(ENDS)}, in which the links reached {self.efficiency:.1%} "
             "of their nominal bandwidth"
         )
         return [

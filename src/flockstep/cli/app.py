@@ -115,7 +115,7 @@ def _say(error: Exception, code: int, debug: bool) -> int:
         text = f"cannot write to standard output: {error.strerror}; {free}send the output to another place"
     elif isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f" {error.filename}"
-        text = f"cannot use{where}: {error.strerror}; correct that, or choose another place with --out"
+        text = f"cannot use{where}: {error.strerror}; solve this problem, or choose another place with --out"
     with contextlib.suppress(OSError):  # of a terminal that is gone
         print(f"flockstep: {text}", file=sys.stderr)
     return code

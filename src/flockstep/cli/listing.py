@@ -24,7 +24,7 @@ ABOUT = {
     "selector": "which part of the model is sent",
     "filter": "which updates are left out of a push",
     "schedule": "how the learning rate and the batch change over the steps",
-    "claim": "a published result that `flockstep reproduce` tries",
+    "claim": "a published result that `flockstep reproduce` checks",
     "topology": "which workers exchange data with each other",
     "codec": "how an array is encoded for transmission",
     "feedback": "what happens to the part that a codec leaves out",

@@ -405,12 +405,15 @@ CheckpointEvery = Annotated[
     typer.Option(
         "--checkpoint-every",
         metavar="STEPS|TIME",
-        help="Write a checkpoint every so many steps (500) or so often (5min); flockstep resume goes on from it.",
+        help=(
+            "Interval between checkpoints, in steps (500) or in time (5min); flockstep resume continues from the "
+            "newest checkpoint."
+        ),
         rich_help_panel=OUTPUT,
     ),
 ]
 Keep = Annotated[
-    int | None, typer.Option("--keep", help="Number of checkpoints that are kept (2).", rich_help_panel=OUTPUT)
+    int | None, typer.Option("--keep", help="Number of checkpoints to keep (default: 2).", rich_help_panel=OUTPUT)
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)

@@ -68,10 +68,14 @@ def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
     try:
         kept = from_arrays(Checkpoint(folder, read_manifest(folder)).arrays(spec.address))
     except ProtocolError as error:
-        raise ConfigurationError(f"{folder}: {error}; delete it to resume from the checkpoint before it") from None
+        raise ConfigurationError(
+            f"{folder}: {error}; delete this folder to resume from the previous checkpoint"
+        ) from None
     whole = isinstance(kept, NodeCheckpoint) and isinstance(kept.saved, Saved)
     if not isinstance(kept, NodeCheckpoint) or not whole or np.shape(kept.saved.params) != params.shape:
-        raise ConfigurationError(f"{folder} holds no state of this model; restore the job as it was")
+        raise ConfigurationError(
+            f"{folder} does not hold the state of this model; resume with the job that wrote the checkpoint"
+        )
     return kept
 
 

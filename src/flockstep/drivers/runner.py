@@ -204,7 +204,7 @@ class Runner:
         self.send, self.recorded, node.at_boundary = _nowhere, False, reached
         begin()
         if node.at_boundary is reached:
-            raise RunError(f"{node_name(node.address)} does not restart where it was saved; start the run again")
+            raise RunError(f"{node_name(node.address)} cannot continue from its saved state; start the run again")
 
     def close(self) -> None:
         """End the program at its current point."""

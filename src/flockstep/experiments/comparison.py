@@ -82,7 +82,9 @@ class Grid:
         same = [one.strategy if one.system in registry.aliases("strategy") else one.title for one in named]
         for text in same:
             if same.count(text) > 1:
-                raise ConfigurationError(f"the strategy {text} is given {same.count(text)} times; give each once")
+                raise ConfigurationError(
+                    f"the strategy {text} is given {same.count(text)} times; give every strategy once"
+                )
         found = []
         for config, name in zip(configs, _names(texts), strict=True):
             for lr in self.rates or (self.base.lr,):

@@ -127,4 +127,4 @@ def _require_results(record: RunFolder, shared: Path, workers: int) -> None:
     """Raise `RunError` if what a rank returned could not travel here, or the function failed after its run."""
     for rank in range(workers):
         if (file := error_file(shared, rank)).exists():
-            raise RunError(f"{file.read_text()}; the run itself has finished, its record is in {record.path}")
+            raise RunError(f"{file.read_text()}; the run itself has finished, and its record is in {record.path}")

@@ -205,7 +205,7 @@ class Checkpointer:
             return
         if still and self._released == MOST_RELEASES:
             waiting = ", ".join(node_name(address) for address, note in now.items() if note["state"] != STOPPED)
-            self.why_not = f"{waiting} did not come to a point at which it can stop"
+            self.why_not = f"{waiting} did not reach a point where a program can stop"
             self._say(f"no checkpoints are taken, because {self.why_not}")
             self._over = True
             self._give_up()
@@ -289,7 +289,7 @@ class Checkpointer:
 
     def _fail(self, why: str) -> None:
         self.why_not = why
-        self._say(f"no checkpoint was written, and the one before is kept: {why}")
+        self._say(f"no checkpoint was written, and the previous checkpoint is kept: {why}")
         self._give_up()
 
     def _say(self, text: str) -> None:
@@ -325,16 +325,20 @@ def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int, 
     manifest, where = checkpoint.manifest, checkpoint.folder
     if manifest.version != __version__:
         raise ConfigurationError(
-            f"{where} was written by flockstep {manifest.version}, this is {__version__}; resume with that version"
+            f"{where} was written by flockstep {manifest.version}, but this is flockstep {__version__}; resume with "
+            f"flockstep {manifest.version}"
         )
     if manifest.strategy != str(strategy):
         raise ConfigurationError(
-            f"{where} is of {manifest.strategy}, the run's config.toml says {strategy}; restore config.toml"
+            f"{where} was written by a run of {manifest.strategy}, but the run's config.toml names {strategy}; "
+            "restore config.toml"
         )
     if manifest.workers != workers:
         raise ConfigurationError(
-            f"{where} holds the state of {manifest.workers} workers, got {workers}; resume with {manifest.workers}, "
-            "or begin another run"
+            f"{where} holds the state of {manifest.workers} workers, got {workers}; resume with {manifest.workers} "
+            "workers, or start another run"
         )
     if manifest.config != config:
-        raise ConfigurationError(f"config.toml was changed since {where} was written; restore it, or begin another run")
+        raise ConfigurationError(
+            f"config.toml was changed after {where} was written; restore config.toml, or start another run"
+        )

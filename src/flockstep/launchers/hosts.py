@@ -252,7 +252,7 @@ class RemoteHosts(OtherHosts):
         self._say = say
         self._own = own
         self._turned_away = ""
-        """Which connection was turned away last, and why."""
+        """The connection that was refused last, with the reason."""
         self._listener = meeting.listen()
         self._strangers: deque[tuple[float, HostChannel]] = deque()
         self._hosts: dict[int, Host] = {}
@@ -367,7 +367,7 @@ class RemoteHosts(OtherHosts):
                     self._turn_away(*self._strangers[0])
 
     def _say_turned_away(self, peer: str, reason: str) -> None:
-        self._turned_away = f" (turned away {peer}: {reason})"
+        self._turned_away = f" (refused {peer}: {reason})"
         self._say(self._turned_away.strip()[1:-1])
 
     def _turn_away(self, begun: float, channel: HostChannel, reason: str = "") -> None:

@@ -259,8 +259,8 @@ def _require_alike(partitions: Sequence[PartitionFacts]) -> None:
     sizes = [one.rows for one in partitions]
     if max(sizes) > UNEVEN * min(sizes):
         on_stderr(
-            f"partitions have {min(sizes)} to {max(sizes)} rows, and every worker takes equally many batches, so the "
-            "rows of small partitions are used more often; repartition() makes partitions equal in size"
+            f"partitions have {min(sizes)} to {max(sizes)} rows, and every worker takes the same number of batches, "
+            "so the rows of small partitions are used more often; repartition() makes partitions equal in size"
         )
 
 

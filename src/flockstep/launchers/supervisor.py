@@ -207,7 +207,7 @@ class Supervisor:
             why = self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
             self._hosts.close(str(why), why.exit_code)
         if self._hosts.rejected:
-            many = f"{self._hosts.rejected} connections to the coordinator's port were turned away"
+            many = f"{self._hosts.rejected} connections to the coordinator's port were rejected"
             self.outcome.warnings.append(many)
         self._clean_up()
         return self.outcome
@@ -222,8 +222,8 @@ class Supervisor:
         missing = f"; no checkpoint was taken at the end, because {why}" if why else ""
         if kept is None:
             return missing
-        where = f"; flockstep resume {self._record} goes on from step {min(kept.steps.values())}"
-        return f"{missing}{where}, of the checkpoint before" if why else where
+        where = f"; flockstep resume {self._record} continues from step {min(kept.steps.values())}"
+        return f"{missing}{where}, the step of the previous checkpoint" if why else where
 
     def _why_no_checkpoint(self, checkpoints: Checkpointer) -> str:
         """Take a checkpoint, because a signal ends the run; return why there is none, and nothing if there is one."""
@@ -604,7 +604,10 @@ class Supervisor:
     def _condemn(self, by: Address, worker: Address, reason: str) -> None:
         """Put a worker in quarantine, as a server or the worker itself asks."""
         if worker < 0 or 0 <= by != worker:
-            raise ProtocolError(f"{node_name(by)} asks to put {node_name(worker)} in quarantine, which it may not")
+            raise ProtocolError(
+                f"{node_name(by)} asks to put {node_name(worker)} in quarantine, but only a server or the worker "
+                "itself may do that"
+            )
         self._condemned[worker] = reason
 
     def _begin(self, link: ProcessLink, went: float) -> None:

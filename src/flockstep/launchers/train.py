@@ -108,16 +108,17 @@ def resume(folder: Path, show: Show = lambda standings, steps: None) -> Summary:
     config = record.read_config()
     if config.kind != "train":
         raise ConfigurationError(
-            f"{folder} holds a run of flockstep {config.kind}, which cannot be resumed; repeat it: {config.command}"
+            f"{folder} holds a run of flockstep {config.kind}, which cannot be resumed; repeat the run: "
+            f"{config.command}"
         )
     if not record.unfinished:
-        raise ConfigurationError(f"{folder} holds a run that has ended; begin another one in another folder")
+        raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
     checkpoint = newest(record.path)
     engine, plan, again = prepare(config)
     require_resumable(checkpoint, plan.strategy, config.workers, config.digest)
     if (was := config.versions.get(JOB_FILE)) != again.versions.get(JOB_FILE):
         raise ConfigurationError(
-            f"{config.job} has changed since the run began (its hash was {was}); restore that file"
+            f"{config.job} has changed since the run began (its hash was {was}); restore this file"
         )
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan

@@ -352,12 +352,13 @@ def _link(
         found = _both(runs, free)
         if found is not None:
             notes.append(
-                "latency and bandwidth were told apart by the different numbers of bytes and messages in the records"
+                "latency and bandwidth were determined separately, from the different numbers of bytes and messages "
+                "in the records"
             )
             return found
         latency = 0.0
         notes.append(
-            "these records do not allow latency and bandwidth to be told apart: latency is set to 0, and the "
+            "latency and bandwidth cannot be determined separately from these records: latency is set to 0, and the "
             "bandwidth is an effective bandwidth, correct for messages of these sizes; add the record of a strategy "
             "with other message sizes, or give --latency"
         )

@@ -92,7 +92,9 @@ class Checkpoint:
         """
         shard = next((shard for shard in self.manifest.shards if shard.node == node), None)
         if shard is None:
-            raise ConfigurationError(f"{self.folder} holds no state of {node_name(node)}; {_way_out(self.folder)}")
+            raise ConfigurationError(
+                f"{self.folder} does not hold the state of {node_name(node)}; {_way_out(self.folder)}"
+            )
         try:
             return read_arrays(self.folder / shard.file, shard.sha256)
         except ConfigurationError as error:
@@ -187,8 +189,8 @@ def read_manifest(folder: Path) -> Manifest:
         seen = msgspec.json.decode(data, type=_Version)
         if seen.format != FORMAT:
             raise ConfigurationError(
-                f"{folder} has format {seen.format} and was written by flockstep {seen.version}, this one reads format "
-                f"{FORMAT}; resume with flockstep {seen.version}"
+                f"{folder} has format {seen.format} and was written by flockstep {seen.version}, but this version "
+                f"reads format {FORMAT}; resume with flockstep {seen.version}"
             )
         manifest = msgspec.json.decode(data, type=Manifest)
     except OSError as error:
@@ -264,7 +266,7 @@ def _plain(name: str) -> bool:
 
 
 def _way_out(folder: Path) -> str:
-    return f"delete {folder} to resume from the checkpoint before it"
+    return f"delete {folder} to resume from the previous checkpoint"
 
 
 def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:

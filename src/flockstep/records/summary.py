@@ -300,14 +300,14 @@ def _apart(workers: Sequence[WorkerTotals], agree: bool | None) -> str | None:
     taken = f"{steps} step{'s' * (steps > 1)}"
     if len(silent) == len(workers):
         return (
-            f"No worker sent or received a message in {taken}: the workers trained apart, and the result is not "
+            f"No worker sent or received a message in {taken}: each worker trained by itself, so the result is not "
             "that of the strategy; train longer (--epochs, --steps), or let the strategy exchange more often."
         )
     ranks = ", ".join(str(one.rank) for one in silent)
     many = len(silent) > 1
     return (
-        f"Worker{'s' * many} {ranks} sent and received no message in {taken}, and so trained apart from the others; "
-        "train longer (--epochs, --steps), or let the strategy exchange more often."
+        f"Worker{'s' * many} {ranks} sent and received no message in {taken}, and therefore trained independently of "
+        "the other workers; train longer (--epochs, --steps), or let the strategy exchange more often."
     )
 
 

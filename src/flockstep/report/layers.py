@@ -41,11 +41,12 @@ CAPTION = (
 
 
 EXPLAINED = (
-    "multiply-adds: of the forward pass of one sample; work W and depth D: number of all operations, and the longest "
-    "chain of dependent operations; W/D: mean number of operations that can run at the same time; activations: size "
-    "for the whole batch; data parallel and split: bytes that a worker sends per step if the data, or this layer, "
-    "are split over the workers; cheaper: the way that sends fewer bytes (colored if the layer is split), and in the "
-    "last row the bytes if every layer is divided in its cheaper way."
+    "multiply-adds: in the forward pass of one sample; work W: number of all operations; depth D: number of "
+    "operations in the longest chain of dependent operations; W/D: mean number of operations that can run at the "
+    "same time; activations: size for the whole batch; data parallel and split: bytes that a worker sends per step "
+    "if the data are split over the workers, or if this layer is split; cheaper: the alternative that sends fewer "
+    "bytes (colored if the layer is split), and in the last row the bytes if the cheaper alternative is used for "
+    "every layer."
 )
 
 

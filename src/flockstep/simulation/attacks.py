@@ -109,7 +109,7 @@ class LittleIsEnough(WrongGradient):
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.z):
-            raise ConfigurationError(f"z must be finite, got {self.z}; 1.5 is the paper's")
+            raise ConfigurationError(f"z must be finite, got {self.z}; the paper uses 1.5")
 
     def watch(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
         key = f"{part.start}:{part.stop}"

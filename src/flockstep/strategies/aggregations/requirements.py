@@ -15,11 +15,12 @@ def check_slices(aggregation: Aggregation, codec: Codec, slices: int) -> None:
     """
     if slices != 1 and not aggregation.coordinatewise:
         raise CompositionError(
-            f"{aggregation} compares whole gradients, and a server of a slice would choose other workers than the "
-            "server of the next; use ps(shards=1), or aggregation=median or trimmed_mean, which work on each element"
+            f"{aggregation} compares whole gradients, but the servers of different slices would choose different "
+            "workers; use ps(shards=1), or aggregation=median or trimmed_mean, which work on each element"
         )
     if codec.sparse and aggregation.coordinatewise and not aggregation.linear:
         raise CompositionError(
-            f"{aggregation} of gradients that lack most elements is mostly 0, got codec={codec}; use a dense "
-            "codec such as half or int8, or an aggregation of whole gradients such as multi_krum"
+            f"{aggregation} would be 0 for most elements, because the codec sends only a few elements of each "
+            f"gradient, got codec={codec}; use a dense codec such as half or int8, or an aggregation of whole "
+            "gradients such as multi_krum"
         )
