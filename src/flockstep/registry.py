@@ -343,6 +343,13 @@ def alias(noun: str, name: str) -> str | None:
     return short
 
 
+def short_name(noun: str, expression: str) -> str:
+    """The alias that stands for `expression`; `expression` itself if it has no alias or is a registered name."""
+    if expression in _table(noun):
+        return expression
+    return next((name for name, text in _ALIASES.get(noun, {}).items() if text == expression), expression)
+
+
 def catalog(noun: str) -> list[str]:
     """Names of published compositions that may be used for a `noun`."""
     return list(importlib.import_module(_CATALOGS[noun]).names()) if noun in _CATALOGS else []

@@ -92,9 +92,9 @@ def test_a_strategy_that_records_no_updates_is_not_advised(file: Path, capsys: p
 
 def test_it_is_among_all_and_its_step_is_its_messages(file: Path) -> None:
     site = Site(task_of("softmax"), load_cluster("lab-1gbit"))
-    assert "relay" not in {str(one) for one in candidates((), site)}
+    assert "relay" not in {name for name, _ in candidates((), site)}
     runpy.run_path(str(file), run_name="relay_from_outside")
-    assert "relay" in {str(one) for one in candidates((), site)}
+    assert "relay" in {name for name, _ in candidates((), site)}
     seldom, often = plan(site.task, site.cluster, WORKERS, strategies=("relay(period=4)", "relay(period=1)"),
                          further=False).predictions[:2]  # fmt: skip
     if seldom.name != "relay(period=4)":

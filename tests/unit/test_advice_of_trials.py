@@ -43,7 +43,7 @@ def test_advice_from_some_of_the_trials_says_that_it_is_partial(outlook: Outlook
     assert planned is not None
     assert planned.name != ALONE
     assert whole.choice is not None
-    assert whole.sentences[0] == f"Take {whole.choice.name} on 4 workers: in trials it reached the target first."
+    assert whole.sentences[0] == f"Use {whole.choice.name} on 4 workers: in trials it reached the target first."
     some = advise(outlook, (), [tried(ALONE, 3)], names)
     said = " ".join(some.sentences)
     assert f"This advice is partial: of {len(names)} strategies only 1 was tried" in said

@@ -50,20 +50,20 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
     advice = advise(predicted, ("private",))
     assert advice.choice is not None
     assert advice.choice.samples_per_second > 8 * predicted.alone.samples_per_second
-    worth = advice.worths["gossip"]
-    assert 0.5 < worth < 1
+    speedup = advice.speedups["gossip"]
+    assert 0.5 < speedup < 1
     told = (
-        f"One worker would reach the target sooner, in {100 * worth:.0f} % of the time, but is ruled out: the data "
-        "are on other machines. Take gossip on 16 workers only if that is required: "
+        f"One worker is predicted to need only {100 * speedup:.0f} % of the time, but is ruled out: the data are on "
+        "other machines. With this requirement, use gossip on 16 workers: it processes 11 times as many samples per "
     )
     assert advice.sentences[0].startswith(told)
-    assert advice.sentences[0].endswith(f"so that it advances {100 * worth:.0f} % as quickly as one worker.")
+    assert advice.sentences[0].endswith("but needs 13 times as many samples for the same accuracy.")
     quick = plan(TASK, cluster("100gbit"), strategies=("all_reduce",), further=False)
     for requirements in ((), ("private",)):
         fast = advise(quick, requirements)
-        assert fast.worths["all_reduce"] > 2
+        assert fast.speedups["all_reduce"] > 2
         assert fast.sentences[0].startswith(
-            "Take all_reduce on 8 workers: it is predicted to advance 2.7 times as quickly"
+            "Use all_reduce on 8 workers. It is predicted to train 2.7 times as fast as one worker: it processes "
         )
 
 
@@ -114,20 +114,20 @@ def test_how_long_the_run_takes_is_reckoned_with() -> None:
     daily = failing("2.3/day", 24.0)
     said = sentence(daily.named("gradient_coding"), daily)
     assert said.startswith(
-        "Of 16 workers 14 are expected to die in the 24.0 h that the run is assumed to take, and no new worker"
+        "In a run of 24.0 h, 14 of 16 workers are expected to fail, and no new worker can join; gradient_coding"
     )
-    assert said.endswith("gradient_coding survives the loss of 1 worker, so that 99.9 % of runs end early.")
+    assert said.endswith("gradient_coding survives the loss of 1 worker, so 99.9 % of runs end early.")
 
 
 def test_fewer_deaths_than_one_are_told_as_a_share_of_runs() -> None:
     for hours, told in (
-        (0.001, "one run in 700 loses any"),
-        (0.1, "14 % of runs lose any"),
-        (1e-10, "hardly any run loses any"),
+        (0.001, "one run in 700 loses a worker"),
+        (0.1, "14 % of runs lose a worker"),
+        (1e-10, "hardly any run loses a worker"),
     ):
         seldom = failing("2.3/day", hours)
         said = sentence(seldom.named("ps(consistency=asynchronous)"), seldom)
-        assert said.startswith(f"Of 16 workers fewer than one worker is expected to die ({told}) in the ")
+        assert f", fewer than one of 16 workers is expected to fail ({told}), and" in said
         assert "e-" not in said
 
 

@@ -21,7 +21,7 @@ from flockstep.planning.advice_text import quantity
 from flockstep.planning.check import Check, Figures, check_cells
 from flockstep.planning.criteria import DOUBT, relative_samples
 from flockstep.planning.job_profile import NOISE, JobProfile, Site, task_of
-from flockstep.planning.plan import MOST, Outlook, combines, plan
+from flockstep.planning.plan import MOST, Outlook, candidates, combines, plan
 from flockstep.planning.plan_text import (
     HEADINGS,
     TABLE_2,
@@ -100,8 +100,8 @@ def test_uneven_links_are_rehearsed_with_few_workers() -> None:
 
 
 def test_ranked_by_what_samples_are_worth(outlook: Outlook) -> None:
-    worths = [outlook.worth(one) for one in outlook.predictions]
-    assert worths == sorted(worths, reverse=True)
+    speedups = [outlook.effective_rate(one) for one in outlook.predictions]
+    assert speedups == sorted(speedups, reverse=True)
     assert {one.name for one in outlook.predictions} >= {ALONE, "all_reduce", "local_sgd(period=8)"}
     assert outlook.alone.seconds == pytest.approx(0.01, rel=0.02)
 
@@ -139,16 +139,30 @@ def test_scaling_goes_by_what_samples_are_worth() -> None:
     curves = {one.name: one for one in made.curves}
     ring, free = curves["all_reduce"], curves["ps(consistency=asynchronous)"]
     single = made.alone.samples_per_second
-    for n, rate, worth in zip(ring.workers, ring.samples_per_second, ring.worths, strict=True):
-        assert worth == pytest.approx(rate / single * (1 + NOISE) / (n + NOISE), rel=1e-6)
-    for n, rate, worth in zip(free.workers, free.samples_per_second, free.worths, strict=True):
+    for n, rate, speedup in zip(ring.workers, ring.samples_per_second, ring.speedups, strict=True):
+        assert speedup == pytest.approx(rate / single * (1 + NOISE) / (n + NOISE), rel=1e-6)
+    for n, rate, speedup in zip(free.workers, free.samples_per_second, free.speedups, strict=True):
         stable = 1 / math.sin(math.pi / (2 * (2 * (n - 1) + 1)))
-        assert worth == pytest.approx(rate / single * (1 + NOISE) / (stable + NOISE) / DOUBT, rel=0.05)
+        assert speedup == pytest.approx(rate / single * (1 + NOISE) / (stable + NOISE) / DOUBT, rel=0.05)
     assert ring.samples_per_second[-1] == max(ring.samples_per_second)
     assert (ring.pays_to, free.pays_to) == (8, 16)  # doubling them once more gives less than a tenth
     advice = advise(made)
     for one in made.curves:
-        assert dict(zip(one.workers, one.worths, strict=True))[4] == pytest.approx(advice.worths[one.name], rel=0.01)
+        assert dict(zip(one.workers, one.speedups, strict=True))[4] == pytest.approx(
+            advice.speedups[one.name], rel=0.01
+        )
+
+
+def test_a_strategy_has_the_name_under_which_it_was_written() -> None:
+    site = Site(TASK, cluster("1gbit"))
+    names = [name for name, _ in candidates((), site)]
+    assert {"asgd", "bsp", "gossip"} <= set(names)
+    assert "ps(consistency=asynchronous)" not in names
+    written = ("asgd", "ps(bsp)", "gosgd", "ps(asynchronous)")
+    assert [name for name, _ in candidates(written, site)] == ["asgd", "ps(consistency=bsp)", "gosgd"]
+    found = plan(TASK, cluster("1gbit"), strategies=("asgd",), further=False)
+    assert [one.name for one in found.predictions if one.strategy is not None] == ["asgd"]
+    assert found.named("ps(consistency=asynchronous)") is found.named("asgd")
 
 
 def test_samples_that_are_worth_little_do_not_beat_one_worker() -> None:
@@ -157,7 +171,7 @@ def test_samples_that_are_worth_little_do_not_beat_one_worker() -> None:
     (gossip,) = made.curves
     assert gossip.samples_per_second[4] > 8 * made.alone.samples_per_second
     assert gossip.beats_one_from is None
-    assert scaling_sentence(gossip) == "gossip is never worth more than one worker alone"
+    assert scaling_sentence(gossip) == "gossip is not faster than one worker with any number of workers"
 
 
 def test_crossovers_are_the_nearest_places_where_the_choice_is_overtaken(outlook: Outlook) -> None:
@@ -184,14 +198,14 @@ def test_crossovers_leave_out_what_needs_rule_out(outlook: Outlook) -> None:
         advice = advise(outlook, (wanted,))
         out = {name for name, _ in advice.excluded}
         assert not out & {name for one in advice.crossovers for name in (one.below, one.above)}
-        assert not any(f"it would be {name}" in said for said in advice.changes for name in out)
+        assert not any(f", {name} would be recommended" in said for said in advice.changes for name in out)
 
 
 def test_crossovers_are_by_the_value_that_advice_goes_by(outlook: Outlook) -> None:
     for requirements in ((), ("slow-links",)):
         slow = slower(requirements)
         for one in outlook.scalable:
-            there = one.worth(outlook.site, outlook.workers, slower=slow)
+            there = one.effective_rate(outlook.site, outlook.workers, slower=slow)
             assert there == pytest.approx(value(one.found, outlook, requirements), rel=0.03)
 
 
@@ -315,14 +329,14 @@ def test_tables_and_json_say_what_is_worth_most(capsys: pytest.CaptureFixture[st
     words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "gossip"]
     assert run([*words, "--json", "--require", "reproducible"]) == 0
     said = json.loads(capsys.readouterr().out)
-    worths = [one["worth"] for one in said["strategies"]]
-    assert worths == sorted(worths, reverse=True)
-    assert next(one["worth"] for one in said["strategies"] if one["name"] == ALONE) == 1
+    speedups = [one["speedup"] for one in said["strategies"]]
+    assert speedups == sorted(speedups, reverse=True)
+    assert next(one["speedup"] for one in said["strategies"] if one["name"] == ALONE) == 1
     assert run([*words, "--require", "reproducible"]) == 0
     text = capsys.readouterr().out
     assert "ruled out:" in text
     assert "gossip: the order of updates differs from run to run" in text
-    assert "worth" in text
+    assert "speed-up" in text
 
 
 def test_a_plan_that_names_no_cluster_is_for_this_machine_once_it_was_calibrated(
@@ -372,24 +386,27 @@ def test_words_of_a_plan(outlook: Outlook) -> None:
     one = Curve("ps", (1, 2, 4, 8), (10.0, 10.5, 11.0, 11.5), (0.9, 1.05, 1.1, 1.15), 1, 2, 8)
     assert (
         scaling_sentence(one)
-        == "ps is worth more than one worker from 2 workers on; doubling the number of workers does not pay"
+        == "ps is faster than one worker with 2 or more workers; doubling the number of workers never gives at least "
+        "10 % more speed"
     )
     few = dataclasses.replace(one, beats_one_to=4)
-    assert scaling_sentence(few).startswith("ps is worth more than one worker from 2 workers up to 4; doubling")
+    assert scaling_sentence(few).startswith("ps is faster than one worker with 2 to 4 workers; doubling")
     far = dataclasses.replace(one, pays_to=8)
-    assert scaling_sentence(far).endswith("doubling them pays as far as 8")
+    assert scaling_sentence(far).endswith(
+        "up to 8 workers, doubling the number of workers gives at least 10 % more speed"
+    )
     assert scaling([one], [("ps", "x")]) == (f"{scaling_sentence(one)} (ruled out)",)
     assert ruled_out([("a", "x"), ("b", "y"), ("c", "x")]) == ("a, c: x", "b: y")
 
 
 def test_crossovers_in_words() -> None:
     one = Crossover("bandwidth", 4.9943e10, 1.25e8, "a", "b")
-    assert quantity(one, "above") == "above 400 Gbit/s (now 1 Gbit/s)"
+    assert quantity(one, "above") == "if the slowest link had more than 400 Gbit/s (now 1 Gbit/s)"
     assert quantity(dataclasses.replace(one, quantity="straggling", value=3e-4), "above").startswith(
-        "as soon as workers"
+        "if workers were sometimes slow"
     )
     rare = dataclasses.replace(one, quantity="straggling", value=0.04)
-    assert quantity(rare, "above") == "where a worker becomes slow in more than 4 % of its steps"
+    assert quantity(rare, "above") == "if a worker became slow in more than 4 % of its steps"
 
 
 def test_errors_that_round_to_nothing_have_no_sign() -> None:
@@ -404,9 +421,11 @@ def test_errors_that_round_to_nothing_have_no_sign() -> None:
 def test_lateness_is_the_same_in_the_table_and_in_the_text() -> None:
     found = plan(TASK, cluster("10gbit"), strategies=("gossip", "all_reduce", "ensemble"), further=False)
     row = dict(zip(HEADINGS, cells(found, found.named("gossip"), 1.0), strict=True))
-    assert any(f"late by {row['late']} versions" in said for said in found.departures(found.named("gossip")))
-    assert dict(zip(TABLE_2, row_of_table_2(found, found.named("gossip")), strict=True))["late"] == row["late"]
-    assert dict(zip(HEADINGS, cells(found, found.named("ensemble"), 1.0), strict=True))["late"] == "–"
+    assert any(f"{row['staleness']} versions late" in said for said in found.departures(found.named("gossip")))
+    assert (
+        dict(zip(TABLE_2, row_of_table_2(found, found.named("gossip")), strict=True))["staleness"] == row["staleness"]
+    )
+    assert dict(zip(HEADINGS, cells(found, found.named("ensemble"), 1.0), strict=True))["staleness"] == "–"
 
 
 def test_a_plan_begins_with_its_advice_and_shows_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -416,7 +435,7 @@ def test_a_plan_begins_with_its_advice_and_shows_what_matters(capsys: pytest.Cap
     lines = short.splitlines()
     assert lines[0] == "vgg-a on 2 workers of lab-1gbit:"
     table = next(number for number, line in enumerate(lines) if line.startswith("strategy"))
-    assert lines[1].startswith(("Take ", "Train on one worker"))
+    assert lines[1].startswith(("Use ",))
     assert 1 < table < 8
     assert "--all shows everything" in short
     assert "memory" not in lines[table]

@@ -37,7 +37,7 @@ def test_curves_go_to_1024_and_have_marks_of_their_own(outlook: Outlook) -> None
     assert drawn["layout"]["xaxis"]["ticktext"][-1] == "1,024"
     *curves, alone = drawn["data"]
     assert (alone["name"], alone["y"]) == ("one worker", [1, 1])
-    assert [one["y"] for one in curves] == [one.worths for one in outlook.curves]
+    assert [one["y"] for one in curves] == [one.speedups for one in outlook.curves]
     assert len({(one["line"]["color"], one["marker"]["symbol"]) for one in curves}) == len(curves) == 4
     listed = scaling_table(outlook)
     assert [row[0] for row in listed.rows] == [one["name"] for one in curves]
@@ -106,8 +106,8 @@ def test_the_map_and_the_tables_heed_needs(outlook: Outlook) -> None:
     page = plan_page(outlook, advice)
     assert any(heading == "Ruled out" and said for heading, said in page.lists)
     rows = next(one.rows for one in page.listings if one.heading == "Predictions")
-    worths = [advice.worths[row[0]] for row in rows]
-    assert worths == sorted(worths, reverse=True)
+    speedups = [advice.speedups[row[0]] for row in rows]
+    assert speedups == sorted(speedups, reverse=True)
 
 
 def test_without_anything_that_fits_there_is_no_map() -> None:

@@ -306,7 +306,9 @@ def _outlook(
 
 
 def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
-    """The strategies by their worth; only the best that meet the needs, and one worker, unless `everything` is set."""
+    """The strategies by their predicted speed-up; unless `everything` is set, only the best that meet the
+    requirements, and one worker.
+    """
     from flockstep.planning.plan_text import HEADINGS, MEANT, RANKS, cells
     from flockstep.report.terminal import TableColumn, TextTable
 
@@ -318,7 +320,7 @@ def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
         for one, rank in zip(HEADINGS, RANKS, strict=True)
     ]
     kept = [place for place, one in enumerate(columns) if everything or one.rank <= MATTERS]
-    rows = [cells(outlook, found, advice.worths[found.name]) for found in shown]
+    rows = [cells(outlook, found, advice.speedups[found.name]) for found in shown]
     styles = {n: "bold" if one is advice.choice else "dim" for n, one in enumerate(shown)}
     styles = {n: style for n, style in styles.items() if style == "bold" or shown[n].name in out}
     return TextTable(

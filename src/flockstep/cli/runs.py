@@ -45,7 +45,7 @@ def run_one(
 ) -> None:
     """Train or simulate, and print the outcome."""
     with _names_record(folder):
-        summary = run(config, folder, f"{config.job}, {config.strategy}", overwrite, gathering)
+        summary = run(config, folder, f"{config.job}, {config.title}", overwrite, gathering)
     conclude(summary, folder, as_json, must_reach)
 
 

@@ -297,7 +297,7 @@ def carry_out_all(
     with owned(out):
         try:
             for number, run in enumerate(planned, start=1):
-                title = f"{run.config.job}, {run.config.strategy}{grid.marks(run.config)}"
+                title = f"{run.config.job}, {run.config.title}{grid.marks(run.config)}"
                 _carry_out(run, f"{number} of {len(planned)}: {title}", execute, say)
         except (Interrupted, KeyboardInterrupt):
             if any(RunFolder(run.folder).config_file.exists() for run in planned):

@@ -34,10 +34,10 @@ class PlanResult:
         return None if self.advice.choice is None else self.advice.choice.name
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain data, for JSON; strategies are sorted by their worth, the best first."""
+        """The plan as plain data, for JSON; strategies are sorted by their predicted speed-up, the best first."""
         document = self.outlook.document()
-        rows = [{**one, "worth": self.advice.worths[one["name"]]} for one in document["strategies"]]
-        rows.sort(key=lambda one: -one["worth"])
+        rows = [{**one, "speedup": self.advice.speedups[one["name"]]} for one in document["strategies"]]
+        rows.sort(key=lambda one: -one["speedup"])
         return {**document, "strategies": rows, "advice": self.advice.document()}
 
     def write(self, path: Path | str) -> Path:

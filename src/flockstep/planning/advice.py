@@ -31,11 +31,11 @@ REQUIREMENTS = {
 """Requirement that a user can name → meaning of the requirement."""
 DROPS = "drops part of each gradient without error feedback, which costs accuracy (feedback=residual avoids that)"
 """Reason for which a strategy is not advised, whatever the requirements."""
-UNCOUNTED = "records no updates, so the value of its samples is not known"
+UNCOUNTED = "records no updates, so the number of samples that the strategy needs is not known"
 """Reason for which a strategy without trials is not advised on its speed."""
 LEAVING = {
     "others": "its workers compute on samples of other workers",
-    "sent": "its messages contain training samples: the inputs of the first layer",
+    "sent": "its messages contain training samples (the inputs of the first layer)",
 }
 """Value of `Traits.samples` → how data leave their machines."""
 SLOWER = 4.0
@@ -57,15 +57,15 @@ class Advice:
     excluded: tuple[tuple[str, str], ...]
     """Strategies that the requirements rule out, each with the reason."""
     requirements: tuple[str, ...]
-    worths: dict[str, float] = field(default_factory=dict)
+    speedups: dict[str, float] = field(default_factory=dict)
     """Name of a strategy → its predicted speed relative to one worker, by which strategies are ranked."""
     crossovers: tuple[Crossover, ...] = ()
     untried: tuple[str, ...] = ()
     """Strategies that were to be tried, but of which no trial finished."""
 
     def ranked(self, outlook: Outlook) -> list[StepPrediction]:
-        """The plan's strategies, sorted by their worth, the highest first."""
-        return sorted(outlook.predictions, key=lambda one: -self.worths[one.name])
+        """The plan's strategies, sorted by their predicted speed-up, the highest first."""
+        return sorted(outlook.predictions, key=lambda one: -self.speedups[one.name])
 
     def document(self) -> dict[str, Any]:
         """The advice as plain data, for JSON."""
@@ -85,11 +85,10 @@ class Advice:
 def advise(
     outlook: Outlook, requirements: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
 ) -> Advice:
-    """Recommend the strategy with the highest worth among the strategies that meet the requirements; trials in `found`
-    take precedence.
+    """Recommend the strategy with the highest predicted speed-up among the strategies that meet the requirements.
 
-    `candidates` are the strategies that were to be tried; if some of them were not tried, the advice says that it is
-    partial.
+    Trials in `found` take precedence over predictions. `candidates` are the strategies that were to be tried; if some
+    of them were not tried, the advice says that it is partial.
 
     Raises:
         UnknownName: a requirement does not exist.
@@ -107,15 +106,15 @@ def advise(
         else:
             excluded.append((one.name, why))
     single = outlook.alone.samples_per_second
-    worths = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions}
+    speedups = {one.name: value(one, outlook, requirements) / single for one in outlook.predictions}
     if not left:
         sentences = say.nothing(outlook, excluded)
-        return Advice(None, None, sentences, (), (), tuple(excluded), requirements, worths)
-    left.sort(key=lambda one: (*_rank(tried.get(one.name)), -worths[one.name]))
+        return Advice(None, None, sentences, (), (), tuple(excluded), requirements, speedups)
+    left.sort(key=lambda one: (*_rank(tried.get(one.name)), -speedups[one.name]))
     choice = left[0]
     first = choice.name in tried and tried[choice.name].seconds is not None
     case = say.Case(
-        outlook, left, worths, [REQUIREMENTS[one] for one in requirements], dict(excluded).get(ALONE), first
+        outlook, left, speedups, [REQUIREMENTS[one] for one in requirements], dict(excluded).get(ALONE), first
     )
     passed = _passed(case, requirements) if not tried else ()
     untried = tuple(name for name in candidates if name not in tried and name not in refused)
@@ -127,7 +126,7 @@ def advise(
         say.changes(case, choice, passed, bool(tried)),
         tuple(excluded),
         requirements,
-        worths,
+        speedups,
         passed,
         untried,
     )
@@ -173,7 +172,7 @@ def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, .
         return ()
     ranked = sorted(
         (one for one in outlook.scalable if one.name in left),
-        key=lambda one: -case.worth(one.found),
+        key=lambda one: -case.speedup(one.found),
     )
     among = [one for place, one in enumerate(ranked) if place < BEST_SHOWN or one.pace is None]
     return crossovers(among, outlook.site, outlook.workers, case.left[0].name, slower(requirements))
@@ -182,7 +181,7 @@ def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, .
 def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:
     """Sentences about missing trials, and about the basis of the advice in that case."""
     said = list[str]()
-    choice, planned = case.left[0], max(case.left, key=case.worth)
+    choice, planned = case.left[0], max(case.left, key=case.speedup)
     if untried:
         were = "none was" if not tried else "only 1 was" if len(tried) == 1 else f"only {len(tried)} were"
         rest = ", ".join(map(short, untried))
@@ -222,7 +221,9 @@ def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
 
 
 def counted(found: StepPrediction) -> bool:
-    """Whether the worth of a sample is known: from recorded updates, or from the strategy's entry in the taxonomy."""
+    """Whether the number of samples that a strategy needs is known: from recorded updates, or from the strategy's
+    taxonomy entry.
+    """
     return (
         found.updates
         or found.workers == 1
@@ -253,7 +254,7 @@ def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
     if "reproducible" in requirements and not is_repeatable(cell, traits):
         return "the order of arrival decides whose gradients are dropped"
     if traits.curvature:
-        return "uses curvature: the number of steps to a target is not known"
+        return "uses curvature, so the number of steps to a target is not known"
     if "elastic" in requirements and (why := unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None

@@ -26,14 +26,14 @@ CLOSE = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """The facts from which the sentences of an advice are made: predictions, requirements, and the worth of each
-    strategy.
+    """The facts from which the sentences of an advice are made: predictions, requirements, and the predicted
+    speed-ups.
     """
 
     outlook: Outlook
     left: Sequence[StepPrediction]
     """Strategies that meet the requirements, the best first."""
-    worths: Mapping[str, float]
+    speedups: Mapping[str, float]
     """Name of a strategy → its predicted speed relative to one worker, under the requirements."""
     meanings: Sequence[str]
     """Meanings of the user's requirements, as one phrase for each."""
@@ -42,9 +42,9 @@ class Case:
     tried: bool = False
     """Whether the best remaining strategy was chosen by trials."""
 
-    def worth(self, found: StepPrediction) -> float:
+    def speedup(self, found: StepPrediction) -> float:
         """The strategy's predicted speed relative to one worker."""
-        return self.worths[found.name]
+        return self.speedups[found.name]
 
     @property
     def second(self) -> StepPrediction | None:
@@ -68,28 +68,38 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
 def recommendation(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     """Return sentences of advice to the user: which strategy to use, with which settings."""
     if choice.strategy is None:
-        rate = formatting.number(choice.samples_per_second)
-        return (f"Stay on one worker: {rate} samples a second.", *_rather(case, choice))
+        return (f"Use one worker ({_rate(choice)}).", *_rather(case, choice))
     return (_take(case, choice), *_uncompressed(case, choice))
 
 
+def _rate(found: StepPrediction) -> str:
+    return f"{formatting.number(found.samples_per_second)} samples per second"
+
+
 def _take(case: Case, choice: StepPrediction) -> str:
-    """Sentence that recommends a strategy by its worth, because samples per second alone do not show an advantage over
-    one worker.
+    """Sentence that recommends a strategy by its predicted speed-up, because samples per second alone do not show an
+    advantage over one worker.
     """
-    worth = case.worth(choice)
-    take = f"Take {short(choice.name)} on {many(choice.workers, 'worker')}"
+    name, workers = short(choice.name), many(choice.workers, "worker")
     more = as_much(choice.samples_per_second / case.outlook.alone.samples_per_second)
-    more = f"{more} as one worker"
-    rate = f"{formatting.number(choice.samples_per_second)} samples a second"
+    pace = f"it processes {more} samples per second as one worker ({formatting.number(choice.samples_per_second)})"
     if case.tried:
-        return f"{take}: in trials it reached the target first."
-    if case.alone is None or worth >= 1:
-        return f"{take}: it is predicted to advance {as_much(worth, 'quickly')} as one worker ({rate}, {more})."
+        return f"Use {name} on {workers}: in trials it reached the target first."
+    if case.alone is None or case.speedup(choice) >= 1:
+        return (
+            f"Use {name} on {workers}. It is predicted to train {as_much(case.speedup(choice), 'fast')} as one worker: "
+            f"{pace} and needs {_needs(case.outlook, choice)}."
+        )
     return (
-        f"One worker would reach the target sooner, in {formatting.share(worth)} of the time, but is ruled out: "
-        f"{case.alone}. {take} only if that is required: {rate} are {more}, but {_dear(case, choice)}."
+        f"One worker is predicted to need only {formatting.share(case.speedup(choice))} of the time, but is ruled out: "
+        f"{case.alone}. With this requirement, use {name} on {workers}: {pace}, but needs "
+        f"{_needs(case.outlook, choice)}."
     )
+
+
+def _needs(outlook: Outlook, found: StepPrediction) -> str:
+    """Text of the number of samples that a strategy needs, relative to one worker."""
+    return f"{as_much(outlook.relative_samples(found))} samples for the same accuracy"
 
 
 def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
@@ -102,39 +112,35 @@ def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     best = max(others, key=lambda one: one.samples_per_second)
     ratio = best.samples_per_second / choice.samples_per_second
     said = (
-        f"{many(best.workers, 'worker')} of {case.outlook.site.cluster.name} process at most "
-        f"{formatting.number(best.samples_per_second)} samples a second, with {short(best.name)}, or {as_much(ratio)}"
+        f"On {many(best.workers, 'worker')} of {case.outlook.site.cluster.name}, {short(best.name)} processes the most "
+        f"samples per second, {formatting.number(best.samples_per_second)} ({as_much(ratio)} as one worker)"
     )
-    if ratio < 1 or case.worth(best) >= case.worth(choice):
+    if ratio < 1 or case.speedup(best) >= case.speedup(choice):
         return (f"{said}.",)
     return (f"{said}, but {_dear(case, best)}.",)
 
 
 def _dear(case: Case, found: StepPrediction) -> str:
-    relative_samples = formatting.number(case.outlook.relative_samples(found))
     return (
-        f"{relative_samples} of its samples are predicted to do the work of one sample of plain training, so that it "
-        f"advances {as_much(case.worth(found), 'quickly')} as one worker"
+        f"needs {_needs(case.outlook, found)}, so it is predicted to train {as_much(case.speedup(found), 'fast')} as "
+        "one worker"
     )
 
 
 def _uncompressed(case: Case, choice: StepPrediction) -> tuple[str, ...]:
-    """Sentence on why no compression is recommended, if a strategy with compression would be worth less."""
+    """Sentence on why no compression is recommended, if a strategy with compression would be slower."""
     compressed = [one for one in case.left if approximates(one) and not drops(one)]
     if approximates(choice) or not compressed:
         return ()
-    best = max(compressed, key=case.worth)
-    if case.worth(best) >= case.worth(choice):
+    best = max(compressed, key=case.speedup)
+    if case.speedup(best) >= case.speedup(choice):
         return ()
     ratio = best.samples_per_second / choice.samples_per_second
+    slower = as_much(case.speedup(best) / case.speedup(choice), "fast")
+    said = f"Do not compress: {short(best.name)}, the best strategy with compression,"
     if ratio <= 1.005:
-        slower = as_much(case.worth(best) / case.worth(choice), "quickly")
-        return (f"Do not compress: the best strategy with compression, {short(best.name)}, would advance {slower}.",)
-    said = (
-        f"Compression would process {as_much(ratio)} samples, with {short(best.name)}, but {_dear(case, best)}, "
-        f"and {short(choice.name)} {as_much(case.worth(choice), 'quickly')}."
-    )
-    return (said,)
+        return (f"{said} is predicted to train {slower} as {short(choice.name)}.",)
+    return (f"{said} processes {as_much(ratio)} samples per second as {short(choice.name)}, but {_dear(case, best)}.",)
 
 
 def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
@@ -145,8 +151,8 @@ def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     if bandwidth < float("inf"):
         takes = outlook.task.nbytes / bandwidth
         said.append(
-            f"The model has {formatting.size(outlook.task.nbytes)}, which take the slowest link "
-            f"{formatting.seconds(takes + latency)}; a gradient takes "
+            f"Sending the model ({formatting.size(outlook.task.nbytes)}) over the slowest link takes "
+            f"{formatting.seconds(takes + latency)}; computing a gradient takes "
             f"{formatting.seconds(outlook.alone.seconds)} on the fastest worker."
         )
     if choice.strategy is not None:
@@ -154,18 +160,12 @@ def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
     departs = outlook.departures(choice)
     if departs:
         said.append(
-            f"It departs from plain training: {', '.join(departs)}. "
-            f"{formatting.number(outlook.relative_samples(choice))} "
-            "of its "
-            "samples are predicted to do the work of one sample of plain training, so that it advances "
-            f"{as_much(case.worth(choice), 'quickly')} as one worker."
+            f"{short(choice.name)} differs from training on one worker: {'; '.join(departs)}. It therefore needs "
+            f"{_needs(outlook, choice)} as one worker."
         )
     if case.second is not None:
-        said.append(
-            f"The runner-up is {short(case.second.name)}, with {formatting.number(case.second.samples_per_second)} "
-            f"samples a second; {formatting.number(outlook.relative_samples(case.second))} of its samples do the work "
-            "of one sample of plain training."
-        )
+        needs = f" and needs {_needs(outlook, case.second)} as one worker" if case.second.strategy is not None else ""
+        said.append(f"The second-best choice is {short(case.second.name)}: it processes {_rate(case.second)}{needs}.")
     said += [f"Taken into account: {one}." for one in case.meanings]
     if choice.strategy is not None and outlook.site.cluster.failures:
         said.append(worker_losses.sentence(choice, outlook))
@@ -175,11 +175,11 @@ def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
 
 
 def _step(choice: StepPrediction) -> str:
+    source = "from a rehearsal" if choice.source == "rehearsal" else "extrapolated from rehearsals with fewer workers"
     return (
-        f"A step takes {formatting.seconds(choice.seconds)}, of which a worker spends "
-        f"{formatting.share(choice.utilization)} computing; "
-        f"it sends {formatting.size(choice.sent_bytes)} "
-        f"({'rehearsed' if choice.source == 'rehearsal' else 'extrapolated'})."
+        f"A step of {short(choice.name)} takes {formatting.seconds(choice.seconds)}; a worker computes for "
+        f"{formatting.share(choice.utilization)} of this time and sends {formatting.size(choice.sent_bytes)} "
+        f"({source})."
     )
 
 
@@ -191,8 +191,8 @@ def _graded(outlook: Outlook, choice: StepPrediction) -> str:
     parts.append(many(row.hyper_parameters, "additional hyper-parameter") if row.hyper_parameters else _NO_MORE)
     if row.exposure is not None:
         parts.append(f"all workers wait for {exposed(row.exposure)} of the slowest worker's delay")
-    parts.append(f"repeating a result exactly is {row.reproducible}")
-    return f"In the terms of table 2 of Langer et al. (2020), the strategy is {row.technique}: {', '.join(parts)}."
+    parts.append(f"reproducing a result exactly is {row.reproducible}")
+    return f"By the criteria of table 2 of Langer et al. (2020), the strategy is {row.technique}: {', '.join(parts)}."
 
 
 _NO_MORE = "there are no additional hyper-parameters"
@@ -206,45 +206,46 @@ def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover],
     said = []
     for one in crossovers:
         other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")
-        said.append(f"{quantity(one, side)} it would be {short(other)}")
+        said.append(f"{quantity(one, side)}, {short(other)} would be recommended")
     second = case.second
     if second is None:
         return tuple(said)
     ratio = second.samples_per_second / choice.samples_per_second
     if case.outlook.relative_samples(second) > case.outlook.relative_samples(choice) and ratio > 1.005:
         said.append(
-            f"if staleness, approximation and separate models cost this job nothing, {short(second.name)} would "
-            f"be better: "
-            f"it processes {as_much(ratio)} samples"
+            f"if staleness, approximation and separate models did not slow down the progress of this job, "
+            f"{short(second.name)} would be recommended, because it processes {as_much(ratio)} samples per second"
         )
-    elif 0 < case.worth(second) <= case.worth(choice):
-        said.append(
-            f"{short(second.name)} would be advised if it were {_faster(case.worth(choice) / case.worth(second))}"
-        )
+    elif 0 < case.speedup(second) <= case.speedup(choice):
+        said.append(_faster(short(second.name), case.speedup(choice) / case.speedup(second)))
     return (*said, *(() if tried else _measured(case.outlook, choice, second)))
 
 
-def _faster(ratio: float) -> str:
+def _faster(name: str, ratio: float) -> str:
     if ratio < 1.001:
-        return "less than 0.1 % faster: both are practically equal"
-    return f"{formatting.share(ratio - 1)} faster" if ratio < CLOSE else f"{formatting.number(ratio, 2)} times as fast"
+        return f"{name} is predicted to be less than 0.1 % slower, so both are practically equal"
+    much = f"{formatting.share(ratio - 1)} faster" if ratio < CLOSE else f"{formatting.number(ratio, 2)} times as fast"
+    return f"if {name} were {much}, it would be recommended"
 
 
 def _measured(outlook: Outlook, choice: StepPrediction, second: StepPrediction) -> tuple[str, ...]:
     """The options that try choice and runner-up with real gradients and this plan's times, if there is a job."""
     if outlook.task.job is None:
         return ()
-    named = [shlex.quote(short(one.name)) for one in (choice, second) if one.strategy is not None]
-    options = " ".join(f"-s {one}" for one in named)
-    return (f"the measured time to target of both strategies: repeat the command with --simulate {options}",)
+    tried = (choice, second)
+    options = " ".join(f"-s {shlex.quote(short(one.name))}" for one in tried if one.strategy is not None)
+    names = " and ".join(short(one.name) for one in tried)
+    return (f"to measure the time to target of {names}, repeat the command with --simulate {options}",)
 
 
 def quantity(one: Crossover, side: str) -> str:
-    """Text that a crossover's quantity is above or below its value."""
+    """Text of the condition that a crossover's quantity is above or below its value."""
+    less = "more" if side == "above" else "less"
     if one.quantity == "bandwidth":
-        return f"{side} {speed(one.value)} (now {speed(one.here)})"
+        return f"if the slowest link had {less} than {speed(one.value)} (now {speed(one.here)})"
     if one.quantity == "parameters":
-        return f"{side} {amount(one.value)} parameters (now {amount(one.here)})"
+        fewer = "more" if side == "above" else "fewer"
+        return f"if the model had {fewer} than {amount(one.value)} parameters (now {amount(one.here)})"
     if one.value < FEW:
-        return "as soon as workers are sometimes slow (in fewer than 0.1 % of steps)"
-    return f"where a worker becomes slow in more than {formatting.share(one.value)} of its steps"
+        return "if workers were sometimes slow, even in fewer than 0.1 % of steps"
+    return f"if a worker became slow in more than {formatting.share(one.value)} of its steps"

@@ -129,7 +129,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
             _all_samples(config, task, found.seconds),
         )
         source, where, notes = found.source, cluster.name, (*_unlike(config, site), *_elsewhere(hosts, site.cluster))
-    return Check(task.name, config.strategy, config.workers, where, source, predicted, measured, notes)
+    return Check(task.name, config.title, config.workers, where, source, predicted, measured, notes)
 
 
 def _all_samples(config: RunConfig, task: JobProfile, seconds: float) -> float | None:
@@ -210,7 +210,7 @@ def _by_record(record: RunFolder) -> Check | None:
     measured = measure(record.read_events(), config.workers)
     predicted = _in_virtual_time(strategy, task, config)
     where = f"{config.network or 'ideal'}, {config.compute}"
-    return Check(task.name, config.strategy, config.workers, where, "rehearsal", predicted, measured)
+    return Check(task.name, config.title, config.workers, where, "rehearsal", predicted, measured)
 
 
 def measure(events: Sequence[Event], workers: int, where: str = "the record") -> Figures:

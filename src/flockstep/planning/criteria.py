@@ -37,10 +37,10 @@ HALF = 4.0
 USUAL = 0.9
 """Assumed momentum of optimizers that have momentum under another name."""
 NEVER = 1e6
-"""Largest number of steps, or of versions of staleness, with which worth is computed."""
+"""Largest number of steps, or of versions of staleness, that enters a prediction."""
 DOUBT = 1.1
-"""Factor on the number of samples that a strategy needs, for each doubt about the model by which its worth is
-predicted.
+"""Factor on the number of samples that a strategy needs, for each doubt about the model that
+predicts this number.
 """
 DROPPING = 0.01
 """Share of an array's energy above which the part that a codec omits counts as dropped."""
@@ -134,26 +134,30 @@ def count(part: Component) -> int:
 
 
 def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
-    """The ways in which a strategy differs from plain training on one worker, each of which may make its samples worth
-    less.
+    """The ways in which a strategy differs from training on one worker; each may increase the number of samples that
+    the strategy needs.
     """
     if found.strategy is None:
         return ()
     cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
-    said = [f"{found.workers} times the batch" if is_synchronous(cell, traits) else f"{found.workers} workers at once"]
+    said = [
+        f"the batch is {found.workers} times as large"
+        if is_synchronous(cell, traits)
+        else f"{found.workers} workers train at the same time"
+    ]
     if approximates(found):
         said.append("messages are approximations")
         if drops(found):
             said.append("the part of a gradient that a message leaves out is lost, because there is no error feedback")
     if not is_synchronous(cell, traits):
-        said.append(f"updates are late by {number(lateness(found, site), 2)} versions on average")
+        said.append(f"updates are {number(lateness(found, site), 2)} versions late on average")
     if not is_central(cell):
         said.append(f"workers have separate models, which synchronize every {number(horizon(found, site), 2)} steps")
     return tuple(said)
 
 
 def relative_samples(found: StepPrediction, site: Site) -> float:
-    """Number of samples of a strategy that do the work of one sample of plain training on one worker.
+    """Factor by which a strategy needs more samples than training on one worker for the same accuracy.
 
     To a target, plain training takes S (1 + r) steps: S of them for any batch size, and r S because of gradient noise,
     which a batch n times as large reduces n times (McCandlish et al. 2018, equation 2.7; r is `JobProfile.noise`, and S
@@ -293,6 +297,6 @@ def lost(codec: Codec) -> float:
     return float(((decoded - array) ** 2).sum() / (array**2).sum())
 
 
-def worth(samples_per_second: float, needed: float) -> float:
-    """Samples per second, in samples of plain training, by which strategies are compared."""
-    return samples_per_second / needed
+def effective_rate(samples_per_second: float, relative: float) -> float:
+    """Samples per second divided by `relative_samples`, by which strategies are compared."""
+    return samples_per_second / relative

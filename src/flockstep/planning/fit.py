@@ -178,7 +178,7 @@ def fit_records(
                 f"all records must have the same hosts, got {first.hosts} and {run.hosts}; fit each record separately"
             )
     notes = [f"fitted by flockstep calibrate to {len(runs)} record(s) of {first.config.job}"]
-    notes += [f"{one.config.strategy}: {one.seconds:.4g} s a step" for one in runs]
+    notes += [f"{one.config.title}: {one.seconds:.4g} s per step" for one in runs]
     groups, law, why = _machines(runs)
     notes.append(f"compute is {why}")
     wires: tuple[ClusterLink, ...] = ()

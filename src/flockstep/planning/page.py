@@ -20,8 +20,8 @@ from flockstep.planning.plan_text import (
     ruled_out,
     scaling,
     short,
+    speedup_of,
     unplanned,
-    worth_of,
 )
 from flockstep.planning.scaling import ScalablePrediction, best
 from flockstep.planning.step_prediction import faster
@@ -50,7 +50,7 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
     """The page: advice, figures, and tables with all values that the figures show."""
     ranked = advice.ranked(outlook)
     marked = {place: "chosen" for place, one in enumerate(ranked) if one is advice.choice}
-    rows = [cells(outlook, one, advice.worths[one.name]) for one in ranked]
+    rows = [cells(outlook, one, advice.speedups[one.name]) for one in ranked]
     listings = [
         *further,
         Listing("Predictions", PREDICTED, HEADINGS, rows, marked),
@@ -85,43 +85,44 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _DASHES = ("solid", "dot", "dashdot")
 PREDICTED = (
-    "Worth: predicted speed relative to one worker, that is samples per second divided by the number of samples that "
-    "do the work of one sample of plain training. Strategies are ordered by worth, including strategies that are "
-    "ruled out. The other columns: samples per second of all workers; seconds between two gradients of a worker; "
-    "share of this time spent computing; bytes sent per step by a worker, and through the busiest server; staleness "
-    "in versions, mean and maximum; memory on a worker; whether the rehearsal had all workers or fewer. The green "
-    "row is the recommendation."
+    "Speed-up: predicted speed relative to one worker. It is the ratio of the samples per second, divided by the "
+    "factor by which the strategy needs more samples than one worker for the same accuracy. Strategies are sorted by "
+    "speed-up, including strategies that are ruled out. The other columns: samples per second of all workers "
+    "together; time between two gradients of a worker; share of this time spent computing; bytes sent per step by a "
+    "worker, and through the busiest server; staleness in versions, mean and maximum; memory on a worker; whether the "
+    "figures come from a rehearsal with all workers or from an extrapolation. The recommended strategy has the green "
+    "row. "
 )
 GRADED = (
     "The columns of table 2 of Langer et al. (2020), computed for this job: whether the data of the workers must be "
     "similar; whether the best learning rate is higher or lower than that of one worker; staleness in versions; "
-    "number of hyper-parameters that the strategy adds; share of the slowest worker's delay that delays all workers "
-    "(over 100 %: the delay affects later steps); whether the other workers continue after one worker is lost; how "
-    "hard it is to reproduce a result exactly; and how the strategy departs from plain training."
+    "number of hyper-parameters that the strategy adds; share of the slowest worker's delay by which all workers are "
+    "delayed (over 100 %: the delay also affects later steps); number of worker deaths that the strategy survives; how "
+    "hard it is to reproduce a result exactly; and number of differences from training on one worker."
 )
 SCALING = (
-    "Worth over the number of workers. Worth is the predicted speed relative to one worker, from rehearsals with "
-    "constant gradient times plus the delay caused by the slowest worker. The thick dashed line is one worker alone."
+    "Speed-up over the number of workers: predicted speed relative to one worker, from rehearsals with constant "
+    "gradient times plus the delay caused by the slowest worker. The thick dashed line is one worker alone."
 )
 MAP = (
-    "The strategy with the highest worth among the strategies that meet the requirements and fit in memory, over "
-    "bandwidth and number of parameters, if a gradient always takes the same number of operations. The legend "
-    "explains the letters. The cross marks this cluster and model."
+    "The strategy with the highest predicted speed-up among the strategies that meet the requirements and fit in "
+    "memory, over bandwidth and number of parameters, if a gradient always takes the same number of operations. The "
+    "legend explains the letters. The cross marks this cluster and model."
 )
 
 
 def scaling_picture(outlook: Outlook) -> Figure:
-    """Figure of worth over the number of workers, one line for each strategy."""
+    """Figure of the speed-up over the number of workers, one line for each strategy."""
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
             "mode": "lines+markers",
             "name": safe(short(one.name)),
             "x": one.workers,
-            "y": one.worths,
+            "y": one.speedups,
             "line": {"color": COLORS[place % len(COLORS)], "dash": _DASHES[place % len(_DASHES)]},
             "marker": {"symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 8},
-            "hovertemplate": "%{x} workers: worth %{y:.3g}<extra>" + safe(short(one.name)) + "</extra>",
+            "hovertemplate": "%{x} workers: speed-up %{y:.3g}<extra>" + safe(short(one.name)) + "</extra>",
         }
         for place, one in enumerate(outlook.curves)
     ]
@@ -138,21 +139,21 @@ def scaling_picture(outlook: Outlook) -> Figure:
     )
     sizes = sorted({n for one in outlook.curves for n in one.workers})
     across = axis("workers", type="log", tickvals=sizes, ticktext=[f"{n:,}" for n in sizes])
-    worths = [max(worth, LITTLE) for one in outlook.curves for worth in one.worths]
-    up = axis("speed relative to one worker", type="log", **decades([1, *worths], number))
+    speedups = [max(speedup, LITTLE) for one in outlook.curves for speedup in one.speedups]
+    up = axis("speed relative to one worker", type="log", **decades([1, *speedups], number))
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
     return {"data": data, "layout": layout(520, xaxis=across, yaxis=up, hovermode="closest", legend=legend)}
 
 
 def scaling_table(outlook: Outlook) -> Listing:
-    """Table of worth over the number of workers, one row for each strategy."""
+    """Table of the speed-up over the number of workers, one row for each strategy."""
     sizes = sorted({n for one in outlook.curves for n in one.workers})
     rows = []
     for one in outlook.curves:
-        known = dict(zip(one.workers, one.worths, strict=True))
-        rows.append((short(one.name), *(worth_of(known.get(n)) for n in sizes)))
+        known = dict(zip(one.workers, one.speedups, strict=True))
+        rows.append((short(one.name), *(speedup_of(known.get(n)) for n in sizes)))
     headings = ("strategy", *(f"{n:,}" for n in sizes))
-    return Listing("Worth by number of workers, as a table", "Worth over workers.", headings, rows)
+    return Listing("Speed-up by number of workers, as a table", "Speed-up over workers.", headings, rows)
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _compared(outlook: Outlook, advice: Advice) -> list[ScalablePrediction]:
     """The strategies on the map: the best ones that meet the requirements, and one worker if it does."""
     out = {name for name, _ in advice.excluded}
     left = [one for one in outlook.scalable if one.name not in out]
-    left.sort(key=lambda one: -advice.worths[one.name])
+    left.sort(key=lambda one: -advice.speedups[one.name])
     return [one for one in left if one.pace is not None][:BEST_SHOWN] + [one for one in left if one.pace is None]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import Criteria, criteria, departures, relative_samples, worth
+from flockstep.planning.criteria import Criteria, criteria, departures, effective_rate, relative_samples
 from flockstep.planning.job_profile import JobProfile, Site
 from flockstep.planning.scaling import WORKERS, Curve, ScalablePrediction, curve
 from flockstep.planning.step_prediction import ALONE, Pace, StepPrediction, alone, predict_step
@@ -37,7 +37,7 @@ MOST = WORKERS[-1]
 CURVES = 6
 """Number of strategies whose scaling is reported."""
 BEST_SHOWN = 6
-"""Number of strategies on the map, which are the strategies with the highest worth."""
+"""Number of strategies on the map, which are the strategies with the highest predicted speed-up."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Outlook:
     site: Site
     workers: int
     predictions: tuple[StepPrediction, ...]
-    """Predictions sorted by the worth of their samples per second, the highest first; one worker alone is
+    """Predictions sorted by effective samples per second, the highest first; one worker alone is
     among them.
     """
     refused: tuple[tuple[str, str], ...]
@@ -65,12 +65,14 @@ class Outlook:
 
     @cached_property
     def curves(self) -> tuple[Curve, ...]:
-        """Scaling curves of the strategies with the highest worth, the best first; empty if scaling was not
-        requested.
+        """Scaling curves of the strategies with the highest predicted speed-up, the best first; empty if scaling was
+        not requested.
         """
         if not self.further:
             return ()
-        ranked = sorted(self.scalable, key=lambda one: -worth(one.found.samples_per_second, one.relative_samples))
+        ranked = sorted(
+            self.scalable, key=lambda one: -effective_rate(one.found.samples_per_second, one.relative_samples)
+        )
         many = (one for one in ranked if one.pace is not None and combines(one.found))
         found = (curve(one, self.site, self.alone.samples_per_second) for one in many)
         return tuple(itertools.islice((one for one in found if one.workers), CURVES))
@@ -92,7 +94,7 @@ class Outlook:
             ConfigurationError: the plan does not have the strategy.
         """
         for found in self.predictions:
-            if found.name == name:
+            if name in (found.name, str(found.strategy)):
                 return found
         raise ConfigurationError(
             f"{name} must be among the strategies of the plan, but is not; choose a strategy that the plan lists"
@@ -105,16 +107,18 @@ class Outlook:
         return next((one.pace for one in self.scalable if one.name == name), None)
 
     def departures(self, found: StepPrediction) -> tuple[str, ...]:
-        """The ways in which a strategy differs from plain training."""
+        """The ways in which a strategy differs from training on one worker."""
         return departures(found, self.site)
 
     def relative_samples(self, found: StepPrediction) -> float:
-        """Number of the strategy's samples that do the work of one sample of plain training."""
+        """Factor by which a strategy needs more samples than one worker for the same accuracy."""
         return relative_samples(found, self.site)
 
-    def worth(self, found: StepPrediction) -> float:
-        """Samples per second of a strategy, in samples of plain training, by which strategies are compared."""
-        return worth(found.samples_per_second, self.relative_samples(found))
+    def effective_rate(self, found: StepPrediction) -> float:
+        """Effective samples per second, by which strategies are compared: samples per second divided by
+        `relative_samples`.
+        """
+        return effective_rate(found.samples_per_second, self.relative_samples(found))
 
     def criteria(self, found: StepPrediction) -> Criteria:
         """The strategy's row of Table 2."""
@@ -168,7 +172,7 @@ def plan(
         say: called with each strategy before it is predicted.
 
     Returns:
-        The predictions, sorted by the worth of their samples per second.
+        The predictions, sorted by effective samples per second.
 
     Raises:
         ConfigurationError: the cluster or a plan cannot have that number of workers, or a strategy does not exist.
@@ -182,32 +186,39 @@ def plan(
     site.compute(count)
     found, refused = [alone(site)], list[tuple[str, str]]()
     wanted = list(candidates(strategies, site))
-    for number, strategy in enumerate(wanted):
-        say(str(strategy), number, len(wanted))
+    for number, (name, strategy) in enumerate(wanted):
+        say(name, number, len(wanted))
         try:
             _require_sense(strategy, site, count)
-            found.append(predict_step(strategy, site, count))
+            found.append(replace(predict_step(strategy, site, count), name=name))
         except ConfigurationError as error:
-            refused.append((str(strategy), str(error)))
-    found.sort(key=lambda one: -worth(one.samples_per_second, relative_samples(one, site)))
+            refused.append((name, str(error)))
+    found.sort(key=lambda one: -effective_rate(one.samples_per_second, relative_samples(one, site)))
     others = _scalable(found, site)
     steps = task.steps(count) if length is None and cluster.failures else None
     missing = left_out(site, found, count)
     return Outlook(site, count, tuple(found), tuple(refused), missing, tuple(others), further, length, steps)
 
 
-def candidates(texts: tuple[str, ...], site: Site) -> Iterator[Strategy]:
-    """The strategies to consider, each once: `texts`, or every registered strategy and some compositions.
+def candidates(texts: tuple[str, ...], site: Site) -> Iterator[tuple[str, Strategy]]:
+    """The strategies to consider, each once, with their names: `texts`, or every registered strategy and some
+    compositions.
+
+    A name is the alias or system that the user wrote, the alias of a registered strategy, or the expression.
 
     Raises:
         ConfigurationError: an expression is invalid.
     """
-    seen = set[str]()
+    seen = set[Strategy]()
     for text in texts or (*registry.names("strategy"), *COMPOSED, _fitting(site)):
         strategy = Strategy.parse(text)
-        if str(strategy) not in seen:
-            seen.add(str(strategy))
-            yield strategy
+        if strategy not in seen:
+            seen.add(strategy)
+            written = texts and registry.alias("strategy", text.strip())
+            yield (
+                text.strip() if written else str(strategy) if texts else registry.short_name("strategy", str(strategy)),
+                strategy,
+            )
 
 
 def _fitting(site: Site) -> str:
@@ -252,7 +263,10 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
     said = site.assumptions()
     if workers > site.cluster.workers:
         said.insert(0, _more(site.cluster, workers))
-    said.append("how much a sample contributes to accuracy under a strategy: samples per second do not show it")
+    said.append(
+        "the number of samples that a strategy really needs for the same accuracy: a model predicts this number, and "
+        "--simulate measures it"
+    )
     said.append(
         "the time for reading data, evaluating and starting, and the time taken by the operating system and "
         "other programs"
@@ -263,7 +277,7 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
             f"failures: about {daily} a day on all machines together; the advice includes them, but assumes that "
             "servers do not fail"
         )
-    said.append("each strategy was rehearsed for some tens or hundreds of steps, with one set of random times")
+    said.append("variation between runs: each strategy was rehearsed once, for some tens or hundreds of steps")
     return tuple(said)
 
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 from flockstep.planning.criteria import NEVER, is_synchronous, lateness
 from flockstep.planning.plan import Outlook, combines
-from flockstep.planning.scaling import Curve
+from flockstep.planning.scaling import PAYS, Curve
 from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report.formatting import NONE, number, seconds, share, size
 
 HEADINGS = (
     "strategy",
-    "worth",
+    "speed-up",
     "samples/s",
     "step",
     "computes",
     "sends",
     "server",
-    "late",
-    "at most",
+    "staleness",
+    "max",
     "memory",
     "from",
 )
@@ -28,13 +28,26 @@ HEADINGS = (
 RANKS = (0, 0, 2, 3, 4, 5, 8, 7, 9, 6, 10)
 """Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
 MEANT = {
-    "worth": "worth: predicted speed relative to one worker alone, with samples weighted by the work they do.",
+    "speed-up": (
+        "speed-up: predicted speed relative to one worker, from the samples per second and the number of samples "
+        "needed for the same accuracy."
+    ),
+    "samples/s": "samples/s: samples per second of all workers together.",
+    "step": "step: time between two gradients of a worker.",
     "computes": "computes: share of a step spent computing; the rest of the step is communication and waiting.",
     "sends": "sends: bytes that a worker sends per step.",
+    "server": "server: bytes per step through the busiest server.",
+    "staleness": "staleness: mean number of updates applied between reading the parameters and applying the gradient.",
+    "max": "max: largest staleness in the rehearsal.",
+    "memory": "memory: bytes on a worker for parameters, gradients, optimizer and strategy, without activations.",
+    "from": (
+        "from: a rehearsal, that is a short run in virtual time with all workers, or an extrapolation from rehearsals "
+        "with fewer workers."
+    ),
 }
 """Heading of a column → meaning of the column."""
 LITTLE = 1e-3
-"""Worth below which only an upper limit is shown."""
+"""Speed-up below which only an upper limit is shown."""
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?!\w)")
 """Pattern of a float in an expression."""
 _LONG = 6
@@ -95,17 +108,17 @@ def exposed(exposure: float | None) -> str:
     return "over 100 %" if exposure >= 1.005 else share(exposure)
 
 
-def worth_of(worth: float | None) -> str:
-    """Text of a strategy's worth."""
-    return f"< {LITTLE:g}" if worth is not None and worth < LITTLE else number(worth)
+def speedup_of(speedup: float | None) -> str:
+    """Text of a strategy's predicted speed-up."""
+    return f"< {LITTLE:g}" if speedup is not None and speedup < LITTLE else number(speedup)
 
 
-def cells(outlook: Outlook, found: StepPrediction, worth: float) -> tuple[str, ...]:
-    """Return a table row; `worth` is the strategy's predicted speed relative to one worker."""
+def cells(outlook: Outlook, found: StepPrediction, speedup: float) -> tuple[str, ...]:
+    """Return a table row; `speedup` is the strategy's predicted speed relative to one worker."""
     most = found.staleness_most
     return (
         short(found.name),
-        worth_of(worth),
+        speedup_of(speedup),
         number(found.samples_per_second),
         seconds(found.seconds),
         share(found.utilization),
@@ -119,16 +132,16 @@ def cells(outlook: Outlook, found: StepPrediction, worth: float) -> tuple[str, .
 
 
 def scaling_sentence(one: Curve) -> str:
-    """Sentence on the numbers of workers at which a strategy begins and stops to pay off."""
+    """Sentence on the numbers of workers with which a strategy is faster than one worker."""
     name = short(one.name)
     if one.beats_one_from is None:
-        return f"{name} is never worth more than one worker alone"
-    last = "on" if one.beats_one_to == one.workers[-1] else f"up to {one.beats_one_to:,}"
-    begins = f"{name} is worth more than one worker from {many(one.beats_one_from, 'worker')} {last}"
+        return f"{name} is not faster than one worker with any number of workers"
+    last = "or more workers" if one.beats_one_to == one.workers[-1] else f"to {many(one.beats_one_to or 1, 'worker')}"
+    begins = f"{name} is faster than one worker with {one.beats_one_from:,} {last}"
+    gain = f"at least {share(PAYS - 1)} more speed"
     if one.pays_to <= 1:
-        return f"{begins}; doubling the number of workers does not pay"
-    far = f"as far as {one.pays_to:,}" if one.pays_to == one.workers[-1] else f"up to {many(one.pays_to, 'worker')}"
-    return f"{begins}; doubling them pays {far}"
+        return f"{begins}; doubling the number of workers never gives {gain}"
+    return f"{begins}; up to {many(one.pays_to, 'worker')}, doubling the number of workers gives {gain}"
 
 
 def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -155,17 +168,17 @@ RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}
 TABLE_2 = (
     "strategy",
     "technique",
-    "alike data",
+    "similar data",
     "learning rate",
-    "late",
+    "staleness",
     "hyper-parameters",
     "waits for slowest",
     "deaths survived",
     "reproducible",
-    "departures",
+    "differences",
 )
 """Column titles of Table 2 of Langer et al. (2020): R_LBD, OptLR, COCC, CAHP, RSOI (two columns), ERB, and the number
-of departures.
+of differences from training on one worker.
 """
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import relative_samples, worth
+from flockstep.planning.criteria import effective_rate, relative_samples
 from flockstep.planning.job_profile import Site
 from flockstep.planning.step_prediction import Moved, Pace, StepPrediction, faster
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
@@ -23,7 +23,7 @@ GRAPHS = ("graph", "closed ring")
 GRAPH = 1024
 """Largest number of workers for which mixing is computed."""
 PAYS = 1.1
-"""Smallest factor on the worth by which twice the workers pay off."""
+"""Smallest factor on the speed for which doubling the number of workers counts as worthwhile."""
 SCAN = 6
 """Number of points on either side of the present value at which a change of the best strategy is searched."""
 HALVINGS = 6
@@ -69,19 +69,19 @@ class ScalablePrediction:
         except ConfigurationError:
             return None
 
-    def worth(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
+    def effective_rate(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
         """Samples per second, in samples of plain training, if all parts of a step but computing take `slower` times as
         long.
         """
         if self.pace is None:
-            return worth(self.found.samples_per_second, self.relative_samples)
+            return effective_rate(self.found.samples_per_second, self.relative_samples)
         cost = self._step(self.pace, site, workers, law)
         if cost is None or cost.samples_per_second <= 0:
             return 0.0
         rate = cost.samples_per_second
         if slower != 1:
             rate /= waiting(min(1.0, self._computing(site, workers, law) / cost.seconds), slower)
-        return worth(rate, relative_samples(self._moved(cost, site, workers), site))
+        return effective_rate(rate, relative_samples(self._moved(cost, site, workers), site))
 
     def _moved(self, cost: Moved, site: Site, workers: int) -> StepPrediction:
         """The prediction under other circumstances; with other workers, bytes and staleness are those of the pace."""
@@ -103,24 +103,24 @@ def waiting(share: float, slower: float) -> float:
 
 
 Ask = Callable[[float, ScalablePrediction], float]
-"""Function (value of the varied quantity, prediction) → worth of the strategy."""
+"""Function (value of the varied quantity, prediction) → effective samples per second of the strategy."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples per second, and worth, over numbers of workers."""
+    """Samples per second, and predicted speed-up, over numbers of workers."""
 
     name: str
     workers: tuple[int, ...]
     samples_per_second: tuple[float, ...]
-    worths: tuple[float, ...]
+    speedups: tuple[float, ...]
     """Predicted speed relative to one worker, for each number of workers."""
     pays_to: int
-    """Largest number of workers that are worth at least a tenth more than half as many workers; 1 if there is none."""
+    """Largest number of workers that train at least a tenth faster than half as many workers; 1 if there is none."""
     beats_one_from: int | None
-    """Smallest number of workers worth more than one worker alone; None if there is none."""
+    """Smallest number of workers that train faster than one worker alone; None if there is none."""
     beats_one_to: int | None
-    """Largest number of workers worth more than one worker alone; None if there is none."""
+    """Largest number of workers that train faster than one worker alone; None if there is none."""
 
     def document(self) -> dict[str, Any]:
         """The curve as plain data, for JSON."""
@@ -150,10 +150,10 @@ def curve(one: ScalablePrediction, site: Site, single: float, sizes: Sequence[in
     omitted.
     """
     rates = {workers: rate for workers in sizes if (rate := one.rate(site, workers)) > 0}
-    worths = {workers: one.worth(site, workers) / single for workers in rates}
-    pays = [many for few, many in itertools.pairwise(worths) if worths[many] >= PAYS * worths[few]]
-    beats = [workers for workers, worth in worths.items() if workers > 1 and worth > 1]
-    figures = tuple(rates), tuple(rates.values()), tuple(worths.values())
+    speedups = {workers: one.effective_rate(site, workers) / single for workers in rates}
+    pays = [many for few, many in itertools.pairwise(speedups) if speedups[many] >= PAYS * speedups[few]]
+    beats = [workers for workers, speedup in speedups.items() if workers > 1 and speedup > 1]
+    figures = tuple(rates), tuple(rates.values()), tuple(speedups.values())
     return Curve(one.name, *figures, max(pays, default=1), min(beats, default=None), max(beats, default=None))
 
 
@@ -163,23 +163,27 @@ def crossovers(
     """The nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
 
     One quantity is varied at a time, up and down from its present value; `slower` has the meaning it has in
-    `ScalablePrediction.worth`. The result is empty if the choice is not among the predictions.
+    `ScalablePrediction.effective_rate`. The result is empty if the choice is not among the predictions.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
     chosen = next((one for one in predictions if one.name == choice), None)
     if workers < 2 or chosen is None or not math.isfinite(bandwidth):
         return ()
-    here = chosen.worth(site, workers, slower=slower)
-    others = [one for one in predictions if one is not chosen and one.worth(site, workers, slower=slower) <= here]
+    here = chosen.effective_rate(site, workers, slower=slower)
+    others = [
+        one for one in predictions if one is not chosen and one.effective_rate(site, workers, slower=slower) <= here
+    ]
 
     def by_bandwidth(value: float, one: ScalablePrediction) -> float:
-        return one.worth(replace(site, cluster=faster(site.cluster, value / bandwidth)), workers, slower=slower)
+        return one.effective_rate(
+            replace(site, cluster=faster(site.cluster, value / bandwidth)), workers, slower=slower
+        )
 
     def by_size(value: float, one: ScalablePrediction) -> float:
-        return one.worth(replace(site, task=site.task.scaled(value / size)), workers, slower=slower)
+        return one.effective_rate(replace(site, task=site.task.scaled(value / size)), workers, slower=slower)
 
     def by_straggling(value: float, one: ScalablePrediction) -> float:
-        return one.worth(site, workers, _straggling(law, value), slower)
+        return one.effective_rate(site, workers, _straggling(law, value), slower)
 
     rare = [math.exp(math.log(RARE) + i * math.log(USUAL / RARE) / SCAN) for i in range(SCAN + 1)]
     found = [
@@ -204,8 +208,8 @@ def best(
     law: ComputeModel | None = None,
     slower: float = 1.0,
 ) -> str:
-    """Name of the strategy with the highest worth."""
-    return max(predictions, key=lambda one: one.worth(site, workers, law, slower)).name
+    """Name of the strategy with the most effective samples per second."""
+    return max(predictions, key=lambda one: one.effective_rate(site, workers, law, slower)).name
 
 
 def _straggling(law: ComputeModel, probability: float) -> ComputeModel:

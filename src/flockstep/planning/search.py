@@ -96,7 +96,7 @@ class SearchProgress:
 
 
 def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
-    """One worker, and the strategies with the highest worth in the plan, except the strategies in `leave`.
+    """One worker, and the strategies with the highest predicted speed-up in the plan, except the strategies in `leave`.
 
     Raises:
         ConfigurationError: `top` is below 1.
@@ -105,7 +105,7 @@ def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) 
         raise ConfigurationError(f"top must be >= 1 strategy, got {top}; 5 is usual")
     out = set(leave)
     fit = [one for one in outlook.predictions if one.strategy is not None and combines(one) and one.name not in out]
-    ranked = sorted(fit, key=lambda one: -outlook.worth(one))
+    ranked = sorted(fit, key=lambda one: -outlook.effective_rate(one))
     return (outlook.alone, *ranked[:top])
 
 

@@ -75,7 +75,7 @@ class StepPrediction:
     """Origin of the figures: a rehearsal or an extrapolation."""
     notes: tuple[str, ...] = ()
     updates: bool = True
-    """Whether the rehearsal recorded any update, by which a sample's worth is judged."""
+    """Whether the rehearsal recorded any update, without which the number of samples needed is unknown."""
 
     @property
     def lossless(self) -> bool:

@@ -68,9 +68,8 @@ def sentence(found: StepPrediction, outlook: Outlook) -> str:
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
     return (
-        f"Of {many(found.workers, 'worker')} {_lost(deaths(found, outlook))} in the "
-        f"{_lasting(length(found, outlook))} that the run is assumed to take{_why(outlook)}, and no new worker can "
-        f"join; {found.name} {ends}, so that {_of_runs(risk(found, outlook))} early."
+        f"In a run of {_lasting(length(found, outlook))}{_why(outlook)}, {_lost(deaths(found, outlook))}, and no new "
+        f"worker can join; {found.name} {ends}, so {_of_runs(risk(found, outlook))} early."
     )
 
 
@@ -79,10 +78,11 @@ def _lost(odds: Sequence[float]) -> str:
 
     A number below one is given as a share of runs.
     """
-    mean = math.fsum(count * one for count, one in enumerate(odds))
+    mean, workers = math.fsum(count * one for count, one in enumerate(odds)), many(len(odds) - 1, "worker")
     if mean >= 1:
-        return f"{formatting.number(mean, 2)} are expected to die"
-    return f"fewer than one worker is expected to die ({_of_runs(math.fsum(odds[1:]), 'loses', 'lose')} any)"
+        return f"{formatting.number(mean, 2)} of {workers} are expected to fail"
+    risk = _of_runs(math.fsum(odds[1:]), "loses", "lose")
+    return f"fewer than one of {workers} is expected to fail ({risk} a worker)"
 
 
 def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
@@ -102,7 +102,7 @@ def _why(outlook: Outlook) -> str:
     if outlook.length is not None:
         return ""
     return (
-        " (--hours says otherwise)"
+        " (assumed; --hours sets another length)"
         if outlook.steps is None
         else f" ({outlook.steps:,} steps; --hours sets another length)"
     )
