@@ -398,6 +398,44 @@ def _promised(codec: Codec) -> Iterator[tuple[str, bool]]:
     yield "one seed for all", codec.shares_seed
 
 
+def resizing() -> str:
+    """The rules by which a run goes on with another number of workers; strategies with equal rules share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name in registry.names("strategy"):
+        rows.setdefault(_resizing_of(Strategy.parse(name)), []).append(f"`{name}`")
+    return table(
+        ("strategies", "replicas", "what else is kept"), [(", ".join(names), *row) for row, names in rows.items()]
+    )
+
+
+def _resizing_of(strategy: Strategy) -> tuple[str, str]:
+    rule, served = strategy.resizing, strategy.traits.results[0] == "server"
+    if not (strategy.traits.checkpoints and strategy.traits.restarts):
+        return "refused", "has no checkpoints"
+    if rule.refused:
+        return "refused", rule.refused
+    common = "the parameters of the servers" if served else "the mean of the replicas"
+    own = "their own" if served else "their own, moved so that the mean is kept"
+    replicas = common if rule.replicas == "common" else f"remaining workers: {own}; new workers: {common}"
+    kept = [
+        "the servers' optimizer" if strategy.servers else "",
+        f"by remaining workers: {_named(rule.own)}" if rule.own else "",
+        f"from worker 0, by all: {_named(rule.common)}" if rule.common else "",
+        "" if strategy.traits.server_optimizer else _own_optimizer(strategy),
+        rule.also,
+    ]
+    return replicas, "; ".join(filter(None, kept))
+
+
+def _own_optimizer(strategy: Strategy) -> str:
+    new = "like that of worker 0" if strategy.traits.alike else "as at the start"
+    return f"each worker's optimizer (of a new worker: {new})"
+
+
+def _named(fields: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in fields)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "strategies": strategies,
     "families": families,
@@ -415,6 +453,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "own-job": example("own_job.py"),
     "home": home,
     "limits": limits,
+    "resizing": resizing,
     "slow-links": slow_links,
     "attackers": attackers,
     "events": event_fields,

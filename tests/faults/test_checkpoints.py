@@ -235,7 +235,10 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
             "was written by a run of gossip, but the run's config.toml names all_reduce; restore config.toml",
         ),
         ({"config": "0"}, "config.toml was changed after"),
-        ({"workers": 3}, "holds the state of 3 workers, got 2; resume with 3 workers, or start another run"),
+        (
+            {"workers": 3},
+            "holds the state of 3 workers, the run's config.toml says 2; restore config.toml, and resume with -n 2",
+        ),
     ]:
         disk.write_manifest(last, msgspec.structs.replace(manifest, **change))
         assert said in refused(run)

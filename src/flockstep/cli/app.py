@@ -199,12 +199,17 @@ def train(
 
 @app.command(rich_help_panel=RUN)
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")], as_json: o.Json = False
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-n", min=1, help="Number of workers from now on; by default as many as before."),
+    ] = None,
+    as_json: o.Json = False,
 ) -> None:
     """Continue a run of flockstep train that has stopped, from its newest checkpoint."""
     from flockstep.cli.runs import resume_one
 
-    resume_one(folder, as_json)
+    resume_one(folder, as_json, workers)
 
 
 @app.command(rich_help_panel=RUN)

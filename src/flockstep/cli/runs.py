@@ -49,12 +49,12 @@ def run_one(
     conclude(summary, folder, as_json, must_reach)
 
 
-def resume_one(folder: Path, as_json: bool) -> None:
+def resume_one(folder: Path, as_json: bool, workers: int | None) -> None:
     """Continue a run from its newest checkpoint, and print the outcome."""
     from flockstep.launchers.train import resume
 
     with _names_record(folder), show.standings(f"resuming {folder}") as standings:
-        summary = resume(folder, standings)
+        summary = resume(folder, standings, workers)
     conclude(summary, folder, as_json, False)
 
 

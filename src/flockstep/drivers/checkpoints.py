@@ -65,16 +65,30 @@ def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
     if not spec.checkpoint:
         return None
     folder = Path(spec.checkpoint)
+    kept = load_node(Checkpoint(folder, read_manifest(folder)), spec.address)
+    if np.shape(kept.saved.params) != params.shape:
+        raise ConfigurationError(
+            f"{folder} does not hold the state of this model; resume with the job that wrote the checkpoint"
+        )
+    return kept
+
+
+def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
+    """The state of a node in a checkpoint.
+
+    Raises:
+        ConfigurationError: the checkpoint is damaged.
+    """
+    folder = checkpoint.folder
     try:
-        kept = from_arrays(Checkpoint(folder, read_manifest(folder)).arrays(spec.address))
+        kept = from_arrays(checkpoint.arrays(address))
     except ProtocolError as error:
         raise ConfigurationError(
             f"{folder}: {error}; delete this folder to resume from the previous checkpoint"
         ) from None
-    whole = isinstance(kept, NodeCheckpoint) and isinstance(kept.saved, Saved)
-    if not isinstance(kept, NodeCheckpoint) or not whole or np.shape(kept.saved.params) != params.shape:
+    if not isinstance(kept, NodeCheckpoint) or not isinstance(kept.saved, Saved):
         raise ConfigurationError(
-            f"{folder} does not hold the state of this model; resume with the job that wrote the checkpoint"
+            f"{folder} does not hold the state of a node; delete this folder to resume from the previous checkpoint"
         )
     return kept
 
@@ -157,12 +171,16 @@ class NodeCheckpoints:
     def restore(
         self, kept: NodeCheckpoint, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]
     ) -> None:
-        """Take the node's state from a checkpoint, and run its program from there with `begin`."""
+        """Take the node's state from a checkpoint, and run its program from there with `begin`.
+
+        A state without messages is one with which the program begins, as in a run that goes on with other workers.
+        """
         runner, node = self._runner, self._runner.node
         restore(node, kept.saved, self.stepper)
         node.before = kept.before
         if isinstance(node, Worker):
             node.loss = kept.loss
+            node.steps = None if node.steps is None else node.steps - kept.before
         if self.stepper is not None:
             self.stepper.lr = kept.lr
         if self.batches is not None:
@@ -174,7 +192,10 @@ class NodeCheckpoints:
             runner.wrong_gradients.memories = kept.memories
         runner.strikes = kept.strikes
         restore_buffers(kept.buffers)
-        runner.restart_from(begin, lambda: kept.saved.settle(node))
+        if kept.saved.mailbox is None:
+            begin()
+        else:
+            runner.restart_from(begin, lambda: kept.saved.settle(node))
 
     def _at_boundary(self) -> None:
         node, self._runner.at_rest = self._runner.node, True

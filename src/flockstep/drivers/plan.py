@@ -100,6 +100,10 @@ class Plan:
         return worker
 
 
+FIRST_BATCH = -1
+"""Key, in the state of `Batches`, of the position at which blocks of data begin that have not been read."""
+
+
 class Batches:
     """The samples of a worker's gradients: batches of its own part of the data, or the samples that it asks for."""
 
@@ -108,6 +112,8 @@ class Batches:
         self._rank = rank
         self._samplers: dict[int, Sampler] = {}
         self._turns: dict[int, int] = {}
+        self._first = SamplerState(), 0
+        """Position, and number of earlier batches, at which a block begins."""
 
     def next(self, need: NeedGradient) -> Indices:
         """Indices of the samples of the requested gradient.
@@ -117,7 +123,8 @@ class Batches:
         if need.samples is not None:
             return np.arange(*need.samples, dtype=np.int64)
         block = self._rank if need.block is None else need.block
-        turn = self._turns.get(block, 0) if need.turn is None else need.turn
+        first = self._first[1]
+        turn = self._turns.get(block, first) if need.turn is None else first + need.turn
         if block not in self._samplers or turn < self._turns[block]:
             self._begin(block)
         for skipped in range(self._turns[block], turn):
@@ -133,11 +140,15 @@ class Batches:
 
     def state(self) -> dict[int, tuple[SamplerState, int]]:
         """Position in each block of data that has been read."""
-        return {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
+        read = {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
+        return {FIRST_BATCH: self._first, **read}
 
     def restore(self, state: dict[int, tuple[SamplerState, int]]) -> None:
         """Continue to draw batches at a saved position."""
+        self._first = state.get(FIRST_BATCH, self._first)
         for block, (saved, turn) in state.items():
+            if block == FIRST_BATCH:
+                continue
             self._begin(block)
             self._samplers[block].restore(saved)
             self._turns[block] = turn
@@ -145,7 +156,8 @@ class Batches:
     def _begin(self, block: int) -> None:
         plan = self._plan
         self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block)
-        self._turns[block] = 0
+        self._samplers[block].restore(self._first[0])
+        self._turns[block] = self._first[1]
 
 
 def computed(

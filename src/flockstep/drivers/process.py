@@ -119,9 +119,9 @@ def _train(
     while runner.advance(value, loss):
         need = runner.waiting
         assert isinstance(need, NeedGradient)
-        stepper.lr = plan.lr_at(worker.step)
+        stepper.lr = plan.lr_at(worker.run_step)
         indices = batches.next(need)
-        if worker.step + 1 < plan.steps and (upcoming := batches.upcoming()) is not None:
+        if worker.run_step + 1 < plan.steps and (upcoming := batches.upcoming()) is not None:
             engine.prefetch(indices)
             engine.prefetch(upcoming)
         loss = computed(engine, need, worker.params, indices, gradient, worker.rank, worker.step)

@@ -122,12 +122,47 @@ class Simulation:
                 self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.addresses, factor))
             for t, address, noticed in self._fault_injector.deaths():
                 self._queue.schedule(t, partial(self._notice if noticed else self._die, address))
-            self._queue.run()
+            self._end()
+        self.tracker.close()
+
+    def _end(self) -> None:
+        """Deliver messages until every program has ended.
+
+        Raises:
+            RunError: the programs wait for each other forever.
+        """
+        self._queue.run()
         stuck = [runner for runner in self.runners.values() if not runner.done]
         if stuck:
             waits = "; ".join(f"{node_name(r.node.address)} for {r.waiting} at step {r.node.step}" for r in stuck[:4])
             raise RunError(f"deadlock: every program waits for a message that no program will send: {waits}")
-        self.tracker.close()
+
+    def drain(self, kept: Mapping[Address, Saved], before: Mapping[Address, int]) -> dict[Address, Saved]:
+        """End programs that were stopped between two steps as at the end of a run, without a further gradient.
+
+        Nothing is evaluated or recorded. `kept`: the state of each node where its program can restart, with all
+        messages that have arrived. `before`: steps of the run before each node's program last began.
+
+        Returns:
+            The state of every node, with all messages used.
+
+        Raises:
+            RunError: the programs wait for each other forever.
+        """
+        for address, saved in kept.items():
+            runner = self.runners[address]
+            node = runner.node
+            self._restore(node, copy.deepcopy(saved))
+            runner.ended = runner.send_snapshot = runner.progress = None
+            runner.recorded, node.before = False, before[address]
+            if isinstance(node, Worker):
+                node.steps = node.step
+                self._steppers[address].lr = self.plan.lr_at(node.run_step)
+        for address in sorted(self.runners, key=lambda address: (address >= 0, abs(address))):
+            runner = self.runners[address]
+            runner.restart_from(partial(self._begin, runner), partial(kept[address].settle, runner.node))
+        self._end()
+        return self.save()
 
     def stop(self) -> None:
         """End every program at its current point, and write each node's totals."""

@@ -149,22 +149,24 @@ def run(
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
 
 
-def resume(out: Path | str) -> RunResult:
+def resume(out: Path | str, workers: int | None = None) -> RunResult:
     """Continue a run that has stopped from its newest checkpoint, as `flockstep resume` does.
 
     Args:
         out: folder of the record.
+        workers: number of workers with which the run goes on; None: as many as it had.
 
     Returns:
         The finished run.
 
     Raises:
         ConfigurationError: the folder holds no run that can go on; nothing was started.
+        CompositionError: the strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed again; the record is complete up to the failure.
     """
     from flockstep.launchers import train as real
 
-    real.resume(Path(out))
+    real.resume(Path(out), workers=workers)
     return RunResult.read(Path(out))
 
 

@@ -335,8 +335,8 @@ def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int, 
         )
     if manifest.workers != workers:
         raise ConfigurationError(
-            f"{where} holds the state of {manifest.workers} workers, got {workers}; resume with {manifest.workers} "
-            "workers, or start another run"
+            f"{where} holds the state of {manifest.workers} workers, the run's config.toml says {workers}; restore "
+            f"config.toml, and resume with -n {workers} for {workers} workers"
         )
     if manifest.config != config:
         raise ConfigurationError(

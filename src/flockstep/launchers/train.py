@@ -23,6 +23,7 @@ from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
+from flockstep.launchers.resizing import config_of, resized_run
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
@@ -94,13 +95,19 @@ def train(
     return record.read_summary()
 
 
-def resume(folder: Path, show: Show = lambda standings, steps: None) -> Summary:
+def resume(folder: Path, show: Show = lambda standings, steps: None, workers: int | None = None) -> Summary:
     """Continue the run in a folder from its newest complete checkpoint, with the same configuration.
 
-    Events that were recorded after the checkpoint are dropped. `show`: see `train`.
+    Events that were recorded after the checkpoint are dropped.
+
+    Args:
+        folder: folder of the record.
+        show: see `train`.
+        workers: number of workers with which the run goes on; None: as many as it had.
 
     Raises:
         ConfigurationError: the folder holds no run that can go on; nothing was started.
+        CompositionError: the strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed; the record is complete up to the failure.
     """
     refuse_program()
@@ -114,18 +121,29 @@ def resume(folder: Path, show: Show = lambda standings, steps: None) -> Summary:
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
     checkpoint = newest(record.path)
+    config = config_of(record, checkpoint, config)
     engine, plan, again = prepare(config)
     require_resumable(checkpoint, plan.strategy, config.workers, config.digest)
     if (was := config.versions.get(JOB_FILE)) != again.versions.get(JOB_FILE):
         raise ConfigurationError(
             f"{config.job} has changed since the run began (its hash was {was}); restore this file"
         )
+    change = None
+    if workers is not None and workers != config.workers:
+        change = resized_run(checkpoint, engine, plan, config, workers)
+        plan, config = change.plan, change.config
+        require_open_files(plan.cluster.workers + plan.cluster.servers)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan
     release()
     with record.resumed(checkpoint.manifest.seconds) as dropped:
-        text = f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
-        _train(config, record, every, policy, lambda nodes: show(nodes, steps), OtherHosts(), None, checkpoint, [text])
+        said = [f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"]
+        if change is not None:
+            checkpoint = change.write(record, checkpoint)
+            said += change.notes
+        if config != record.read_config():
+            record.write_config(config)
+        _train(config, record, every, policy, lambda nodes: show(nodes, steps), OtherHosts(), None, checkpoint, said)
     return record.read_summary()
 
 

@@ -205,6 +205,24 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def keep_config(record: Path, digest: str, text: str) -> None:
+    """Store a configuration of a run whose number of workers changes, beside the run's checkpoints.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    _write_durably(record / CHECKPOINTS / f"{digest}.toml", lambda file: file.write(text.encode()))
+
+
+def kept_config(record: Path, digest: str) -> str | None:
+    """The stored configuration with that SHA-256; None if there is none."""
+    try:
+        text = (record / CHECKPOINTS / f"{digest}.toml").read_bytes()
+    except OSError:
+        return None
+    return text.decode() if hashlib.sha256(text).hexdigest() == digest else None
+
+
 def folders(record: Path) -> list[Path]:
     """The folders of all checkpoints of a run, complete or not, oldest first; other folders are not checkpoints."""
     found = [path for path in (record / CHECKPOINTS).glob("[0-9]*") if _NUMBER.fullmatch(path.name) and path.is_dir()]

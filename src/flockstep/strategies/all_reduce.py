@@ -19,6 +19,7 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.bucketed import Bucketed, buckets
 from flockstep.strategies.encoding import codec_for, encoded
+from flockstep.strategies.resizing import Resizing
 
 SIZES = Bucketed(cap=4.0, first=1.0)
 """Sizes of the buckets in which gradients travel while they are computed."""
@@ -56,6 +57,8 @@ class AllReduce(Strategy):
     # Synchronous: a dead worker stops all workers.
     traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), clips="combined")
     taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+
+    resizing = Resizing(own=("memory",))
 
     def worker_state(self, me: Worker) -> AllReduceState:
         return AllReduceState()

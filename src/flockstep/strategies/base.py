@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
-from flockstep.arrays.schema import slices
+from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.collectives.base import Collective
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
 from flockstep.messages import Notes
 from flockstep.nodes import Cluster, Server, Worker
+from flockstep.strategies.resizing import FormerWorker, Resizing, keep
 from flockstep.strategies.traits import Clips as Clips
 from flockstep.strategies.traits import ResultPolicy as ResultPolicy
 from flockstep.strategies.traits import Traits as Traits
@@ -122,6 +124,29 @@ class Strategy(Component):
         Raises:
             ConfigurationError: the strategy cannot run on `workers` workers.
         """
+
+    @property
+    def resizing(self) -> Resizing:
+        """What the nodes keep when a run goes on with another number of workers."""
+        if self.traits.results[0] in ("best", "ensemble"):
+            return Resizing(refused="each worker trains a model of its own, and no rule gives a new worker its model")
+        return Resizing()
+
+    def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
+        """Return the replica (K,) of a worker whose program has ended, and the replica's weight in the mean of the
+        replicas.
+        """
+        return former.params, 1.0
+
+    def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
+        """Give a worker of a run whose number of workers has changed what `resizing` says.
+
+        `me` is as at the start of a run, with its new replica; `former` are the workers before the change, by rank.
+        """
+        rule = self.resizing
+        if me.rank < len(former):
+            keep(me.state, former[me.rank].state, rule.own)
+        keep(me.state, former[0].state, rule.common)
 
     def worker_state(self, me: Worker) -> Any:
         """Return the state object that a worker's program starts with."""

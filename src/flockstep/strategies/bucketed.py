@@ -13,6 +13,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import SIZED
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Bucketed(Strategy):
     # Synchronous where every step exchanges: a dead worker stops all workers.
     traits = Traits("synchronous", survives=False, results=("rank0", "mean"), clips="combined")
     taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
+
+    resizing = Resizing(also="gradients that were accumulated for an unfinished step are dropped")
 
     def worker_state(self, me: Worker) -> GradientAccumulator:
         return GradientAccumulator()

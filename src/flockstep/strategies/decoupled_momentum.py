@@ -17,6 +17,7 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass
@@ -53,6 +54,8 @@ class DecoupledMomentum(Strategy):
     @property
     def coding(self) -> Codec:
         return Dct(self.k, self.chunk)
+
+    resizing = Resizing(own=("delta",))
 
     def worker_state(self, me: Worker) -> DecoupledMomentumState:
         return DecoupledMomentumState(namespace(me.params).zeros_like(me.params))

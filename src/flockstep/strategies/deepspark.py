@@ -9,6 +9,7 @@ from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Traits
 from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass
@@ -75,6 +76,8 @@ class AdaptiveElasticAveraging(ElasticAveraging):
         """
         largest = max(self.alpha, min(0.5, 1.8 / workers)) if self.largest is None else self.largest
         return min(largest, largest_stable(lr)) if self.order == "paper" else largest
+
+    resizing = Resizing(replicas="own", own=("alpha",))
 
     def worker_state(self, me: Worker) -> DeepSparkState:
         return DeepSparkState(self.alpha)

@@ -12,6 +12,7 @@ from flockstep.nodes import Worker
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Traits
 from flockstep.strategies.elastic_averaging import ElasticAveraging
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass
@@ -43,6 +44,8 @@ class ElasticMomentum(ElasticAveraging):
 
     # The traits of easgd; needs to know the job's optimizer.
     traits = Traits("partial", survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
+
+    resizing = Resizing(replicas="own", own=("v",))
 
     def worker_state(self, me: Worker) -> Velocity:
         """Return the initial momentum buffer: zeros of shape (K,).

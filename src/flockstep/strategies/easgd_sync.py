@@ -11,6 +11,7 @@ from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass
@@ -64,6 +65,8 @@ class SynchronousElasticAveraging(Strategy):
     def rate(self, workers: int) -> float:
         """Return alpha, by default 0.9 / workers."""
         return 0.9 / workers if self.alpha is None else self.alpha
+
+    resizing = Resizing(replicas="own")
 
     def master_state(self, me: Server) -> Gathered:
         return Gathered()

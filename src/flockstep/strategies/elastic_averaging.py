@@ -11,6 +11,7 @@ from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class ElasticAveraging(Strategy):
     traits = Traits(delivery="partial", survives=True, results=("server", "mean", "rank0", "best"))
     taxonomy_entry = TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")
     servers = 1
+
+    resizing = Resizing(replicas="own")
 
     async def worker(self, me: Worker) -> None:
         while me.training:

@@ -13,6 +13,7 @@ from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import FormerWorker, Resizing
 
 COLLECTOR = 0
 """Rank of the worker that collects the sets of receivers, and at the end tells each worker which peers may still send
@@ -99,6 +100,14 @@ class Gossip(Strategy):
     # Random and one-way; workers may die.
     traits = Traits(delivery="partial", survives=True, results=("mean", "rank0", "best"))
     taxonomy_entry = TaxonomyEntry("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
+
+    resizing = Resizing(
+        replicas="own",
+        also="replicas count by their mass in the mean, and each worker then has an equal part of the whole mass",
+    )
+
+    def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
+        return former.params, former.state.mass / TOTAL_MASS
 
     def worker_state(self, me: Worker) -> GossipState:
         """Return equal masses; the units left over by the division go to the first ranks."""

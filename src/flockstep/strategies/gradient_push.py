@@ -14,6 +14,7 @@ from flockstep.expression import searched
 from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import FormerWorker, Resizing
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import Matrix, hearing, mixing
 from flockstep.topologies.one_peer_exponential import OnePeerExponentialGraph
@@ -94,6 +95,13 @@ class GradientPush(Strategy):
                 f"sgp needs workers that keep part of their own weight, got {self.topology}, in which a worker sends "
                 "all its weight away; leave out the weights of the topology, or let them sum to less than one"
             )
+
+    resizing = Resizing(
+        replicas="own", also="replicas count by their mass in the mean, and each worker then has the mass 1"
+    )
+
+    def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
+        return former.params, former.state.mass / UNIT
 
     def worker_state(self, me: Worker) -> PushSumState:
         """Return omega = 1 and a copy of the initial parameters."""

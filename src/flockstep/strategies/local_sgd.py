@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.outer_optimizers.average import Average
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
+from flockstep.strategies.resizing import FormerWorker, Resizing
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 from flockstep.strategies.synchronization_schedules.fixed import Fixed
 
@@ -80,6 +82,17 @@ class LocalSGD(Strategy):
         )
 
     taxonomy_entry = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
+
+    resizing = Resizing(replicas="own", common=("model", "outer_state"))
+
+    def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
+        state: LocalSgdState = former.state
+        ended = state.model is not None and 0 < state.met == former.step
+        return (state.model if ended and state.model is not None else former.params), 1.0
+
+    def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
+        super().take_over(me, former)
+        self.outer_optimizer.resize(me.state.outer_state, me.workers)
 
     def worker_state(self, me: Worker) -> LocalSgdState:
         """Return the state before the first average; a period's state is kept when a new model replaces the old one."""

@@ -15,6 +15,7 @@ from flockstep.errors import ConfigurationError, Diverged, ProtocolError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass
@@ -45,6 +46,8 @@ class MajorityVote(Strategy):
     # Synchronous: a dead worker stops all workers.
     traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), approximation="lost")
     taxonomy_entry = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+
+    resizing = Resizing(own=("mean",))
 
     def worker_state(self, me: Worker) -> MajorityVoteState:
         return MajorityVoteState(namespace(me.params).zeros_like(me.params) if self.momentum else None)

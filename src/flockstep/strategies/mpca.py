@@ -12,6 +12,7 @@ from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 from flockstep.strategies.tree_server import family
 
 
@@ -71,6 +72,8 @@ class PenalizedAveraging(Strategy):
     # The penalty draws replicas together; a dead worker stops all workers.
     traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))
     taxonomy_entry = TaxonomyEntry("decentral", "soft-bounded async", "binomial tree", "dedicated master")
+
+    resizing = Resizing(replicas="own")
 
     def worker_state(self, me: Worker) -> MpcaState:
         return MpcaState()

@@ -15,6 +15,7 @@ from flockstep.messages import LEAVE, Notes, node_name
 from flockstep.nodes import Worker
 from flockstep.strategies.aggregations import Aggregation, Mean
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 from flockstep.strategies.rewiring import Bridge, Bridges, within_reach
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import Matrix, hearing, mixing
@@ -67,6 +68,8 @@ class NeighborAveraging(Strategy):
         for weights in {} if self.aggregation.linear else mixing(self.topology, workers):
             for rank in range(workers):
                 self.aggregation.check(1 + len(hearing(weights, rank)))
+
+    resizing = Resizing(replicas="own")
 
     def worker_state(self, me: Worker) -> Bridges:
         return Bridges()

@@ -12,6 +12,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass
@@ -50,6 +51,8 @@ class OverlapLocalSGD(Strategy):
     # Replicas move part of the way to an old average; a dead worker stops all workers.
     traits = Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"))
     taxonomy_entry = TaxonomyEntry("decentral", "bounded async", "reduce", "dedicated master")
+
+    resizing = Resizing(replicas="own", common=("model", "velocity"))
 
     def worker_state(self, me: Worker) -> Anchor:
         return Anchor(copied(me.params), 0 * me.params, copied(me.params))

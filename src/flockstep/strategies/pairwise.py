@@ -8,6 +8,7 @@ from flockstep.errors import PeerLost
 from flockstep.messages import LEAVE
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 from flockstep.topologies.base import Topology
 from flockstep.topologies.requirements import sides
 from flockstep.topologies.ring import RingGraph
@@ -41,6 +42,8 @@ class PairwiseAveraging(Strategy):
             ConfigurationError: the graph on `workers` workers has no two sides.
         """
         sides(self.topology, workers, f"adpsgd on {self.topology}")
+
+    resizing = Resizing(replicas="own")
 
     async def worker(self, me: Worker) -> None:
         """Start an average, or be ready to answer one; compute a gradient; step."""

@@ -27,6 +27,7 @@ from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
 from flockstep.strategies.finite import accepted
+from flockstep.strategies.resizing import Resizing
 from flockstep.strategies.server_state import PushState, ServerState, without
 from flockstep.strategies.server_updates.base import ServerUpdate
 from flockstep.strategies.server_updates.plain import Plain
@@ -152,6 +153,8 @@ class ParameterServer(Strategy):
     def check(self, workers: int) -> None:
         self.consistency.check(workers)
         self.aggregation.check(self.consistency.full_step(workers))
+
+    resizing = Resizing(own=("errors",), server=("combined",))
 
     def worker_state(self, me: Worker) -> PushState:
         each = range(self.shards)

@@ -19,6 +19,7 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.residual import Residual
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 
 START = 0x50574552
 """Seed of the first Q, which all workers share."""
@@ -80,6 +81,8 @@ class PowerSgd(Strategy):
     def decodes(self, workers: int) -> int:
         """Return 2, because a worker multiplies out its own product, for the error, and the mean product."""
         return 2
+
+    resizing = Resizing(own=("error",), common=("right",))
 
     def worker_state(self, me: Worker) -> PowerSgdState:
         """Return a random Q, the same on all workers, and a zero error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flockstep.arrays.kernels import name_of
@@ -17,6 +18,7 @@ from flockstep.strategies.aggregations import Aggregation, Mean
 from flockstep.strategies.aggregations.requirements import check_slices
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
+from flockstep.strategies.resizing import FormerWorker, Resizing, take_slice
 
 
 @dataclass
@@ -56,6 +58,15 @@ class ScatterReduce(Strategy):
 
     def check(self, workers: int) -> None:
         self.aggregation.check(workers)
+
+    resizing = Resizing(
+        also="the state of the optimizer is cut into the new slices; the memory of the feedback begins at zero"
+    )
+
+    def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
+        state: SliceState = me.state
+        part = slices(len(me.params), me.workers)[me.rank]
+        take_slice(state.optimizer, part, [one.state.optimizer for one in former])
 
     def worker_state(self, me: Worker) -> SliceState:
         assert me.optimizer is not None

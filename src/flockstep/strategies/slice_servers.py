@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.access import ParameterVersion, Pushed
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import FormerWorker, Resizing, take_slice
 
 CHANNEL = "slices"
 
@@ -42,6 +44,13 @@ class SliceServers(Strategy):
         delivery="unbounded delay", survives=False, results=("mean", "rank0", "best"), server_optimizer=True
     )
     taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "distributed PS (k = n)")
+
+    resizing = Resizing(also="the state of the optimizer is cut into the new slices")
+
+    def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
+        state: ServedState = me.state
+        part = slices(len(me.params), me.workers)[me.rank]
+        take_slice(state.optimizer, part, [one.state.optimizer for one in former])
 
     def worker_state(self, me: Worker) -> ServedState:
         assert me.optimizer is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.by_host import ByHost
 from flockstep.errors import ConfigurationError
@@ -11,6 +13,7 @@ from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.local_sgd import LocalSGD, LocalSgdState
+from flockstep.strategies.resizing import FormerWorker, Resizing
 from flockstep.strategies.selectors.base import Selector
 from flockstep.strategies.selectors.random import RandomSelector
 
@@ -47,6 +50,18 @@ class Sparta(Strategy):
         return Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"), approximation="sent later")
 
     taxonomy_entry = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
+
+    @property
+    def resizing(self) -> Resizing:
+        """The rule of `full`; without `full` workers keep their replicas."""
+        return Resizing(replicas="own") if self.full is None else self.full.resizing
+
+    def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
+        return super().replica(former) if self.full is None else self.full.replica(former)
+
+    def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
+        if self.full is not None:
+            self.full.take_over(me, former)
 
     def worker_state(self, me: Worker) -> LocalSgdState | None:
         return None if self.full is None else self.full.worker_state(me)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 from flockstep.strategies.outer_optimizers.nesterov import Nesterov
+from flockstep.strategies.resizing import FormerWorker, Resizing, keep
 
 
 @dataclass
@@ -91,6 +93,19 @@ class StreamingDiloco(Strategy):
         the overlap.
         """
         return TaxonomyEntry("decentral", "bounded async" if self.overlap else "sync", "reduce", "dedicated master")
+
+    resizing = Resizing(
+        replicas="own",
+        also="all workers take the parameters and the outer optimizer of every fragment from worker 0, and a remaining "
+        "worker keeps the memory of its feedback",
+    )
+
+    def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
+        for index, fragment in enumerate(me.state):
+            keep(fragment, former[0].state[index], ("model", "outer_state"))
+            self.outer_optimizer.resize(fragment.outer_state, me.workers)
+            if me.rank < len(former):
+                keep(fragment, former[me.rank].state[index], ("dropped",))
 
     def worker_state(self, me: Worker) -> list[Fragment]:
         """Return the fragments, each starting from the initial parameters."""

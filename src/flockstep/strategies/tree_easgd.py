@@ -9,6 +9,7 @@ from flockstep.expression import searched
 from flockstep.messages import Message
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class TreeElasticAveraging(Strategy):
     def rate(self) -> float:
         """The elastic rate alpha, by default 0.9 / (branching + 1)."""
         return 0.9 / (self.branching + 1) if self.alpha is None else self.alpha
+
+    resizing = Resizing(replicas="own")
 
     async def worker(self, me: Worker) -> None:
         while me.training:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +12,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.resizing import FormerWorker, Resizing
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class TreeServer(Strategy):
     # Synchronous: a dead worker stops all workers.
     traits = Traits("synchronous", survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
     taxonomy_entry = TaxonomyEntry("central", "sync", "binomial tree", "single PS")
+
+    resizing = Resizing(also="worker 0 keeps the state of the only optimizer")
+
+    def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
+        if me.rank == 0:
+            me.state = copy.deepcopy(former[0].state)
 
     def worker_state(self, me: Worker) -> OptimizerState | None:
         """Return the root's optimizer state; the other workers have no state."""

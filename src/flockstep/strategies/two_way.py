@@ -19,6 +19,7 @@ from flockstep.nodes import Worker
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
+from flockstep.strategies.resizing import Resizing
 
 
 @dataclass
@@ -55,6 +56,8 @@ class TwoWay(Strategy):
     # Synchronous: a dead worker stops all workers.
     traits = Traits(delivery="synchronous", survives=False, results=("rank0", "mean"), clips="combined")
     taxonomy_entry = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+
+    resizing = Resizing(also="the memory of the feedback begins at zero, because the slices change")
 
     def worker_state(self, me: Worker) -> Dropped:
         return Dropped([None] * me.workers)

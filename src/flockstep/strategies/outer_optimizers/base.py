@@ -31,6 +31,9 @@ class OuterOptimizer(Component):
         """
         return None
 
+    def resize(self, state: Any, workers: int) -> None:
+        """Adapt a state, in place, to another number of workers."""
+
     @abstractmethod
     def move(self, model: FlatArray, mean: FlatArray, state: Any) -> None:
         """Update `model` in place from the mean of the replicas.

@@ -47,8 +47,13 @@ class Bmuf(OuterOptimizer):
         return self.reset
 
     def start(self, model: FlatArray, workers: int) -> Blocks:
-        momentum = 1 - 1 / workers if self.momentum is None else self.momentum
-        return Blocks(copied(model), namespace(model).zeros_like(model), momentum)
+        return Blocks(copied(model), namespace(model).zeros_like(model), self._momentum(workers))
+
+    def resize(self, state: Blocks, workers: int) -> None:
+        state.momentum = self._momentum(workers)
+
+    def _momentum(self, workers: int) -> float:
+        return 1 - 1 / workers if self.momentum is None else self.momentum
 
     def move(self, model: FlatArray, mean: FlatArray, state: Blocks) -> None:
         eta = state.momentum

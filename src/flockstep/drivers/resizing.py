@@ -1,0 +1,163 @@
+"""The state of a run with another number of workers, made from the states of the nodes that the run had."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flockstep.arrays.namespace import copied, to_device_of, to_host
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.checkpoints import NodeCheckpoint
+from flockstep.drivers.node_creation import make_server
+from flockstep.drivers.node_metrics import NodeMetrics
+from flockstep.drivers.node_state import Saved, facts_of
+from flockstep.drivers.plan import FIRST_BATCH, LocalOptimizer, Plan
+from flockstep.drivers.virtual import Simulation
+from flockstep.errors import CompositionError
+from flockstep.frameworks.base import Engine
+from flockstep.messages import Address, server
+from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.resizing import FormerWorker, keep
+from flockstep.workloads.sampler import SamplerState
+
+
+def resized_checkpoint(
+    engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint]
+) -> dict[Address, NodeCheckpoint]:
+    """The states from which the nodes of plan `now` go on with a run of `plan`, whose states are `kept`.
+
+    A worker's steps are counted as if the run had had its new number of workers from its start: the steps of all
+    workers together keep their number of samples.
+    """
+    network, compute = Network.parse(USUAL_NETWORK), ComputeModel.parse(USUAL_COMPUTE)
+    ended = Simulation(engine, plan, compute, network, lambda event: None)
+    befores = {address: one.before for address, one in kept.items()}
+    former = ended.drain({address: one.saved for address, one in kept.items()}, befores)
+    samples = sum(plan.samples_at(one.before + one.saved.step) for address, one in kept.items() if address >= 0)
+    before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
+    states = resized(engine, now, former, before)
+    return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
+
+
+def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before: int = 0) -> dict[Address, Saved]:
+    """The states of the nodes of `plan` at their start, by the rule of its strategy.
+
+    Args:
+        engine: the engine of the job.
+        plan: the run as it goes on.
+        former: the states of the nodes that the run had, whose programs have ended.
+        before: steps of each worker of `plan` that the run so far is worth.
+    """
+    strategy = plan.strategy
+    require_resizable(strategy)
+    workers = [
+        FormerWorker(rank, saved.params, saved.step, saved.state, saved.optimizer)
+        for rank, saved in sorted(former.items())
+        if rank >= 0
+    ]
+    common = _common_model(strategy, workers, former)
+    replicas = _replicas(strategy, plan.cluster.workers, workers, common)
+    blocks = [state.block for saved in former.values() for state, _ in saved.batches.values()]
+    first = {FIRST_BATCH: (SamplerState(max(blocks, default=-1) + 1), before)}
+    states = {}
+    for rank in range(plan.cluster.workers):
+        saved = _worker(engine, plan, rank, replicas[rank], workers)
+        kept = former[rank].random if rank < len(workers) else saved.random
+        states[rank] = replace(saved, batches=first, random=kept)
+    for index in range(plan.cluster.servers):
+        states[server(index)] = _server(engine, plan, index, common, former[server(index)])
+    return copy.deepcopy(states)
+
+
+def require_resizable(strategy: Strategy) -> None:
+    """Raise `CompositionError` if no rule gives the states of another number of workers."""
+    if why := strategy.resizing.refused:
+        raise CompositionError(
+            f"a run with {strategy} cannot go on with another number of workers, because {why}; resume it without -n"
+        )
+
+
+def _common_model(strategy: Strategy, workers: Sequence[FormerWorker], former: Mapping[Address, Saved]) -> FlatArray:
+    """The parameters of the servers, or the weighted mean of the replicas."""
+    if strategy.traits.results[0] != "server":
+        return _mean([strategy.replica(one) for one in workers])
+    whole = copied(workers[0].params)
+    held = strategy.held(len(workers), len(whole))
+    for index in reversed(range(len(held))):
+        whole[held[index]] = former[server(index)].params
+    return whole
+
+
+def _mean(replicas: Sequence[tuple[FlatArray, float]]) -> FlatArray:
+    """The weighted mean of arrays (K,); equal arrays have themselves as their mean."""
+    reference = to_host(replicas[0][0])
+    offset = np.zeros(len(reference))
+    for array, weight in replicas:
+        offset += weight * (to_host(array).astype(np.float64) - reference)
+    mean = reference + offset / sum(weight for _, weight in replicas)
+    return to_device_of(mean.astype(reference.dtype), replicas[0][0])
+
+
+def _replicas(strategy: Strategy, count: int, workers: Sequence[FormerWorker], common: FlatArray) -> list[FlatArray]:
+    """The replicas with which `count` workers begin, by the strategy's rule."""
+    if strategy.resizing.replicas == "common":
+        return [common] * count
+    remaining = [strategy.replica(one)[0] for one in workers[:count]]
+    if strategy.traits.results[0] != "server":
+        shift = common - _mean([(array, 1.0) for array in remaining])
+        remaining = [array + shift for array in remaining]
+    return [*remaining, *[common] * (count - len(remaining))]
+
+
+def _worker(engine: Engine, plan: Plan, rank: int, replica: FlatArray, former: Sequence[FormerWorker]) -> Saved:
+    """The state of a worker; one that joins has the state that a worker's program starts with."""
+    strategy, params = plan.strategy, copied(replica)
+    stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
+    worker = plan.worker(engine, rank, params, stepper)
+    stays = rank < len(former)
+    one = former[rank if stays else 0]
+    worker.state = copy.deepcopy(one.state)  # what outlasts a restart of the programs
+    worker.state = strategy.worker_state(worker)
+    strategy.take_over(worker, former)
+    if stays or strategy.traits.alike:
+        stepper.state = copy.deepcopy(one.optimizer)
+    return facts_of(worker, stepper, None)
+
+
+def _server(engine: Engine, plan: Plan, index: int, common: FlatArray, former: Saved) -> Saved:
+    """The state of a server: its optimizer goes on, its program begins anew."""
+    strategy = plan.strategy
+    node = make_server(strategy, plan.cluster, index, common, engine.schema, plan.seed, plan.optimizer)
+    node.optimizer_state, node.state = copy.deepcopy(former.optimizer), copy.deepcopy(former.state)
+    node.state = strategy.master_state(node)
+    keep(node.state, former.state, strategy.resizing.server)
+    return replace(facts_of(node, None, None), random=former.random)
+
+
+def _checkpoint(
+    address: Address, saved: Saved, plan: Plan, before: int, kept: Mapping[Address, NodeCheckpoint]
+) -> NodeCheckpoint:
+    """The checkpoint of a node with its new state; a worker that joins has taken part in nothing so far."""
+    old = kept.get(address)
+    totals = {**(NodeMetrics(address, None).kept() if old is None else old.totals), "steps": before}
+    strikes = Counter() if old is None else Counter({r: n for r, n in old.strikes.items() if r < plan.cluster.workers})
+    worker = address >= 0
+    return NodeCheckpoint(
+        saved,
+        before if worker else 0,
+        plan.lr_at(before) if worker else 0.0,
+        0.0 if old is None else old.loss,
+        kept[0].buffers if old is None else old.buffers,
+        totals if worker else {**totals, "steps": 0},
+        None,
+        [] if old is None else old.memories,
+        strikes,
+    )

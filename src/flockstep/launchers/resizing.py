@@ -1,0 +1,101 @@
+"""Lets a run go on from its checkpoint with another number of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from flockstep import __version__
+from flockstep.drivers.checkpoints import NodeCheckpoint, load_node
+from flockstep.drivers.plan import Plan
+from flockstep.drivers.resizing import require_resizable, resized_checkpoint
+from flockstep.drivers.setup import prepare
+from flockstep.drivers.state import to_arrays
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Engine
+from flockstep.messages import Address
+from flockstep.records import checkpoints as disk
+from flockstep.records.checkpoints import FORMAT, Checkpoint, Manifest
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class ResizedRun:
+    """A run that goes on with another number of workers: its configuration, its plan, and the states of its nodes."""
+
+    config: RunConfig
+    plan: Plan
+    before: RunConfig
+    """The configuration of the run so far."""
+    states: dict[Address, NodeCheckpoint]
+    notes: tuple[str, ...]
+    """Sentences for the record."""
+
+    def write(self, record: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
+        """Write the new states as the run's newest checkpoint, and the configuration; return the checkpoint.
+
+        `checkpoint`: the checkpoint that holds the states of the run so far. A run that is killed in here goes on from
+        one of the two.
+
+        Raises:
+            ConfigurationError: the disk is full.
+        """
+        try:
+            for config in (self.before, self.config):
+                disk.keep_config(record.path, config.digest, config.to_toml())
+            folder = disk.new_folder(record.path)
+            shards = [
+                disk.write_shard(folder, node, state.before, to_arrays(state)) for node, state in self.states.items()
+            ]
+            strategy, seconds = str(self.plan.strategy), checkpoint.manifest.seconds
+            facts = FORMAT, __version__, strategy, self.config.workers, self.config.digest, seconds
+            manifest = Manifest(*facts, tuple(sorted(shards, key=lambda shard: shard.node)))
+            disk.write_manifest(folder, manifest)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the states of {self.config.workers} workers could not be written to {record.path}: "
+                f"{error.strerror or error}; free some space, then resume again"
+            ) from None
+        return Checkpoint(folder, disk.read_manifest(folder))
+
+
+def resized_run(checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunConfig, workers: int) -> ResizedRun:
+    """Prepare a run to go on from a checkpoint with another number of workers; nothing is written.
+
+    Args:
+        checkpoint: the states of the run so far.
+        engine: the engine of the run so far.
+        plan: the plan of the run so far.
+        config: the configuration of the run so far.
+        workers: the number of workers from now on.
+
+    Raises:
+        ConfigurationError: the run cannot have that many workers, or the checkpoint is damaged.
+        CompositionError: the strategy has no rule for another number of workers.
+    """
+    require_resizable(plan.strategy)
+    wanted = dataclasses.replace(config, workers=workers, steps=None)  # refuses what is no number of workers
+    steps = None if config.schedule else math.ceil(config.workers * plan.steps / workers)
+    _, now, again = prepare(dataclasses.replace(wanted, steps=steps))
+    changed = dataclasses.replace(config, workers=workers, steps=again.steps)
+    kept = {shard.node: load_node(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
+    states = resized_checkpoint(engine, plan, now, kept)
+    steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
+    notes = [f"{workers} workers go on in place of {config.workers}, from {steps_so_far}"]
+    if lost := len({one.snapshot.tick for one in checkpoint.manifest.pending}):
+        notes.append(f"evaluations dropped, because their snapshots are of {config.workers} workers: {lost}")
+    return ResizedRun(changed, now, config, states, tuple(notes))
+
+
+def config_of(record: RunFolder, checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
+    """The configuration with which a checkpoint was written, if the number of workers has changed since, or `config`.
+
+    `config`: the configuration in the record, which must be the one before or after such a change.
+    """
+    wanted = checkpoint.manifest.config
+    if config.digest == wanted or disk.kept_config(record.path, config.digest) is None:
+        return config
+    text = disk.kept_config(record.path, wanted)
+    return config if text is None else RunConfig.from_toml(text, "the configuration of the checkpoint")

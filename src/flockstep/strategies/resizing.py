@@ -1,0 +1,69 @@
+"""What the nodes of a run keep when the run goes on with another number of workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flockstep.arrays.namespace import namespace
+from flockstep.arrays.schema import FlatArray
+from flockstep.optimizers.base import OptimizerState
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """The rule by which the states of n workers become those of another number of workers.
+
+    Before the rule applies, the programs of the n workers have ended as at the end of a run: every update that a node
+    held back was sent, and every message was used. All state that the rule does not name begins as at the start of a
+    run.
+    """
+
+    replicas: Literal["common", "own"] = "common"
+    """With `common` all workers begin with the common model: the parameters of the servers, or the mean of the
+    replicas. With `own` a remaining worker keeps its replica, and a new worker begins with the common model; without
+    servers, the remaining replicas move by the same vector, so that the mean of all replicas stays the common model.
+    """
+    own: tuple[str, ...] = ()
+    """Fields of a worker's state that a remaining worker keeps."""
+    common: tuple[str, ...] = ()
+    """Fields of a worker's state that all workers take from worker 0."""
+    server: tuple[str, ...] = ()
+    """Fields of a server's state that the server keeps."""
+    also: str = ""
+    """What else the strategy does, as a clause for the documentation."""
+    refused: str = ""
+    """Why the number of workers cannot change, as the end of a sentence; empty: it can."""
+
+
+@dataclass(frozen=True)
+class FormerWorker:
+    """A worker of a run whose number of workers changes, after its program has ended."""
+
+    rank: int
+    params: FlatArray
+    """The worker's replica, of shape (K,)."""
+    step: int
+    state: Any
+    """The state that the strategy has kept for the worker."""
+    optimizer: OptimizerState
+
+
+def keep(state: Any, former: Any, names: Sequence[str]) -> None:
+    """Copy the fields with these names from a former state to a new one."""
+    for name in names:
+        setattr(state, name, copy.deepcopy(getattr(former, name)))
+
+
+def take_slice(state: OptimizerState, part: slice, former: Sequence[OptimizerState]) -> None:
+    """Fill the state of the optimizer of one slice of the model from the states of the former slices.
+
+    `former` are the states of consecutive slices that together are the model, `part` is the slice of `state`.
+    """
+    state.steps = max(one.steps for one in former)
+    state.lr = former[0].lr
+    for name in former[0].slots:
+        whole = namespace(former[0].slots[name]).concatenate([one.slots[name] for one in former])
+        state.slots[name] = copy.deepcopy(whole[part])

@@ -1,0 +1,137 @@
+"""Runs that were stopped go on with another number of workers, on real processes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from flockstep.drivers.setup import prepare
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.resizing import resized_run
+from flockstep.messages import MASTER
+from flockstep.records import checkpoints as disk
+from flockstep.records.events import StepEvent
+from flockstep.records.folder import RunFolder
+from flockstep.strategies.base import Strategy
+from support.failpoints import fired, plan_kill
+from support.jobs import go_on, paced
+from support.matrix import few
+from support.processes import Ended, RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")
+
+STEPS = 120
+
+
+def stopped(folder: Path, strategy: str, workers: int, *more: str) -> RunFolder:
+    """A run that SIGTERM has stopped with a checkpoint."""
+    words = ["train", paced(folder), "-s", strategy, "-n", str(workers), "--steps", str(STEPS)]
+    run = RealRun([*words, "--evaluate-every", "30", *more], folder / "run")
+    run.wait_for_work(25)
+    run.fault(signal.SIGTERM, "main")
+    ended = run.end()
+    assert ended.code == 130
+    assert "continues from step" in ended.err
+    return RunFolder(folder / "run")
+
+
+def resumed(folder: Path, *more: str) -> Ended:
+    go_on(folder)
+    return RealRun(["resume", *more], folder / "run").end()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "to"),
+    few(
+        [
+            ("all_reduce", 2, 3),
+            ("asgd", 3, 2),
+            ("ps(bsp, shards=2)", 2, 3),
+            ("local_sgd(8, outer_optimizer=nesterov)", 3, 2),
+            ("streaming_diloco(period=8, overlap=4)", 2, 3),
+            ("overlap_local_sgd(4)", 2, 3),
+            ("easgd(4)", 2, 3),
+            ("gossip(0.5)", 3, 2),
+            ("dpsgd", 2, 4),
+            ("adpsgd", 2, 4),
+            ("sgp(tau=2)", 4, 3),
+            ("broadcast", 3, 2),
+            ("partial", 2, 3),
+            ("downpour", 2, 3),
+            ("epoch_server", 2, 3),
+            ("mpca", 2, 3),
+            ("slice_servers", 2, 3),
+            ("gradient_coding", 2, 4),
+        ],
+        ("asgd", 3, 2),
+    ),
+)
+def test_a_run_goes_on_with_another_number_of_workers(strategy: str, workers: int, to: int, tmp_path: Path) -> None:
+    """All samples that the run was to use are used, and no step is taken twice."""
+    record = stopped(tmp_path, strategy, workers)
+    manifest = disk.newest(record.path).manifest
+    ended = resumed(tmp_path, "-n", str(to))
+    assert ended.code == 0, ended.err
+    config, summary = record.read_config(), record.read_summary()
+    before = sum(manifest.steps.values()) // to
+    assert (config.workers, config.steps) == (to, -(-workers * STEPS // to))
+    assert summary.status == "finished"
+    assert f"{to} workers go on in place of {workers}, from step {before} of {config.steps}" in summary.notes[1]
+    made = [event for event in record.read_events() if isinstance(event, StepEvent)]
+    late = [event for event in made if event.seconds > manifest.seconds]
+    assert len(made) - len(late) == sum(manifest.steps.values()), "every step before the change is in the record"
+    if Strategy.parse(config.strategy).traits.fixed_steps:
+        for rank in range(to):
+            steps = [event.step for event in late if event.rank == rank]
+            assert steps == list(range(before + 1, int(config.steps or 0) + 1))
+    assert {event.rank for event in late} == set(range(to))
+    assert summary.final_metric is not None
+    if Strategy.parse(config.strategy).traits.delivery == "synchronous":
+        assert summary.final_metric > 0.8
+
+
+@pytest.mark.parametrize(
+    ("point", "workers"),
+    few([("manifest.begun", 2), ("manifest.renamed", 3), ("shard.written", 2)], ("manifest.renamed", 3)),
+)
+def test_a_run_killed_while_it_changes_goes_on_from_before_or_after(point: str, workers: int, tmp_path: Path) -> None:
+    record = stopped(tmp_path, "all_reduce", 2, "--import", plan_kill(tmp_path, "coordinator", "never", 1))
+    old = record.read_config()
+    (tmp_path / "plan").write_text(f"coordinator {point} 1")
+    assert resumed(tmp_path, "-n", "3").code != 0
+    assert fired(tmp_path) == f"coordinator {point} 1"
+    assert record.read_config() == old
+    ended = resumed(tmp_path)
+    assert ended.code == 0, ended.err
+    assert record.read_config().workers == workers
+    assert record.read_summary().status == "finished"
+
+
+@pytest.mark.parametrize("strategy", few(["asgd", "broadcast"], "asgd"))
+def test_messages_in_flight_are_used_before_the_number_of_workers_changes(strategy: str, tmp_path: Path) -> None:
+    record = stopped(tmp_path, strategy, 3)
+    config, checkpoint = record.read_config(), disk.newest(record.path)
+    engine, plan, _ = prepare(config)
+    with pytest.raises(ConfigurationError, match="workers must be >= 1, got 0"):
+        resized_run(checkpoint, engine, plan, config, 0)
+    states = resized_run(checkpoint, engine, plan, config, 2).states
+    if strategy == "asgd":
+        assert states[MASTER].saved.optimizer.steps == sum(checkpoint.manifest.steps.values())
+        assert (states[0].saved.params == states[MASTER].saved.params).all()
+    else:
+        ended = resized_run(checkpoint, engine, plan, config, 4).states
+        assert len({state.saved.params.tobytes() for state in ended.values()}) == 1
+    assert RunFolder(record.path).read_config() == config, "nothing was written"
+    assert disk.newest(record.path) == checkpoint
+
+
+def test_a_number_of_workers_that_the_strategy_cannot_have_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    record = stopped(tmp_path, "adpsgd", 2)
+    before = disk.newest(record.path), record.read_config(), record.events_file.read_bytes()
+    ended = resumed(tmp_path, "-n", "3")
+    assert ended.code == 2
+    assert "adpsgd on ring needs a bipartite graph, got a cycle of odd length among 3 workers" in ended.err
+    assert before == (disk.newest(record.path), record.read_config(), record.events_file.read_bytes())
