@@ -1,4 +1,4 @@
-"""A job of one's own, for `flockstep train`, `simulate` and `compare`: model, data, loss, optimizer, target."""
+"""A custom job for `flockstep train`, `simulate` and `compare`: model, data, loss, optimizer, target."""
 
 import torch
 from sklearn.datasets import load_breast_cancer
