@@ -123,7 +123,8 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip the gradient that the optimizer uses; `max_norm` inf measures its norm alone.
+        """Clip the gradient that the optimizer uses; with `max_norm` inf the gradient does not change, and only its
+        norm is computed.
 
         See `flockstep.clip_grad_norm_`.
         """
@@ -159,7 +160,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """State of the common model, to save it; every rank calls this.
 
-        The tensors are copies: parameters are parts of one memory, which safetensors would take for tied ones.
+        The tensors are copies: the parameters share one memory, so safetensors would treat them as tied parameters.
         """
         with self.consensus():
             state: dict[str, Any] = super().get_state_dict(model, unwrap)

@@ -75,9 +75,10 @@ class UnknownName(ConfigurationError):
     def among(
         cls, kind: str, name: str, known: Iterable[str], listed: Iterable[str] | None = None, command: str | None = None
     ) -> UnknownName:
-        """The error for `name`, with the way out: its present name if it was renamed, else the nearest of `known`.
+        """The error for `name`, with the way out: its present name if it was renamed, otherwise the most similar name
+        in `known`.
 
-        If no name is near, the error lists the names in `listed`, or all known names. Where more than `SHOWN` are
+        If no name is similar, the error lists the names in `listed`, or all known names. Where more than `SHOWN` are
         known, it names the `command` that lists them instead, if given.
         """
         names = sorted(known)

@@ -152,7 +152,7 @@ class Closing(Protocol):
     """A resource that must be closed when a run ends."""
 
     def close(self, failed: bool) -> None:
-        """Close the resource; the run may have failed with operations in progress."""
+        """Close the resource. Operations may still be in progress if the run has failed."""
 
 
 @dataclass(eq=False)

@@ -64,7 +64,7 @@ class FlockstepMixin:
         return self._coordination[0].traits.delivery == "synchronous"
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator; the strategy coordinates what it prepares."""
+        """Create the accelerator, whose prepared optimizers the strategy coordinates."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = FlockstepAccelerator  # as the Trainer has configured it, with other methods
         self.accelerator.coordinate(*self._coordination)

@@ -141,7 +141,7 @@ def measure_interleaved(
     rounds: int,
     say: ProgressCallback = silent,
 ) -> list[Measurement]:
-    """Measure all implementations; in each round every one has a turn with every array size in bytes.
+    """Measure all implementations; in each round every implementation is measured once with every array size in bytes.
 
     Returns medians over the rounds; an implementation that cannot run has a figure with the reason. `catalog`: module
     in whose `IMPLEMENTATIONS` the processes find an implementation by its name.

@@ -17,8 +17,8 @@ from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementa
 
 
 def main(arguments: list[str]) -> None:
-    """Run the process; the command-line arguments are the module of implementations, a socket, the number of processes,
-    the bytes of the largest array.
+    """Run the process. The command-line arguments are the module of implementations, the path of a socket, the number
+    of processes, and the size of the largest array in bytes.
 
     The last argument is the rank, if MPI does not know it.
     """

@@ -675,7 +675,7 @@ def refuse_idle(kind: Kind, context: typer.Context) -> None:
 
 def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Yield the options given on the command line, out of the parameters in `names`: the option, such as --node-rank,
-    and its value. Of a list the first value is yielded.
+    and its value. If the value is a list, its first element is yielded.
     """
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:

@@ -17,7 +17,8 @@ Shape = tuple[int, ...]
 
 
 class Codec(Component):
-    """Array → bytes → array. A codec states its guarantees as properties, which `flockstep.testing.codecs` checks.
+    """A reversible encoding of arrays as bytes. A codec states its guarantees as properties, which
+    `flockstep.testing.codecs` checks.
 
     An array to encode may have any shape and memory layout and is treated as flat. Its elements are float16, bfloat16,
     float32 or float64. A codec written with the kernels of `flockstep.arrays.kernels` takes numpy arrays and torch

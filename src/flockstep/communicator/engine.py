@@ -38,7 +38,7 @@ class Alone:
         self.copy_for_sending = frozen
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
-        """Wait until `also` becomes readable."""
+        """Wait until `also` becomes readable, because no message can arrive."""
         select.select([] if also is None else [also], [], [], seconds)
         return None
 

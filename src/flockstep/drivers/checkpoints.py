@@ -49,7 +49,7 @@ class NodeCheckpoint:
     totals: dict[str, int | float | list[int | float]]
     """The node's metrics."""
     progress: tuple[dict[int, int], int, int] | None
-    """Steps of each worker that a server has heard of, their sum, and the next tick of progress."""
+    """Steps of each worker as known to a server, their sum, and the next tick of progress."""
     memories: list[Memory]
     """What each injected fault of the worker's gradients keeps between two gradients."""
     strikes: Counter[Address]
@@ -57,7 +57,7 @@ class NodeCheckpoint:
 
 
 def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
-    """The state from which a node goes on; None if its run begins at the start. `params`: its parameters, (K,).
+    """The state from which a node continues; None if its run begins at the start. `params`: its parameters, (K,).
 
     Raises:
         ConfigurationError: the checkpoint is damaged, or belongs to another model.
@@ -128,7 +128,7 @@ class NodeCheckpoints:
         self._result: Fields = {}
 
     def watch(self) -> None:
-        """From now on, stop the node's program when it is asked to."""
+        """Begin to obey requests to stop the node's program."""
         self._runner.node.at_boundary = self._at_boundary
 
     def hear(self, note: Fields) -> None:

@@ -15,8 +15,8 @@ ROUND_TRIPS = 5
 
 
 class RoundTrip(NamedTuple):
-    """Four times in seconds: `sent` and `received` on the node's clock, `heard` and `answered` on the supervisor's
-    clock.
+    """The four timestamps of a round trip, in seconds: `sent` and `received` on the node's clock, `heard` and
+    `answered` on the supervisor's clock.
     """
 
     sent: float

@@ -62,9 +62,7 @@ class EpochBatches(ABC, Generic[B]):
 
 
 def drawn(batches: Iterable[B], seed: int) -> Iterator[B]:
-    """Iterate with a torch generator that depends on `seed` alone, even if scripts seed their own generators by
-    rank.
-    """
+    """Iterate with torch's generator seeded by `seed` alone, even if scripts seed their own generators by rank."""
     torch = sys.modules.get("torch")
     if torch is None:  # nothing draws from it
         yield from batches

@@ -74,13 +74,14 @@ class WrongGradients:
         self._faults = faults
 
     def change(self, gradient: FlatArray, step: int, part: slice, hostile: bool) -> None:
-        """Change the part of gradient number `step` in place, by faults that are hostile or by those that are not.
+        """Apply the hostile or the accidental faults to a part of gradient number `step`, in place.
 
         Args:
             gradient: the whole flat gradient (K,).
             step: number of the gradient, from 0.
             part: the slice of the array that has been computed.
-            hostile: whether the worker's own checks have seen the gradient.
+            hostile: apply the hostile faults, after the worker's own checks; otherwise the accidental faults, before
+                the checks.
         """
         piece = gradient[part]
         for fault, memory in zip(self._faults, self.memories, strict=True):

@@ -16,14 +16,14 @@ class FiniteGuard:
         self._schema, self._params, self._first = schema, params, -1
 
     def check(self) -> None:
-        """Do nothing: the script holds copies."""
+        """Do nothing: the script holds only copies of the parameters, which need no check."""
 
     def note(self) -> None:
         """Look for values that are not finite."""
         self._first = first_not_finite(self._params)
 
     def not_finite(self) -> str | None:
-        """Name of the first tensor with such a value at the last `note`; None if there is none."""
+        """Name of the first tensor that was not finite at the last call of `note`; None if all were finite."""
         if self._first < 0:
             return None
         return next(entry.name for entry in self._schema.entries if self._first < entry.offset + entry.size)

@@ -154,7 +154,7 @@ class NodeSpec:
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 
     checkpoint: str = ""
-    """Folder of the checkpoint from which the node goes on; empty: the run begins at its start."""
+    """Folder of the checkpoint from which the node continues; empty if the run begins at its start."""
 
     def of_call(self, number: int) -> NodeSpec:
         """Return the specification for the process's call number `number` of `distribute`.
@@ -278,7 +278,7 @@ class Member:
         return cluster, params
 
     def expect(self, received: Mapping[Address, int]) -> None:
-        """The run goes on from a checkpoint, at which so many messages of each peer had arrived."""
+        """Set the number of messages that had arrived from each peer at the checkpoint from which the run continues."""
         self._me.heard.update(received)
 
     def begin(self) -> None:
@@ -405,7 +405,8 @@ class Member:
             self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """Return the next message from any node; None if none arrives in that time, or `also` becomes readable.
+        """Return the next message from any node; None if no message arrives in that time, or if `also` becomes
+        readable.
 
         The array of a peer's message that is `wanted` may be received in its place.
         """

@@ -18,7 +18,7 @@ from flockstep.records.flight import FlightRecorder
 from flockstep.transports.bus import LAUNCHER, Bus
 
 RETRY = 0.005
-"""Seconds after which a message that the bus had no room for is tried again."""
+"""Seconds after which a message is sent again if the bus had no room for the message."""
 Receive = Callable[..., Message | None]
 """Function that returns the next message of a peer or the supervisor; None after the given number of seconds (None: no
 limit).

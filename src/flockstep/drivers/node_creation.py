@@ -37,7 +37,7 @@ def make_worker(
 ) -> Worker:
     """Create a worker whose live replica is `params` (K,).
 
-    Without `steps` the worker trains as long as the user's loop does. `optimizer`: the worker's optimizer in the form
+    If `steps` is None, the worker trains as long as the user's loop. `optimizer`: the worker's optimizer in the form
     that servers use; `train_size` and `samples`: numbers of training samples in total and in the worker's part;
     `layers` returns the layers whose gradients can be factored.
     """

@@ -113,7 +113,7 @@ class NodeMetrics:
         self.emit(NodeEvent(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
 
     def kept(self) -> dict[str, int | float | list[int | float]]:
-        """The totals so far, from which `restore` goes on."""
+        """The totals so far, with which `restore` continues."""
         return {
             **self.seconds,
             **dataclasses.asdict(self.traffic),

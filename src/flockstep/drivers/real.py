@@ -32,7 +32,7 @@ from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
 WAIT_PERIOD = 1.0
 """Seconds that a worker waits before it reports to the supervisor what it waits for, and between two reports."""
 GLANCE = 0.001
-"""Longest wait for a message in seconds while background tasks wait for something else."""
+"""Longest time in seconds to wait for a message while background tasks wait for other events."""
 
 
 class NodeConnection(Messenger):

@@ -92,7 +92,7 @@ class Runner:
     every = 0
     """Number of steps of a worker between two ticks of progress; 0 for no ticks."""
     progress: Progress | None = None
-    """A server's view of the workers' progress, which tells when the server's ticks are due."""
+    """The workers' progress as known to a server, which determines when the server's ticks are due."""
     source: Callable[[NeedGradient], None] | None = None
     """Function that is called when the program waits for a gradient, or for a further part of one."""
     stepped: Callable[[float | None], None] | None = None

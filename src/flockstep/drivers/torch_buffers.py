@@ -82,7 +82,7 @@ async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
 
 
 def require_separate_statistics(module: torch.nn.Module, workers: int) -> None:
-    """Raise `ConfigurationError` if a `SyncBatchNorm` would normalize each rank's batches alone, without a word.
+    """Raise `ConfigurationError` if a `SyncBatchNorm` would silently normalize each rank's batches by themselves.
 
     torch synchronizes the statistics only over a process group of torch.distributed, on GPUs.
     """

@@ -241,7 +241,7 @@ def deciding(held: Sequence[slice]) -> list[int]:
 
 @dataclass
 class Progress:
-    """A server's view of the workers' steps, which tells when the next tick is due."""
+    """The workers' steps as known to a server, which determine when the next tick is due."""
 
     cluster: Cluster
     every: int

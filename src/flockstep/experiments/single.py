@@ -160,7 +160,7 @@ def resume(out: Path | str, workers: int | None = None) -> RunResult:
         The finished run.
 
     Raises:
-        ConfigurationError: the folder holds no run that can go on; nothing was started.
+        ConfigurationError: the folder holds no run that can continue; nothing was started.
         CompositionError: the strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed again; the record is complete up to the failure.
     """

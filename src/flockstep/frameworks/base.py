@@ -149,8 +149,8 @@ class Engine(ABC):
     higher_is_better: bool
     train_size: int
     labels: npt.NDArray[np.int64] | None
-    """Class of every training sample, of shape (samples,), or None if there are no classes, or the data set does not
-    tell them.
+    """Class of every training sample, of shape (samples,), or None if there are no classes or the data set does not
+    provide them.
     """
     classes: bool
     """Whether the targets are classes."""
@@ -207,8 +207,8 @@ class Engine(ABC):
         """
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the fully connected layers whose gradient over `batch` samples can be computed as factors; none if in
-        doubt.
+        """Return the fully connected layers whose gradient over `batch` samples can be computed as factors; layers for
+        which this is uncertain are left out.
         """
         return ()
 

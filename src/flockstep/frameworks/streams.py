@@ -144,7 +144,7 @@ class SampleColumn:
         return int(self.ndim)
 
     def numpy(self) -> npt.NDArray[np.int64] | None:
-        """Class of every sample; None if the data set does not tell it."""
+        """Class of every sample; None if the data set has no attribute `targets`."""
         return self.reader.labels
 
     def mapped(self, convert: Callable[[Any], Any]) -> SampleColumn:
@@ -169,7 +169,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def labels_of(column: Any) -> npt.NDArray[np.int64] | None:
-    """Class of every sample, from an array of targets, or as the data set tells it; None if it does not."""
+    """Class of every sample, from an array of targets or from the data set's attribute `targets`; None if there is
+    neither.
+    """
     return column.reader.labels if isinstance(column, SampleColumn) else column
 
 

@@ -34,7 +34,9 @@ from flockstep.records.snapshots import Snapshot
 from flockstep.strategies.base import Strategy
 
 MOST_RELEASES = 200
-"""Times that stopped workers go on by a step because others wait for them, after which a checkpoint is given up."""
+"""Largest number of times that stopped workers are released for one more step because other workers wait for them; then
+the checkpoint is abandoned.
+"""
 Stage = Literal["idle", "stopping", "copying", "writing"]
 
 
@@ -317,7 +319,7 @@ def require_checkpoints(strategy: Strategy) -> None:
 
 
 def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int, config: str) -> None:
-    """Check that a run with this configuration, whose SHA-256 is `config`, can go on from a checkpoint.
+    """Check that a run with this configuration, whose SHA-256 is `config`, can continue from a checkpoint.
 
     Raises:
         ConfigurationError: the checkpoint is of another version, strategy, number of workers or configuration.

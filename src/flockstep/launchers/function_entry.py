@@ -29,7 +29,8 @@ def value(name: str) -> Any:
 def call(function: Callable[..., Any]) -> None:
     """Call the function with the arguments that were given to `flockstep.launch`, and store its result.
 
-    A result that cannot travel to the process that launched this one does not end the run, but is told there.
+    A result that cannot be sent to the launching process does not end the run; the launching process raises an error
+    that names it.
     """
     rank, name = place_of_script()[0], function.__name__
     try:

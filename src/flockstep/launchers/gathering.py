@@ -38,7 +38,7 @@ compared.
 
 @dataclass(frozen=True)
 class Gathering:
-    """The part of one host in a run over several hosts."""
+    """The settings of one host in a run over several hosts."""
 
     meeting: Meeting
     nodes: int

@@ -99,7 +99,7 @@ class HostAgent:
         self._directory = Path()
 
     def run(self) -> None:
-        """Join the run, and serve it until it ends.
+        """Join the run, and carry out the coordinator's requests until the run ends.
 
         Raises:
             ConfigurationError: the coordinator refused, or cannot be reached in time.

@@ -106,7 +106,7 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
         workers: number of workers with which the run goes on; None: as many as it had.
 
     Raises:
-        ConfigurationError: the folder holds no run that can go on; nothing was started.
+        ConfigurationError: the folder holds no run that can continue; nothing was started.
         CompositionError: the strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed; the record is complete up to the failure.
     """

@@ -124,7 +124,8 @@ def require(holds: bool, name: str, rule: str, value: float, way_out: str) -> No
     """Check a hyper-parameter.
 
     Raises:
-        ConfigurationError: `holds` is false, as it always is for NaN; the message has value, rule and way out.
+        ConfigurationError: `holds` is false, which a comparison with NaN always is; the message contains the value, the
+        rule and a valid alternative.
     """
     if not holds:
         raise ConfigurationError(f"{name} must be {rule}, got {value}; {way_out}")

@@ -210,8 +210,8 @@ def lateness(found: StepPrediction, site: Site) -> float:
 
 
 def delay(found: StepPrediction, site: Site) -> float:
-    """Number of steps for which a model is in transit if no worker waits for it; grows with the load of the links,
-    without limit.
+    """Number of steps for which a model is in transit if no worker waits for the model; the number grows without limit
+    with the load of the links.
 
     The transit time over 1 - ρ, where ρ is the share of time in which a worker's card sends: the time in a queue whose
     jobs vary in size and arrival.

@@ -65,7 +65,9 @@ class Trial:
     seconds: float
     """Virtual seconds at the end of the trial."""
     steps: float
-    """Mean steps of a worker until the evaluation that reached the target, or else until the last evaluation."""
+    """Mean steps of a worker until the evaluation that reached the target, or until the last evaluation if none reached
+    the target.
+    """
     sent_bytes: float
     """Bytes sent until the evaluation at which `steps` is counted."""
     metric: float | None

@@ -193,10 +193,11 @@ class RunFolder:
             yield
 
     def discard_unstepped(self) -> bool:
-        """Remove the record of a run that ended before its first step; return whether there is none now.
+        """Remove the record of a run that ended before its first step; return whether the folder now holds no record.
 
-        The folder is kept if its events tell more than the start and the loss of nodes and the evaluation of the first
-        model, as those of communicators do, or if it holds other files, such as the output of scripts.
+        The folder is kept if the record contains events other than the start and the loss of nodes and the evaluation
+        of the first model, such as events of communicators, or if the folder holds other files, such as the output of
+        scripts.
         """
         own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER}
         if not self.config_file.exists():
@@ -210,8 +211,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def resumed(self, seconds: float) -> Iterator[int]:
-        """Context manager that owns the folder of a run that goes on from its state at `seconds`; yields the number of
-        steps that were recorded after that time, and whose events are dropped.
+        """Context manager that owns the folder of a run that continues from its state at `seconds`; yields the number
+        of steps that were recorded after that time, and whose events are dropped.
         """
         with owned(self.path):
             events = self.read_events()

@@ -36,7 +36,7 @@ def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
 
     If the disk is full, write it to the temporary folder or the home folder and print where it is.
 
-    A symbolic link, for which a full disk has room, is left in the file's own place.
+    The original place then gets a symbolic link, for which a full disk has room.
 
     Raises:
         OSError: none of the folders takes the file.

@@ -286,7 +286,7 @@ def summarize(
 
 
 def trained_apart(summary: Summary) -> str | None:
-    """Sentence on the workers of a run that exchanged nothing, as far as the record tells; None if all exchanged."""
+    """Sentence on the workers that exchanged nothing according to the record; None if all workers exchanged data."""
     return _apart(summary.per_worker, summary.replicas_agree)
 
 

@@ -1,4 +1,4 @@
-"""A larger batch in place of a smaller learning rate."""
+"""A schedule that enlarges the batch instead of reducing the learning rate."""
 
 from __future__ import annotations
 

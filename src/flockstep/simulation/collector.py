@@ -29,7 +29,8 @@ class _Inside:
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Collect garbage seldom in the `with` block; restore the thresholds when the last such block ends.
+    """Context manager: collect garbage less often in the `with` block; restore the thresholds when the last such block
+    ends.
 
     A simulation keeps its nodes until its end, and reference counts free almost everything else. With 1,024 workers
     the collector's passes over the nodes took a quarter of the time.

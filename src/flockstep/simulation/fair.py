@@ -46,8 +46,8 @@ class FairLink(Network):
             )
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Two hops between any two nodes: the sender's egress, which is shared, and the receiver's ingress, which is a
-        queue.
+        """Create a network with two hops between any two nodes: the sender's egress, whose bandwidth is shared, and the
+        receiver's ingress, which is a queue.
         """
         bandwidth = units.bandwidth(self.bandwidth)
         if math.isinf(bandwidth):  # nothing to share

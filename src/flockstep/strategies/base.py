@@ -45,8 +45,8 @@ class TaxonomyEntry:
 
 
 class Strategy(Component):
-    """A distributed training algorithm: when nodes exchange, with whom, what they send, and how a node applies what it
-    gets.
+    """A distributed training algorithm: when nodes exchange, with whom, what they send, and how a node applies the
+    received arrays.
 
     A strategy has one coroutine per role, `worker` and `master`. A program keeps whatever it must remember between
     steps in the state object `me.state`, never in a local variable, so that a program restarted from its state at a

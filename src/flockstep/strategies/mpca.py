@@ -151,7 +151,7 @@ class PenalizedAveraging(Strategy):
 
 
 async def whole(me: Worker, tag: str, source: int) -> Message:
-    """Return the next message with the given tag from a worker, none of whose messages may be missing.
+    """Return the next message with the given tag from a worker; none of the worker's messages may be missing.
 
     Raises:
         PeerLost: the worker has left or died.

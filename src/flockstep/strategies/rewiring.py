@@ -93,7 +93,7 @@ class Bridges:
                 del self.heard[j]
 
     async def close(self, me: Worker) -> None:
-        """Complete the exchanges that the other end has started too."""
+        """Complete the exchanges that both ends have started."""
         self.cross(me)
         for j in sorted(self.sent):
             try:

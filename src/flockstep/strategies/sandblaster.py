@@ -33,7 +33,7 @@ class ShardState:
 
 @dataclass
 class Fetched:
-    """A worker's state: the evaluation whose parameters the worker holds."""
+    """State of a worker: number of the evaluation for which the worker has fetched the parameters."""
 
     evaluation: int = -1
 

@@ -120,7 +120,7 @@ class ServerState:
 
 
 def without(waiting: list[P], gone: Sequence[P]) -> list[P]:
-    """Return the entries of `waiting` that are not in `gone`."""
+    """Return the entries of `waiting` without the entries in `gone`."""
     if len(gone) == len(waiting):
         return []
     ended = set(gone)

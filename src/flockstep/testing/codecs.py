@@ -245,7 +245,7 @@ _TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
     """Whether `data` is accepted.
 
-    Any result but a `ProtocolError` or an array of the right shape is a broken promise.
+    Any result other than a `ProtocolError` or an array of the right shape violates the codec's contract.
     """
     what = f"{codec} answers {data.size} damaged bytes for {size} elements of {dtype} with"
     try:

@@ -46,7 +46,7 @@ class Transport(Component):
     def bus(self, me: SenderIdentity, directory: Path, name: str, heartbeat: float = 5.0) -> Bus:
         """Create a bus for the node `me`, called `name`; `directory` is private to the run.
 
-        A peer whose host is gone is noticed within `heartbeat` seconds, at least 2.
+        The failure of a peer's host is detected within `heartbeat` seconds, at least 2.
         """
         from flockstep.transports.streams import StreamBus
 

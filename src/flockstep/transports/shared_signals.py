@@ -153,7 +153,7 @@ def say(counters: Any, who: int, turn: int, first: int, second: int, third: int)
 
 @jit
 def differs(counters: Any, me: int, n: int, turn: int) -> int:
-    """Return the first of processes 0..n-1 that has said other numbers about its call than this process, or -1."""
+    """Return the first of processes 0..n-1 whose stored numbers differ from the numbers of this process, or -1."""
     shift = SAID + 3 * (turn & 1)
     for who in range(n):
         for i in range(3):

@@ -62,8 +62,7 @@ STAGING = 1 << 17
 USUAL_HEADER = 256
 """Bytes of the first read if a large payload is expected."""
 STRANGERS = 128
-"""Largest number of connections whose other end has not proved yet that it belongs to this run; a further connection
-closes one of them.
+"""Largest number of connections that are not yet authenticated; if one more is accepted, one of them is closed.
 """
 PATIENCE = 20.0
 """Seconds within which both ends of a connection must prove that they belong to this run; the first packets over a new

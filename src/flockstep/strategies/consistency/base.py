@@ -42,7 +42,7 @@ class ConsistencyView(msgspec.Struct, eq=False):
     kept: dict[int, FlatArray]
     """Version → copy of the parameters, for the old versions that the rule has kept."""
     moved: bool
-    """Whether the slowest clock has moved, or a worker has left, since the rule was last asked."""
+    """Whether the slowest clock has moved, or a worker has left, since the rule was last evaluated."""
     waiting: Callable[[int], bool]
     """Whether the worker of a given rank has pushed a gradient that is neither applied nor dropped."""
 

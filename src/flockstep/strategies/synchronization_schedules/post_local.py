@@ -21,7 +21,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class PostLocal(SynchronizationSchedule):
-    """Post-local SGD (Lin et al. 2020, section 3): synchronous for `start_at` steps (t'), then H = `period` local ones.
+    """Post-local SGD (Lin et al. 2020, section 3): synchronous for `start_at` steps (t'), then H = `period` local steps
+    per average.
 
     Without `start_at`, the second phase begins with the first step whose learning rate is below an earlier one, as the
     authors advise; with `inf` it never begins.
