@@ -105,7 +105,7 @@ for number in range(frames):
     elif kind == 3:  # a port scan
         said = b""
     else:
-        said = struct.pack("<IQ", 1 << 31, 1 << 62)
+        said = struct.pack("<IQQ", 1 << 31, 1 << 62, 0)
     connection(port, said).close()
     if number % 1000 == 0:
         byte = bytes([next(words)])

@@ -27,10 +27,13 @@ def buses(folder: Path) -> Iterator[Make]:
     """A function that makes buses, which are closed in the end."""
     made: list[StreamBus] = []
 
-    def bus(address: int, transport: str = "tcp", run: str = "run", secret: bytes = SECRET) -> StreamBus:
+    def bus(
+        address: int, transport: str = "tcp", run: str = "run", secret: bytes = SECRET, sessions: bool = False
+    ) -> StreamBus:
         me = SenderIdentity(run, address, "schema", 1 << 20, secret=secret)
-        if transport == "encrypted":  # over the loopback, too
-            one: Bus = StreamBus(me, "tcp://127.0.0.1:*", encrypts=True)
+        if transport == "encrypted" or sessions:  # over the loopback, too
+            encrypts = transport == "encrypted"
+            one: Bus = StreamBus(me, "tcp://127.0.0.1:*", encrypts=encrypts, local_sessions=sessions)
         else:
             one = Transport.parse(transport).bus(me, folder, f"node{len(made)}")
         assert isinstance(one, StreamBus)
@@ -82,7 +85,7 @@ def raw_connection(bus: StreamBus, *parts: bytes, source: str = "127.0.0.1") -> 
 
 def framed(header: bytes, payload: bytes | None = None) -> bytes:
     follows = 0 if payload is None else 1 << 31
-    return struct.pack("<IQ", len(header) | follows, len(payload or b"")) + header + (payload or b"")
+    return struct.pack("<IQQ", len(header) | follows, len(payload or b""), 0) + header + (payload or b"")
 
 
 def greeting(source: int, run: str = "run", schema: str = "schema", tag: str = GREETING, number: int = 0) -> bytes:

@@ -24,7 +24,10 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
         address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2, bad_gradients=BadGradients()
     )
     bus = SimpleNamespace(
-        copy_for_sending=frozen, traffic=Traffic(), broken=lambda seconds: set(broken if seconds == 2 else ())
+        copy_for_sending=frozen,
+        traffic=Traffic(),
+        broken=lambda seconds: set(broken if seconds == 2 else ()),
+        why_broken=lambda peer: f"the connection to worker {peer} broke: nothing arrived for 1.0 s",
     )
     member: Any = SimpleNamespace(
         node_spec=node_spec,
@@ -70,6 +73,7 @@ def test_a_worker_that_has_left_after_fewer_steps_does(tmp_path: Any) -> None:
 def test_a_connection_that_broke_though_both_live_ends_the_wait(tmp_path: Any) -> None:
     """Two heartbeats after it broke: by then the supervisor would have said who has died."""
     with pytest.raises(
-        PeerLost, match="the connection to worker 1 broke, although both processes are alive; worker 0 at step 3 waited"
+        PeerLost,
+        match=r"worker 1 broke: nothing arrived for 1\.0 s, although both processes are alive; worker 0 at step 3 w",
     ):
         waiting(tmp_path, [], 1, broken=frozenset({1}))

@@ -183,7 +183,7 @@ def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(
         greeting(1 << 30),
         greeting(1, number=1),
         greeting(1, tag="push", number=1),
-        struct.pack("<IQ", 5, 1 << 60) + b"hello",
+        struct.pack("<IQQ", 5, 1 << 60, 0) + b"hello",
         b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
         bytes(range(256)) * 8,
     ],
@@ -241,9 +241,9 @@ def as_peer(make: Make) -> tuple[StreamBus, socket.socket]:
     ("said", "sentence"),
     [
         (framed(b"garbage"), "worker 1 sent a header that is not protocol"),
-        (struct.pack("<IQ", 1 << 20, 0), "worker 1 announced a header of 1048576 bytes"),
+        (struct.pack("<IQQ", 1 << 20, 0, 0), "worker 1 announced a header of 1048576 bytes"),
         (
-            struct.pack("<IQ", 5 | 1 << 31, 1 << 40),
+            struct.pack("<IQQ", 5 | 1 << 31, 1 << 40, 0),
             "and a payload of 1099511627776 bytes, but the model has only 1048576 bytes",
         ),
     ],
@@ -678,7 +678,9 @@ from flockstep.transports.wire import SenderIdentity
 
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 first, second = (
-    streams.StreamBus(SenderIdentity("run", i, "schema", 1 << 20, secret=b"secret"), "tcp://127.0.0.1:*", heartbeat=1.0)
+    streams.StreamBus(
+        SenderIdentity("run", i, "schema", 1 << 20, secret=b"secret"), "tcp://127.0.0.1:*", False, False, 1.0, 2.0, True
+    )
     for i in (0, 1)
 )
 join(first, second)
@@ -687,6 +689,7 @@ if sys.argv[2] == "sends":
     second.send(0, Message(1, "push", np.ones(3), number=1))
 while second.broken(0) != {0}:
     assert second.poll(None) is None
+assert "longer than the link timeout of 2 s" in second.why_broken(0), second.why_broken(0)
 """
 
 

@@ -220,7 +220,7 @@ class ProgressEngine(Messenger):
         death.
         """
         for peer in self._bus.broken(self._patience) - self.node.departed:
-            self.note_loss(peer, f"the connection to worker {peer} broke")
+            self.note_loss(peer, self._bus.why_broken(peer))
             self.runner.lose(peer)
         if self._held:
             self.retry()

@@ -355,9 +355,7 @@ class NodeConnection(Messenger):
         supervisor reports dead nodes in time; if it reports none, only the connection has broken.
         """
         for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost:
-            raise PeerLost(
-                f"the connection to {node_name(peer)} broke, although both processes are alive; {self._doing()}"
-            )
+            raise PeerLost(f"{self._bus.why_broken(peer)}, although both processes are alive; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
                 raise PeerLost(

@@ -19,7 +19,10 @@ class Backlog(PeerLost):
 
 @dataclass
 class Traffic:
-    """Counters of one node: payload bytes and messages sent and received, header bytes sent, connections refused."""
+    """Counters of one node: payload bytes and messages sent and received, header bytes sent, connections refused.
+
+    `resumed` counts connections that broke and were opened again, `corrupted` those on which bytes were changed.
+    """
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -27,6 +30,8 @@ class Traffic:
     messages_received: int = 0
     header_bytes: int = 0
     rejected: int = 0
+    resumed: int = 0
+    corrupted: int = 0
 
     def sent(self, message: Message, header_bytes: int) -> None:
         """Count one sent message and its bytes."""
@@ -80,6 +85,10 @@ class Bus(ABC):
     @abstractmethod
     def broken(self, seconds: float) -> set[Address]:
         """The peers whose connection ended at least `seconds` ago, for any reason."""
+
+    @abstractmethod
+    def why_broken(self, peer: Address) -> str:
+        """Reason for which the connection to a peer ended, as a sentence without a full stop."""
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:

@@ -1,9 +1,15 @@
 """A bus over stream sockets: Unix sockets on one host, TCP between hosts; large arrays in memory that nodes share.
 
-Each pair of nodes has one connection. Every message on it is a prefix (length of the header, length of the payload),
-the header and the payload. The first message each way is a greeting; nothing else is read before a valid greeting has
-arrived. A payload is written to the socket from its own memory as long as the socket accepts it, and copied only when
-it has to wait. It is received where the program wants it, or into a reused buffer.
+Each pair of nodes has one connection. Every message on it is a prefix (length of the header, length of the payload,
+number of bytes that have arrived from the other end), the header and the payload; a prefix without a header only
+acknowledges bytes, or says that the sender leaves. The first message each way is a greeting; nothing else is read
+before a valid greeting has arrived. A payload is written to the socket from its own memory as long as the socket
+accepts it, and copied only when it has to wait, or has not been acknowledged. It is received where the program wants
+it, or into a reused buffer.
+
+Between hosts a connection that breaks is opened again, and both ends go on with the next byte of their session. A peer
+is unreachable once its link has been down for longer than the link timeout, or nothing listens at its address any more.
+Within a host a connection breaks only if a process ends, so that nothing is kept for it.
 
 Over TCP nothing is allocated for a connection before the other end has proved that it knows the run's secret; the
 number of connections without a proof is bounded, and each has a deadline.
@@ -35,6 +41,7 @@ from flockstep.transports.addresses import connecting, host_of, is_loopback, lis
 from flockstep.transports.bus import Backlog, Bus, Traffic
 from flockstep.transports.copies import BufferPool
 from flockstep.transports.sealed import LinkForged, SealedSocket
+from flockstep.transports.session import ACKNOWLEDGED, Session, new_key, replace_end
 from flockstep.transports.shared_heap import NODES, SMALLEST, PeerMemory, SharedHeap, heap_room_for
 from flockstep.transports.wire import (
     GREETING,
@@ -84,15 +91,15 @@ GREETING_BYTES = 1 << 10
 """Largest header on a connection without a greeting, in bytes."""
 TICK = 0.01
 """Seconds between two polls of the sockets while the program computes."""
-SILENT = 0.75
-"""Number of heartbeats for which a peer's host may leave packets unacknowledged.
-
-While packets are unacknowledged, keepalive sends no probes, and TCP_USER_TIMEOUT would also end a connection to a peer
-that is slow to read.
-"""
-CHECKS = 10
-"""Number of checks per heartbeat for connections on which packets stay unacknowledged."""
-_PREFIX = struct.Struct("<IQ")
+CHECKS = 4
+"""Number of checks per heartbeat for silent connections; an end that has nothing to send acknowledges at each check."""
+LINK_TIMEOUT = 60.0
+"""Default link timeout: seconds for which the connection to a peer may be away before the peer is unreachable."""
+LONGEST_WAIT = 1.0
+"""Longest time in seconds between two attempts to connect again to a peer whose connection broke."""
+_PREFIX = struct.Struct("<IQQ")
+_LEAVES = 1
+"""Length of the payload in a prefix without a header, if the sender leaves."""
 _PAYLOAD = 1 << 31
 """Bit in the length of the header: a payload follows, which may be empty."""
 _log = logging.getLogger(__name__)
@@ -103,6 +110,8 @@ class _Dial:
     """Attempts to connect to a peer that has not greeted yet."""
 
     address: str
+    key: str
+    """Key of the session with the peer; empty within a host."""
     since: float
     """Time of the first attempt, in seconds of the monotonic clock."""
     count: int = 0
@@ -113,17 +122,32 @@ class _Dial:
 class _Connection:
     """One connection and the state of its incoming and outgoing messages."""
 
+    refused = False
+    """Whether nothing listens at the address to which this node connects."""
+
     def __init__(self, sock: socket.socket | SealedSocket, host: str, wanted: Address | None):
         self.socket = sock
         self.host = host
         """Numeric address of the other end's host; empty for a Unix socket."""
         self.since = time.monotonic()
         """Time at which the connection began, in seconds of the monotonic clock."""
+        self.where = ""
+        """Address to which this node has connected."""
         self.wanted = wanted
         """The peer that this node has connected to; None if the other end connected."""
         self.greeting: Message | None = None
-        self.silent = math.inf
-        """Time since which packets are unacknowledged; infinite if none are."""
+        self.session: Session | None = None
+        """The session with the peer, which goes on when the connection breaks; None within a host."""
+        self.down = math.inf
+        """Time at which the connection broke; infinite while there is a connection."""
+        self.why = ""
+        """Reason for which the connection broke."""
+        self.left = False
+        """Whether the peer has said that it leaves, so that it is not to be connected to again."""
+        self.writing = False
+        """Whether a message is being written, so that its payload must stay the last part of the queue."""
+        self.checked = self.since, 0, 0
+        """Last check at which bytes had arrived since the check before; bytes received and sent at the last check."""
         self.open = True
         self.deaf = False
         """Whether the other end no longer accepts data."""
@@ -162,8 +186,25 @@ class _Connection:
         return isinstance(self.socket, SealedSocket) and self.socket.unread
 
     def usable(self) -> bool:
-        """Whether data can be written to the connection."""
-        return self.open and not self.deaf
+        """Whether messages can be sent to the peer, if only later."""
+        return self.open and (self.session is not None or not self.deaf)
+
+    def connected(self) -> bool:
+        """Whether the connection is open, and has not broken."""
+        return self.open and self.down == math.inf
+
+    def own(self, payload: memoryview, pool: BufferPool) -> None:
+        """Copy what the peer has not acknowledged of `payload`, which was written last and may change from now on."""
+        unsent, kept = min(payload.nbytes, self.waiting), 0
+        if self.session is not None:
+            kept = min(payload.nbytes - unsent, self.session.unacknowledged)
+        if not (self.open and unsent + kept):
+            return
+        copy = pool.room(unsent + kept).data
+        copy[:] = payload[payload.nbytes - unsent - kept :]
+        if self.session is not None:
+            self.session.replace_end(copy[:kept])
+        replace_end(self.out, copy[kept:])
 
 
 class StreamBus(Bus):
@@ -176,6 +217,8 @@ class StreamBus(Bus):
         zero_copy: bool = False,
         encrypts: bool = False,
         heartbeat: float = 5.0,
+        link_timeout: float = LINK_TIMEOUT,
+        local_sessions: bool = False,
     ):
         """Listen at `address`, ipc://PATH or tcp://HOST:PORTS, where * is any free port.
 
@@ -186,7 +229,11 @@ class StreamBus(Bus):
             address: where to listen.
             zero_copy: whether peers may read this node's memory.
             encrypts: whether TCP connections are encrypted.
-            heartbeat: seconds within which a peer whose host is gone is noticed; at least 2.
+            heartbeat: seconds of silence after which a TCP connection is opened again.
+            link_timeout: seconds for which the TCP connection to another host may be away before the peer is
+                unreachable.
+            local_sessions: whether connections within a host are opened again too. Only a test can break them without
+                ending a process.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address, or it is a TCP address and `me` has no
@@ -200,6 +247,7 @@ class StreamBus(Bus):
             )
         self.traffic = Traffic()
         self._heartbeat = heartbeat
+        self._link_timeout, self._local_sessions = link_timeout, local_sessions
         self._me = me
         self._encrypts = encrypts
         self._copies = BufferPool()
@@ -246,10 +294,20 @@ class StreamBus(Bus):
                 self._admit(connection)
             now = time.monotonic()
             self._dials = {
-                p: _Dial(address.partition(" ")[0], now) for p, address in peers.items() if p < self._me.address
+                peer: _Dial(where := address.partition(" ")[0], self._key_for(host_of(where)), now)
+                for peer, address in peers.items()
+                if peer < self._me.address
             }
             self._look(math.inf)
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
+
+    def _key_for(self, host: str) -> str:
+        """A key for a session with a peer on that host; empty if the connection is not to be opened again."""
+        return new_key() if host and (self._local_sessions or not self._is_here(host)) else ""
+
+    def _is_here(self, host: str) -> bool:
+        """Whether a connection to that host stays within this host."""
+        return host in ("", self._host) or is_loopback(host)
 
     def disconnect(self, peer: Address) -> None:
         """Close the connection to a peer that was lost, and free the memory that the peer could read."""
@@ -270,6 +328,11 @@ class StreamBus(Bus):
         latest = time.monotonic() - seconds
         return {peer for peer, at in self._ended.items() if at <= latest}
 
+    def why_broken(self, peer: Address) -> str:
+        connection = self._peers.get(peer)
+        broke = f"the connection to {node_name(peer)} broke"
+        return broke if connection is None or not connection.why else f"{broke}: {connection.why}"
+
     def copy_for_sending(self, array: Array) -> Array:
         """A read-only copy of the array, in shared memory if there is room, otherwise in a reused buffer."""
         return self._copies.frozen(array)
@@ -278,8 +341,11 @@ class StreamBus(Bus):
         connection = self._peers.get(to)
         if connection is None or not connection.usable():
             raise self._unreachable(to)
-        if len(connection.out) >= 2 * QUEUED or connection.waiting >= AHEAD:
-            raise Backlog(f"{node_name(to)} does not accept messages: {connection.waiting} bytes wait for delivery")
+        waiting, session = connection.waiting, connection.session
+        if session is not None:
+            waiting += session.sent - session.acknowledged
+        if len(connection.out) >= 2 * QUEUED or waiting >= AHEAD:
+            raise Backlog(f"{node_name(to)} does not accept messages: {waiting} bytes wait for delivery")
         array, place, start = message.array, None, 0
         if array is not None and self._heap is not None and array.nbytes >= SMALLEST and to in self._lent:
             array = message.array = self._copies.frozen(array)
@@ -348,8 +414,12 @@ class StreamBus(Bus):
         """Close all connections after delivering queued messages for up to `linger` seconds."""
         until = time.monotonic() + linger
         with self._lock:
+            last = dict(filter(None, map(self._take_leave, self._peers.values())))
             self._closed = True
-            while any(one.has_output() for one in self._connections.values()) and time.monotonic() < until:
+            while time.monotonic() < until and any(
+                one.has_output() or (one.session is not None and one.session.acknowledged < last.get(one, 0))
+                for one in self._connections.values()
+            ):
                 self._move(BRIEF)
             for connection in list(self._connections.values()):
                 with contextlib.suppress(OSError):
@@ -360,6 +430,14 @@ class StreamBus(Bus):
             self._heap, self._copies = None, BufferPool()  # shared memory lasts as long as an array in it
             self._me.peer_memory.clear()
             self._inbox.clear()
+
+    def _take_leave(self, connection: _Connection) -> tuple[_Connection, int] | None:
+        """Tell a peer that this node leaves; return the number of the last byte, unless there is no connection."""
+        session = connection.session
+        if session is None or not connection.connected():
+            return None
+        self._acknowledge(connection, _LEAVES)
+        return connection, session.sent + connection.waiting
 
     def attend(self) -> bool:
         """Receive and send as far as the sockets allow while the program computes; return whether to call again."""
@@ -377,34 +455,82 @@ class StreamBus(Bus):
         return not (self._closed or self._asked or self._unread > UNREAD)
 
     def _look(self, now: float) -> None:
-        """Connect again to peers where that is due; close connections without a proof in time or with a silent peer."""
+        """Connect again to peers where that is due; look for connections that are silent, unproved or away too long."""
         if now < self._next_look:
             return
         now = min(now, time.monotonic())
+        late = now > self._next_look + self._heartbeat / 2  # this process itself was busy or stopped
         for peer, dial in list(self._dials.items()):
             if now >= dial.due:
                 self._dial(peer, dial)
         for connection in list(self._connections.values()) if self._host else ():
-            self._check(connection, now)
+            self._check(connection, now, late)
+        for peer, connection in self._peers.items() if self._host else ():
+            if connection.open and now > connection.down + self._link_timeout:
+                self._give_up(
+                    peer,
+                    f"{connection.why}, and the link was down for {now - connection.down:.1f} s, longer than the link "
+                    f"timeout of {self._link_timeout:g} s",
+                )
         due = min((dial.due for dial in self._dials.values()), default=math.inf)
         self._next_look = min(due, now + self._heartbeat / CHECKS if self._host else math.inf)
 
-    def _check(self, connection: _Connection, now: float) -> None:
-        """Close a connection whose other end has not proved in time that it belongs to this run, or does not answer."""
-        if connection.established():
-            *_, resent, probes = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
-            if not resent and not probes:
-                connection.silent = math.inf
-                return
-            connection.silent = min(connection.silent, now)
-            if now >= connection.silent + SILENT * self._heartbeat:
-                self._drop(connection)
-        elif now > connection.since + PATIENCE:
+    def _check(self, connection: _Connection, now: float, late: bool) -> None:
+        """Interrupt a silent connection, and close a connection whose other end has not proved in time that it belongs
+        to this run. `late`: whether this process did not look in time.
+        """
+        session = connection.session
+        if session is not None:
+            self._check_silence(connection, session, now, late)
+        elif connection.wanted in self._peers and now > connection.since + self._heartbeat:
+            self._drop(connection)  # the next attempt to connect again may be answered
+        elif not connection.established() and now > connection.since + PATIENCE:
             self._read(connection)  # the proof may have arrived while this process could not read it
             if connection.open and not connection.established():
                 self._end_unproved(
                     connection, f"the other end did not prove within {PATIENCE:g} s that it knows the secret"
                 )
+
+    def _check_silence(self, connection: _Connection, session: Session, now: float, late: bool) -> None:
+        """Interrupt a connection on which nothing arrives; acknowledge if this end had nothing to send."""
+        heard, received, sent = connection.checked
+        if late or session.received != received or self._unread > UNREAD:
+            heard = now
+        elif now > heard + self._heartbeat:
+            self._interrupt(connection, f"nothing arrived for {now - heard:.1f} s")
+            return
+        if session.sent + connection.waiting == sent:
+            self._acknowledge(connection)
+        connection.checked = heard, session.received, session.sent + connection.waiting
+
+    def _acknowledge(self, connection: _Connection, leaves: int = 0) -> None:
+        """Tell the peer how many bytes have arrived, and whether this node leaves."""
+        assert connection.session is not None
+        connection.session.told = connection.session.received
+        self._flush(connection, memoryview(_PREFIX.pack(0, leaves, connection.session.received)))
+
+    def _interrupt(self, connection: _Connection, why: str) -> None:
+        """The connection of a session broke: the end that opened it opens another one."""
+        assert connection.greeting is not None
+        self._unplug(connection)
+        connection.down, connection.why, connection.deaf = time.monotonic(), why, False
+        if connection.wanted is not None:
+            assert connection.session is not None
+            self._dials[connection.wanted] = _Dial(connection.where, connection.session.key, connection.down)
+            self._next_look = 0.0
+
+    def _break(self, connection: _Connection, why: str) -> None:
+        """The other end has closed the connection, or the system has."""
+        if connection.session is None or connection.left or self._closed:
+            self._drop(connection)
+        elif connection.connected():
+            self._interrupt(connection, why)
+
+    def _give_up(self, peer: Address, why: str) -> None:
+        """End the session with a peer."""
+        self._dials.pop(peer, None)
+        self._peers[peer].why = why
+        self._drop(self._peers[peer])
 
     def _unreachable(self, peer: Address) -> PeerLost:
         return PeerLost(f"{node_name(peer)} is not reachable from {node_name(self._me.address)}")
@@ -434,9 +560,9 @@ class StreamBus(Bus):
     def _drain(self, connection: _Connection) -> None:
         """Read what was decrypted already, and send what the handshake had held back."""
         if isinstance(connection.socket, SealedSocket):
-            while connection.open and connection.has_input():
+            while connection.connected() and connection.has_input():
                 self._read(connection)
-            if connection.open:
+            if connection.connected():
                 self._flush(connection)
 
     def _watch(self, also: Collection[int]) -> None:
@@ -465,7 +591,7 @@ class StreamBus(Bus):
 
     def _add(self, sock: socket.socket, host: str, wanted: Address | None) -> _Connection:
         sock.setblocking(False)
-        if host in ("", self._host) or is_loopback(host):
+        if self._is_here(host):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
         link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts) if host else sock
@@ -483,23 +609,33 @@ class StreamBus(Bus):
         except OSError as error:
             if not _by_system(error):
                 raise
-            self._redial(peer)
+            self._redial(peer, isinstance(error, ConnectionRefusedError))
             return
-        self._greet(self._add(sock, host_of(dial.address), peer), peer)
+        connection = self._add(sock, host_of(dial.address), peer)
+        connection.where = dial.address
+        self._greet(connection, peer, dial.key)
 
-    def _redial(self, peer: Address) -> None:
+    def _redial(self, peer: Address, refused: bool = False) -> None:
         """Let the next attempt to connect to a peer be due soon, or give the peer up."""
         now, dial = time.monotonic(), self._dials.get(peer)
-        if dial is None or peer in self._ended or dial.count > REDIALS or now > dial.since + PATIENCE:
+        again = peer in self._peers
+        if again and dial is not None and refused:
+            self._give_up(peer, f"{self._peers[peer].why}, and nothing listens at {dial.address} any more")
+            return
+        if dial is None or peer in self._ended or (not again and (dial.count > REDIALS or now > dial.since + PATIENCE)):
             self._dials.pop(peer, None)
             self._ended.setdefault(peer, now)
             return
-        dial.due = now + FIRST_WAIT * 2 ** (dial.count - 1)
+        dial.due = now + min(FIRST_WAIT * 2 ** (dial.count - 1), LONGEST_WAIT if again else math.inf)
         self._next_look = min(self._next_look, dial.due)
 
-    def _greet(self, connection: _Connection, peer: Address) -> None:
-        """Send a greeting: this node's identity, and whether it can read the peer's memory."""
-        note = {"memory": int(peer in self._me.peer_memory)}
+    def _greet(self, connection: _Connection, peer: Address, key: str) -> None:
+        """Send a greeting: this node's identity, whether it can read the peer's memory, the key of the session and the
+        number of bytes that have arrived in the session.
+        """
+        current = self._peers.get(peer)
+        received = 0 if current is None or current.session is None else current.session.received
+        note = {"memory": int(peer in self._me.peer_memory), "session": key, "received": received}
         self._write(connection, encode(Message(self._me.address, GREETING, note=note), self._me), None)
 
     def _admit(self, connection: _Connection) -> None:
@@ -507,17 +643,59 @@ class StreamBus(Bus):
         if connection.greeting is None or self._expected is None or not connection.open:
             return
         peer, wanted = connection.greeting.source, connection.wanted
+        key = str(connection.greeting.note.get("session", ""))
         due = peer in self._expected and peer > self._me.address if wanted is None else peer == wanted
-        if not due or peer in self._peers:
+        current = self._peers.get(peer)
+        if due and current is not None and current.open and current.session is not None and current.session.key == key:
+            self._resume(current, current.session, connection, peer)
+            return
+        if not due or current is not None:
             self._reject(connection, f"{node_name(peer)} is not part of this run, or is connected already")
             return
         self._dials.pop(peer, None)
+        if wanted is None:
+            self._greet(connection, peer, key)
+            if connection.out:  # the peer connects again
+                self._drop(connection)
+                return
         self._peers[peer] = connection
+        if key and self._host:
+            connection.session = Session(key)
         if self._heap is not None and connection.greeting.note.get("memory"):
             self._lent.add(peer)
             self._copies.heap = self._heap
-        if wanted is None:
-            self._greet(connection, peer)
+
+    def _resume(self, connection: _Connection, session: Session, fresh: _Connection, peer: Address) -> None:
+        """Go on with a session on a fresh connection, from the bytes that have arrived at either end."""
+        assert fresh.greeting is not None
+        try:
+            again = session.rewind(int(fresh.greeting.note.get("received", -1)))
+        except ProtocolError as error:
+            self._drop(fresh)
+            self._refuse(connection, error)
+            return
+        if connection.connected():
+            self._interrupt(connection, "the peer opened a new connection")
+        count = sum(part.nbytes for part in again)
+        connection.out.extendleft(reversed(again))
+        connection.waiting += count
+        if fresh.wanted is None:
+            self._greet(fresh, peer, session.key)
+            if fresh.out:  # the peer connects again
+                self._drop(fresh)
+                return
+        self._dials.pop(peer, None)
+        fresh.open = False
+        connection.socket, connection.armed = fresh.socket, fresh.armed
+        self._connections[fresh.socket.fileno()] = connection
+        now, session.told = time.monotonic(), session.received
+        self.traffic.resumed += 1
+        _log.warning(
+            "flockstep: %s is connected to %s again after %.1f s (%s); %d bytes are sent again",
+            *(node_name(self._me.address), node_name(peer), now - connection.down, connection.why, count),
+        )
+        connection.down, connection.checked = math.inf, (now, 0, 0)
+        self._flush(connection)
 
     def _end_unproved(self, connection: _Connection, why: str) -> None:
         """Close a connection whose other end is not proved: the peer may be tried again, a stranger is rejected."""
@@ -545,12 +723,19 @@ class StreamBus(Bus):
         if connection.open:
             connection.open = False
             connection.out.clear()
-            connection.body = None
-            del self._connections[connection.socket.fileno()]
-            self._epoll.unregister(connection.socket)
-            connection.socket.close()
+            connection.body = connection.session = None
+            self._unplug(connection)
             self._woken = True
             self._note_end(connection)
+
+    def _unplug(self, connection: _Connection) -> None:
+        """Close the socket of a connection, unless it is closed."""
+        descriptor = connection.socket.fileno()
+        if self._connections.get(descriptor) is connection:
+            del self._connections[descriptor]
+            self._epoll.unregister(connection.socket)
+            connection.socket.close()
+            connection.armed = False
 
     def _note_end(self, connection: _Connection) -> None:
         if connection.greeting is not None:
@@ -558,29 +743,34 @@ class StreamBus(Bus):
             if self._peers.get(peer) is connection or connection.wanted == peer:
                 self._ended.setdefault(peer, time.monotonic())
         elif connection.wanted is not None and not (connection.open or self._closed):
-            self._redial(connection.wanted)  # while the connection is open, a greeting can still be read
+            self._redial(
+                connection.wanted, connection.refused
+            )  # while the connection is open, a greeting can still be read
 
     def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
-        """Write a message; the part that the socket does not accept soon is queued, copied if the array can change."""
+        """Write a message; what the peer has not acknowledged soon is copied if the array can change."""
+        session, arrived = connection.session, 0
+        if session is not None:
+            arrived = session.told = session.received
         if array is None or array.nbytes < JOINED:
             follows, data = (0, b"") if array is None else (_PAYLOAD, array.tobytes())
-            self._flush(connection, memoryview(_PREFIX.pack(len(header) | follows, len(data)) + header + data))
+            self._flush(connection, memoryview(_PREFIX.pack(len(header) | follows, len(data), arrived) + header + data))
             return
         payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        self._flush(connection, memoryview(_PREFIX.pack(len(header) | _PAYLOAD, payload.nbytes) + header), payload)
-        if not connection.out:
-            return
+        prefix = _PREFIX.pack(len(header) | _PAYLOAD, payload.nbytes, arrived)
+        connection.writing = True
         try:
-            if payload.nbytes >= SMALLEST:
+            self._flush(connection, memoryview(prefix + header), payload)
+            if connection.out and payload.nbytes >= SMALLEST:
                 until = time.monotonic() + BRIEF + payload.nbytes / FAST
                 while connection.out and self._move(BRIEF) and time.monotonic() < until:
                     pass
         finally:
-            if connection.out and not self._copies.lasting(array):
-                left = connection.out.pop()
-                kept = self._copies.room(left.nbytes)
-                kept[:] = left
-                connection.out.append(kept.data)
+            connection.writing = False
+            if (connection.out or session is not None) and not self._copies.lasting(array):
+                connection.own(payload, self._copies)
+        if session is not None and session.received - session.told >= ACKNOWLEDGED and connection.connected():
+            self._acknowledge(connection)
 
     def _flush(self, connection: _Connection, *more: memoryview) -> None:
         """Write the queue, and `more` after it, as far as the socket accepts it."""
@@ -588,6 +778,9 @@ class StreamBus(Bus):
         out.extend(more)
         for part in more:
             connection.waiting += part.nbytes
+        session = connection.session
+        if session is not None and (connection.deaf or not connection.connected()):
+            return
         try:
             if isinstance(connection.socket, SealedSocket):
                 connection.socket.flush()
@@ -595,8 +788,13 @@ class StreamBus(Bus):
                 sent = connection.socket.sendmsg([out[0], out[1]] if len(out) > 1 else [out[0]])
                 connection.waiting -= sent
                 while out and sent >= out[0].nbytes:
-                    sent -= out.popleft().nbytes
+                    part = out.popleft()
+                    sent -= part.nbytes
+                    if session is not None:
+                        session.keep(part)
                 if sent:
+                    if session is not None:
+                        session.keep(out[0][:sent])
                     out[0] = out[0][sent:]
         except BlockingIOError:
             pass
@@ -604,11 +802,13 @@ class StreamBus(Bus):
             if not _by_system(error):
                 self._drop(connection)
                 raise
-            out.clear()  # the peer has closed: messages that it sent before are still read
-            connection.waiting = 0
-            connection.deaf = True
-            self._note_end(connection)
-        if connection.open and connection.armed != connection.has_output():
+            connection.deaf = True  # the peer has closed: messages that it sent before are still read
+            connection.refused |= isinstance(error, ConnectionRefusedError)
+            if session is None:
+                out.clear()
+                connection.waiting = 0
+                self._note_end(connection)
+        if connection.connected() and connection.armed != connection.has_output():
             connection.armed = not connection.armed
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if connection.armed else 0))
 
@@ -622,31 +822,45 @@ class StreamBus(Bus):
                 count = connection.socket.recv_into(connection.staging[end : end + connection.ahead])
                 connection.end += count
                 if count:
+                    self._count(connection, count)
                     self._parse(connection)
                 else:
-                    self._drop(connection)
-            while connection.body is not None and connection.open:
+                    self._break(connection, "the connection was closed")
+            while connection.body is not None and connection.connected():
                 count = connection.socket.recv_into(connection.body[connection.filled :])
                 connection.filled += count
+                self._count(connection, count)
                 if not count:
-                    self._drop(connection)
+                    self._break(connection, "the connection was closed")
                 elif connection.filled == connection.body.nbytes:
                     body, connection.body = connection.body, None
                     self._deliver(connection, connection.header, body)
         except BlockingIOError:
             pass
         except LinkForged as error:
-            self._reject(connection, str(error))
+            if connection.session is None:
+                self._reject(connection, str(error))
+            else:
+                self.traffic.corrupted += 1
+                self._break(connection, str(error))
         except BaseException as error:
             if not _by_system(error):
                 self._drop(connection)
                 raise
             if connection.established():  # the peer has closed the connection
-                self._drop(connection)
+                self._break(connection, str(error))
             else:
-                self._end_unproved(
-                    connection, f"the connection ended before the other end proved that it knows the secret: {error}"
-                )
+                connection.refused |= isinstance(error, ConnectionRefusedError)
+                why = f"the connection ended before the other end proved that it knows the secret: {error}"
+                self._end_unproved(connection, why)
+
+    def _count(self, connection: _Connection, count: int) -> None:
+        """Count bytes that have arrived in a session, and acknowledge them from time to time."""
+        session = connection.session
+        if session is not None:
+            session.received += count
+            if session.received - session.told >= ACKNOWLEDGED and not connection.writing:
+                self._acknowledge(connection)
 
     def _prove(self, connection: _Connection) -> bool:
         """Go on with the handshake; return whether the other end has proved that it belongs to this run."""
@@ -654,18 +868,30 @@ class StreamBus(Bus):
             self._end_unproved(connection, "the connection ended before the other end proved that it knows the secret")
             return False
         connection.staging = memoryview(bytearray(STAGING))
+        connection.ahead = _PREFIX.size  # nothing is read beyond the greeting, which precedes the session
         return True
 
     def _parse(self, connection: _Connection) -> None:
         """Deliver the messages that have been read, and prepare a buffer for a payload that has begun."""
         staging, begin, end = connection.staging, 0, connection.end
         while end - begin >= _PREFIX.size and connection.open and connection.body is None:
-            length, nbytes = _PREFIX.unpack_from(staging, begin)
+            length, nbytes, arrived = _PREFIX.unpack_from(staging, begin)
             follows, length = length & _PAYLOAD, length & ~_PAYLOAD
+            start = begin + _PREFIX.size
+            session = connection.session
+            if session is not None:
+                if arrived > session.acknowledged and not self._acknowledged(connection, session, arrived):
+                    return
+                if not (length or follows):
+                    begin = start
+                    if nbytes == _LEAVES:
+                        connection.left = True
+                        self._acknowledge(connection)  # the peer waits for it
+                    continue
             if not self._sizes_allowed(connection, length, nbytes):
                 return
-            start = begin + _PREFIX.size
             if end - start < length:
+                connection.ahead = STAGING if connection.greeting is not None else length - (end - start)
                 break
             header, begin = bytes(staging[start : start + length]), start + length
             if not follows:
@@ -687,6 +913,15 @@ class StreamBus(Bus):
         if begin < end:
             staging[: end - begin] = staging[begin:end]
         connection.end = end - begin
+
+    def _acknowledged(self, connection: _Connection, session: Session, count: int) -> bool:
+        """Drop what the peer has received; return False, and close the connection, if the number is impossible."""
+        try:
+            session.acknowledge(count)
+        except ProtocolError as error:
+            self._refuse(connection, error)
+            return False
+        return True
 
     def _room(self, connection: _Connection, header: bytes, nbytes: int) -> memoryview:
         """The buffer for a payload: the program's place if this is the wanted message, otherwise a reused buffer."""

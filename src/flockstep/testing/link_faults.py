@@ -1,0 +1,143 @@
+"""A proxy between the two ends of TCP links, which injects faults into the bytes that it forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from threading import Event, Thread
+
+FAULTS = ("cut", "close", "half_open", "delay", "corrupt", "drop", "repeat", "reorder")
+"""Faults of a link: `cut` resets both connections, `close` ends them in order, `half_open` forwards nothing more on a
+connection that stays open, `delay` holds bytes back for a while; the others change the bytes, as a link does that is
+not protected by TCP.
+"""
+READ = 1 << 16
+"""Largest number of bytes that are forwarded at a time."""
+DELAY = 0.2
+"""Seconds for which bytes are held back."""
+POLL = 0.02
+"""Seconds between two checks whether the proxy is closed."""
+
+
+class FaultProxy:
+    """Forwards the connections to one TCP address, with faults at random places of the streams.
+
+    The places are the same for the same seed and the same sizes of reads. `fired` counts the faults that were injected.
+    """
+
+    def __init__(
+        self,
+        target: tuple[str, int],
+        faults: tuple[str, ...],
+        seed: int,
+        every: int,
+        most: int = 10,
+        fire: Callable[[str], None] = lambda fault: None,
+    ):
+        """Listen on a free port of the loopback address.
+
+        Args:
+            target: host and port to which connections are forwarded.
+            faults: names from `FAULTS`, one of which is drawn each time.
+            seed: seed of the places and kinds of faults.
+            every: mean number of forwarded bytes between two faults.
+            most: largest number of faults.
+            fire: receives the name of each injected fault.
+        """
+        self.fired: Counter[str] = Counter()
+        self._target, self._faults, self._every, self._most, self._fire = target, faults, every, most, fire
+        self._random = random.Random(seed)  # noqa: S311 - places of faults, no secrets
+        self._left = self._drawn()
+        self._over, self.down = Event(), Event()
+        """`down`: while set, no connection is forwarded, and no bytes."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(POLL)
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._threads = [Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _drawn(self) -> float:
+        """Number of bytes until the next fault."""
+        return self._random.expovariate(1 / self._every)
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            with contextlib.suppress(OSError):
+                near, _ = self._listener.accept()
+                thread = Thread(target=self._carry, args=(near,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _carry(self, near: socket.socket) -> None:
+        """Forward one connection until it ends."""
+        with near, socket.socket() as far:
+            while self.down.is_set() and not self._over.is_set():
+                time.sleep(POLL)
+            with contextlib.suppress(OSError):
+                far.connect(self._target)
+                for one in (near, far):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while not self._over.is_set() and self._pass_on(near, far):
+                    pass
+
+    def _pass_on(self, near: socket.socket, far: socket.socket) -> bool:
+        """Forward what has arrived; return False at the end of the connection."""
+        readable, _, _ = select.select([near, far], [], [], POLL)
+        for source in () if self.down.is_set() else readable:
+            data = source.recv(READ)
+            if not data:
+                return False
+            if not self._forward(data, source, far if source is near else near):
+                return False
+        return True
+
+    def _forward(self, data: bytes, source: socket.socket, to: socket.socket) -> bool:
+        """Forward bytes, with a fault if one is due; return False if it ended the connection."""
+        self._left -= len(data)
+        if self._left > 0 or self.fired.total() >= self._most:
+            to.sendall(data)
+            return True
+        self._left = self._drawn()
+        fault = self._random.choice(self._faults)
+        self.fired[fault] += 1
+        self._fire(fault)
+        at = self._random.randrange(len(data))
+        if fault in ("cut", "close", "half_open"):
+            to.sendall(data[:at])
+            if fault == "half_open":
+                while not self._over.is_set() and _is_open(source) and _is_open(to):
+                    time.sleep(POLL)
+            elif fault == "cut":
+                for one in (source, to):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return False
+        if fault == "delay":
+            time.sleep(DELAY)
+        changed = {
+            "delay": data,
+            "corrupt": data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :],
+            "drop": data[:at],
+            "repeat": data[:at] + data,
+            "reorder": data[at:] + data[:at],
+        }
+        to.sendall(changed[fault])
+        return True
+
+
+def _is_open(sock: socket.socket) -> bool:
+    """Whether the other end has not closed the connection; what it has sent is dropped."""
+    readable, _, _ = select.select([sock], [], [], 0)
+    return not readable or bool(sock.recv(READ))
