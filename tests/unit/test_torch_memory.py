@@ -112,7 +112,7 @@ def test_a_loaded_model_alone_leaves_the_servers_momentum():
 
 
 def test_states_that_cannot_be_had_are_refused():
-    _, optimizer = start("scatter_reduce", momentum=0.9)
+    _, optimizer = start("slice_servers", momentum=0.9)
     with pytest.raises(ConfigurationError, match=r"each worker holds a slice of the state of SGD, .* use ps\(bsp\)"):
         optimizer.state_dict()
 
@@ -144,10 +144,11 @@ def test_servers_hand_out_what_torchs_own_classes_remember(kind):
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_checkpoint_of_torchs_own_classes_is_the_same_run_in_every_bit(kind, when, tmp_path):
+@pytest.mark.parametrize("strategy", ["ps(bsp, shards=2)", "scatter_reduce"])
+def test_a_checkpoint_of_torchs_own_classes_is_the_same_run_in_every_bit(kind, when, strategy, tmp_path):
     """Ten steps, or five, a file, another run, and five: loaded before `distribute`, or after it."""
     whole = net()
-    optimizer = flockstep.distribute(whole, grouped(kind)(whole.parameters()), "ps(bsp, shards=2)")
+    optimizer = flockstep.distribute(whole, grouped(kind)(whole.parameters()), strategy)
     for number in range(10):
         if number == 5:
             torch.save((whole.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint")
@@ -159,7 +160,7 @@ def test_a_checkpoint_of_torchs_own_classes_is_the_same_run_in_every_bit(kind, w
     if when == "before":
         model.load_state_dict(parameters)
         inner.load_state_dict(state)
-    again = flockstep.distribute(model, inner, "ps(bsp, shards=2)")
+    again = flockstep.distribute(model, inner, strategy)
     if when == "after":
         model.load_state_dict(parameters)
         again.load_state_dict(state)

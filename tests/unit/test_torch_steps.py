@@ -111,7 +111,9 @@ def test_schedules_of_every_group_reach_who_steps(which: int, strategy: str) -> 
 
 
 @pytest.mark.oracle("optimizer:clipped")
-@pytest.mark.parametrize("strategy", [*SELVES, "bucketed(cap=0.00008, first=0.00004)", "bsp", "asgd", "tree_server"])
+@pytest.mark.parametrize(
+    "strategy", [*SELVES, "bucketed(cap=0.00008, first=0.00004)", "bsp", "asgd", "tree_server", "scatter_reduce"]
+)
 def test_clipping_is_torchs(strategy: str) -> None:
     def make(model: nn.Sequential) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -133,7 +135,7 @@ def test_a_server_that_does_not_clip_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_clipping_where_no_node_knows_the_norm_is_refused() -> None:
     model = network()
-    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "scatter_reduce")
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "ps(bsp, shards=2)")
     with pytest.raises(CompositionError, match="no node knows the norm of the whole gradient; use a strategy"):
         flockstep.clip_grad_norm_(optimizer, 1.0)
 

@@ -22,7 +22,7 @@ from flockstep.drivers.torch_closure import (
 )
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent, Remember
-from flockstep.drivers.torch_memory import ServerMemory, WorkerMemory
+from flockstep.drivers.torch_memory import WorkerMemory, memory_of
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
@@ -92,7 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             require_mean_gradient(optimizer, strategy, bool(self.flat.narrow))
             require_every_gradient(optimizer, BadGradients().replaced(*bad_gradients))
         server_side = strategy.traits.server_optimizer
-        self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
+        self._sliced = strategy.traits.memory == "slices"
+        self._spec: Optimizer = for_servers(optimizer, self.flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer, self._prepare, holds=closures)
         flat = self.flat
         packed = self.buffers.packed
@@ -112,11 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._consent = Consent(self.flat, self.loop)
         self._closures = ClosureSteps(self.loop, self._evaluated) if closures else None
         self.loop.watch = self._guard = Guard(self.flat, optimizer)
-        self._memory = (
-            ServerMemory(self.flat, optimizer, self.loop, self._spec)
-            if server_side
-            else WorkerMemory(optimizer, self.loop)
-        )
+        self._memory = memory_of(self.flat, optimizer, self.loop, self._spec)
         self._memory.begin()
         if self.loop.membership is not None:
             self.loop.membership.epoch = self._epoch
@@ -259,7 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _tell_servers(self) -> None:
         """Send changed settings of the groups and of clipping to the servers."""
-        spec = for_servers(self.inner, self.flat, self.clipping.max_norm)
+        spec = for_servers(self.inner, self.flat, self.clipping.max_norm, self._sliced)
         if not same_settings(spec, self._spec):
             self._spec = spec
             self.loop.adopt(spec)
@@ -401,15 +398,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.buffers:
             self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the slices of the optimizer's state on rank `to`, which may call `state_dict` then, until its next
+        step.
+
+        Every rank must call this between two steps, as with `torch.distributed.optim.ZeroRedundancyOptimizer`. Under
+        strategies whose workers hold no slices it does nothing.
+
+        Raises:
+            ConfigurationError: there is no such rank, or the run has been finished.
+        """
+        if not 0 <= to < self.loop.workers:
+            raise ConfigurationError(f"to must be a rank from 0 to {self.loop.workers - 1}, got {to}; use 0")
+        self._memory.consolidate(to)
+
     def state_dict(self) -> dict[str, Any]:
         """State of the original optimizer; if servers step, with the state of the servers' optimizers.
 
-        One rank may call this alone. If parameters are narrower than the flat array, `master` holds this rank's
+        One rank may call this alone, but where each worker holds a slice of the state every rank must call
+        `consolidate_state_dict` before. If parameters are narrower than the flat array, `master` holds this rank's
         unrounded values of them, by name.
+
+        Raises:
+            ConfigurationError: the state is elsewhere and has not been collected.
         """
         self._memory.fetch()
-        master = self.flat.master()
-        return {**self.inner.state_dict(), "master": master} if master else self.inner.state_dict()
+        state, master = self.inner.state_dict(), self.flat.master()
+        self._memory.release()
+        return {**state, "master": master} if master else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the original optimizer.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
+import numpy as np
 import torch
 
 from flockstep.arrays.namespace import to_host
+from flockstep.arrays.schema import slices
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.program_restart import common_steps
@@ -16,6 +19,18 @@ from flockstep.frameworks.torch_state import flat_state, packed, set_state, unpa
 from flockstep.messages import Fields
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
+
+
+def memory_of(
+    flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer
+) -> WorkerMemory | ServerMemory | SliceMemory:
+    """Return the memory that the strategy of `loop` needs; `spec`: the form of the optimizer in which servers step."""
+    traits = loop.strategy.traits
+    if not traits.server_optimizer:
+        return WorkerMemory(optimizer, loop)
+    if traits.memory == "slices":
+        return SliceMemory(flat, optimizer, loop, spec)
+    return ServerMemory(flat, optimizer, loop, spec)
 
 
 class WorkerMemory:
@@ -51,6 +66,12 @@ class WorkerMemory:
         return self._alike and self._loop.workers > 1 and not self._loop.finished
 
     def fetch(self) -> None:
+        """Do nothing: the torch optimizer has the whole state."""
+
+    def release(self) -> None:
+        """Do nothing: the torch optimizer needs its state."""
+
+    def consolidate(self, to: int) -> None:
         """Do nothing: the torch optimizer has the whole state."""
 
     def finish(self) -> None:
@@ -144,6 +165,12 @@ class ServerMemory:
         self._asked = True
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
+    def release(self) -> None:
+        """Do nothing: the state stays until the next one is fetched."""
+
+    def consolidate(self, to: int) -> None:
+        """Do nothing: any rank may fetch the state from the servers."""
+
     def finish(self) -> None:
         """End the run.
 
@@ -170,3 +197,169 @@ class ServerMemory:
                 f"{type(self._optimizer).__name__}, which cannot be saved or loaded; use ps(bsp), or all_reduce, "
                 "whose workers hold the whole state"
             )
+
+
+class SliceMemory:
+    """Optimizer state under strategies whose worker i steps slice i of n, with `spec` in place of the torch optimizer.
+
+    The state of a slice is on its worker alone. `consolidate` collects all slices on one rank.
+    """
+
+    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
+        self._flat = flat
+        self._optimizer = optimizer
+        self._loop = loop
+        self._foreign = spec.init(flat.params[:1]).foreign is not None
+        self._unsent = False
+        self._whole: OptimizerState | None = None
+        self._at = -1
+        """Number of steps after which `_whole` was collected."""
+
+    def begin(self) -> None:
+        """Start with the state that rank 0's optimizer had before `distribute`, if any."""
+        self._spread(self._own())
+
+    def restart(self) -> None:
+        """Restart the strategy; slices keep their state, or take the state that rank 0 has loaded."""
+        kept: list[OptimizerState] = []
+
+        async def keep(me: Worker) -> None:
+            assert me.optimizer is not None
+            kept.append(me.optimizer.remembered(me.state.optimizer))
+
+        async def recall(me: Worker) -> None:
+            _recall(me, kept[0])
+
+        self._loop.exchange("memory", keep)
+        self._loop.restart(None)
+        self._loop.exchange("memory", recall)
+        self._spread(self._own() if self._unsent else None)
+        self._unsent, self._whole = False, None
+
+    def loaded(self) -> bool:
+        """Note that the script has loaded a state; return whether it must still be sent to the slices' workers."""
+        self._unsent = not self._loop.finished
+        return self._unsent
+
+    def consolidate(self, to: int) -> None:
+        """Collect the state of all slices on rank `to`; every rank calls this."""
+        self._whole = self._loop.exchange("memory", lambda me: _collected(me, to))
+        self._at = self._loop.steps
+
+    def fetch(self) -> None:
+        """Give the torch optimizer the collected state.
+
+        Raises:
+            ConfigurationError: this rank has not collected the state since its last step.
+        """
+        if self._unsent:
+            return
+        if self._loop.workers == 1 and not self._loop.finished:
+            self.consolidate(0)
+        if self._whole is None or self._at != self._loop.steps:
+            raise ConfigurationError(
+                f"with {self._loop.strategy} each worker holds a slice of the state of "
+                f"{type(self._optimizer).__name__}; call optimizer.consolidate_state_dict() on every rank after the "
+                "last step(), and before finish(), then state_dict() on rank 0"
+            )
+        set_state(self._flat, self._optimizer, self._whole)
+
+    def release(self) -> None:
+        """Take the collected state out of the torch optimizer, which does not step: it takes the memory of all slices.
+
+        What `state_dict` has returned keeps it.
+        """
+        if not self._unsent:
+            self._optimizer.state.clear()
+
+    def finish(self) -> None:
+        """End the run on this worker."""
+        self._loop.finish()
+
+    def _own(self) -> OptimizerState | None:
+        return flat_state(self._flat, self._optimizer, self._foreign)
+
+    def _spread(self, state: OptimizerState | None) -> None:
+        """Send rank 0's `state` to the workers of its slices; None: they keep what they have."""
+        groups = self._optimizer.param_groups
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        for group, given in zip(
+            groups, self._loop.exchange("memory", lambda me: _spread(me, state, settings)), strict=True
+        ):
+            group.update(given)
+        self._optimizer.state.clear()
+
+
+def _recall(me: Worker, state: OptimizerState) -> None:
+    """Set the state of this worker's slice."""
+    assert me.optimizer is not None
+    if state.steps:
+        me.optimizer.recall(me.params[_slice(me, me.rank)], me.state.optimizer, state)
+
+
+def _slice(me: Worker, rank: int) -> slice:
+    return slices(len(me.params), me.workers)[rank]
+
+
+async def _spread(me: Worker, state: OptimizerState | None, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Send the slices of rank 0's state to their workers, which continue with them.
+
+    Returns the settings of the groups, which are rank 0's if it sends a state.
+    """
+    if me.rank:
+        found = await _received(me, 0)
+        if found is None:
+            return settings
+        _recall(me, found)
+        given: list[dict[str, Any]] = unpacked(to_host((await me.receive("settings", 0)).payload))["groups"]
+        return given
+    for rank in [*me.peers, 0]:
+        part = _slice(me, rank)
+        own = None
+        if state is not None:
+            slots = {name: slot[part] for name, slot in state.slots.items()}
+            own = OptimizerState(state.steps, slots, numbers=state.numbers)
+        if rank:
+            _send(me, rank, own)
+        elif own is not None:
+            _recall(me, own)
+    if state is not None:
+        me.send_all(me.peers, "settings", packed({"groups": settings}))
+    return settings
+
+
+async def _collected(me: Worker, to: int) -> OptimizerState | None:
+    """Collect the state of all slices on rank `to`."""
+    assert me.optimizer is not None
+    own = me.optimizer.remembered(me.state.optimizer)
+    if me.rank != to:
+        _send(me, to, own)
+        return None
+    whole = OptimizerState(own.steps)
+    for rank in range(me.workers):
+        found = own if rank == to else await _received(me, rank)
+        assert found is not None
+        whole.numbers |= found.numbers
+        for name, slot in found.slots.items():
+            array = to_host(slot)
+            whole.slots.setdefault(name, np.zeros(len(me.params), array.dtype))[_slice(me, rank)] = array
+    return whole
+
+
+def _send(me: Worker, to: int, state: OptimizerState | None) -> None:
+    """Send a state: its numbers as `packed` writes them, then each slot."""
+    slots = {} if state is None else state.slots
+    numbers = {} if state is None else dict(state.numbers)
+    steps = 0.0 if state is None else float(state.steps)
+    me.send(to, "memory", packed({"steps": steps, "numbers": numbers, "slots": list(slots)}))
+    for name, slot in slots.items():
+        me.send(to, f"slot {name}", to_host(slot))
+
+
+async def _received(me: Worker, source: int) -> OptimizerState | None:
+    """Receive what `_send` has sent; None for no state."""
+    told = unpacked(to_host((await me.receive("memory", source)).payload))
+    found = OptimizerState(told["steps"], numbers=told["numbers"])
+    for name in told["slots"]:
+        found.slots[name] = to_host((await me.receive(f"slot {name}", source)).payload)
+    return found if found.steps else None

@@ -82,6 +82,9 @@ class TorchOptimizer(Optimizer):
     ) -> None:
         held: Pieces = state.foreign
         settings = json.loads(self.groups)
+        if not len(params):  # with fewer parameters than slices
+            state.steps += share
+            return
         if held.optimizer is None:
             held.optimizer = self._begun(held, params, state.start)
         if self.kind in LINEAR:

@@ -78,8 +78,12 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     return rule.build(**values, **rule.renamed(group))
 
 
-def for_servers(optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: float = 0.0) -> Optimizer:
+def for_servers(
+    optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: float = 0.0, as_torch: bool = False
+) -> Optimizer:
     """Return the form of a script's optimizer that steps slices of the flat array, with `max_norm` > 0 after clipping.
+
+    `as_torch`: always with torch's own class, whose bits are those of the script's optimizer.
 
     Raises:
         ConfigurationError: the optimizer is not known to be elementwise.
@@ -87,7 +91,8 @@ def for_servers(optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: fl
     kind = type(optimizer)
     plain = _RULES.get(kind)
     group = optimizer.param_groups[0]
-    if plain and len(optimizer.param_groups) == 1 and all(group[name] == plain.must[name] for name in plain.must):
+    simple = plain and not as_torch and len(optimizer.param_groups) == 1
+    if plain and simple and all(group[name] == plain.must[name] for name in plain.must):
         found = from_torch(optimizer)
     elif kind.__name__ in ELEMENTWISE and getattr(torch.optim, kind.__name__) is kind:
         found = _grouped(optimizer, flat)

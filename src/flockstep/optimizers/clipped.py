@@ -49,7 +49,9 @@ class Clipped(Optimizer):
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        scale = self.max_norm / (norm(gradient) + 1e-6)
-        if scale < 1 or math.isnan(scale):
-            gradient = gradient * scale
-        self.optimizer.step(params, gradient, state, lr, share)
+        self.optimizer.step(params, self.scaled(gradient, norm(gradient)), state, lr, share)
+
+    def scaled(self, gradient: FlatArray, length: float) -> FlatArray:
+        """Return the gradient, or a slice of it, clipped; `length` is the norm of the whole gradient."""
+        scale = self.max_norm / (length + 1e-6)
+        return gradient * scale if scale < 1 or math.isnan(scale) else gradient

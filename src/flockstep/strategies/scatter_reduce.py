@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
@@ -12,8 +14,10 @@ from flockstep.codecs.identity import Identity
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
+from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
-from flockstep.optimizers.base import OptimizerState
+from flockstep.optimizers.base import OptimizerState, norm
+from flockstep.optimizers.clipped import Clipped
 from flockstep.strategies.aggregations import Aggregation, Mean
 from flockstep.strategies.aggregations.requirements import check_slices
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
@@ -29,6 +33,12 @@ class SliceState:
     errors: list[FlatArray | None]
 
 
+class SquaredNorm(Note, frozen=True):
+    """Sum of the squares of a worker's slice of the combined gradient."""
+
+    value: float
+
+
 @dataclass(frozen=True)
 class ScatterReduce(Strategy):
     """Synchronous SGD with the server's work shared out, k = n (BigDL: Dai et al. 2019, section 3.3; CaffeOnSpark).
@@ -38,6 +48,8 @@ class ScatterReduce(Strategy):
     and K parameters of s bytes, all workers together send 2(n-1)Ks bytes per step, in 2(n-1) messages each; each worker
     sends 2(n-1)/n Ks bytes if n divides K. The result equals that of a parameter server under bulk synchronous parallel
     in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as there.
+    The optimizer's state is sharded as by ZeRO's stage 1 (Rajbhandari et al. 2020, section 5.1). A clipped gradient is
+    scaled by its whole norm, for which workers exchange the squared norms of their slices.
     An `aggregation` here withstands wrong gradients, not a hostile worker: every worker owns 1/n of the model and sends
     its slice unchecked.
     """
@@ -52,8 +64,14 @@ class ScatterReduce(Strategy):
 
     # Synchronous: the slice of a dead worker is lost.
     traits = Traits(
-        delivery="synchronous", survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none"
+        delivery="synchronous",
+        survives=False,
+        results=("rank0", "mean"),
+        server_optimizer=True,
+        clips="combined",
+        memory="slices",
     )
+    notes: ClassVar[Notes] = {"norm": SquaredNorm}
     taxonomy_entry = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def check(self, workers: int) -> None:
@@ -84,11 +102,22 @@ class ScatterReduce(Strategy):
             decoded = [codec.decode(piece, len(own), name_of(own)) for piece in pieces]
             state: SliceState = me.state
             assert me.optimizer is not None
-            me.optimizer.step(own, self.aggregation.combine(decoded).vector, state.optimizer, me.lr)
+            mean, optimizer = self.aggregation.combine(decoded).vector, me.optimizer
+            if isinstance(optimizer, Clipped):
+                mean, optimizer = optimizer.scaled(mean, await self._norm(me, mean)), optimizer.optimizer
+            optimizer.step(own, mean, state.optimizer, me.lr)
             me.send_all(me.peers, "slice", own)
             for rank in me.peers:
                 me.params[parts[rank]] = (await me.receive("slice", rank)).payload
             me.record_round()
+
+    async def _norm(self, me: Worker, mean: FlatArray) -> float:
+        """Return the norm of the whole combined gradient, with the same bits on every worker."""
+        squares = {me.rank: norm(mean) ** 2}
+        me.send_all(me.peers, "norm", None, SquaredNorm(squares[me.rank]))
+        for rank in me.peers:
+            squares[rank] = (await me.receive("norm", rank)).note.value
+        return math.sqrt(sum(squares[rank] for rank in sorted(squares)))
 
     def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
         """Send every other worker its slice of the gradient; return the own slice, encoded like the others."""

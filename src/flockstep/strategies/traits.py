@@ -11,7 +11,7 @@ Delivery = Literal["synchronous", "bounded delay", "unbounded delay", "partial"]
 ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
 Samples = Literal["own", "others", "sent"]
 Clips = Literal["own", "combined", "none"]
-Memory = Literal["optimizer", "velocity", "own"]
+Memory = Literal["optimizer", "velocity", "own", "slices"]
 Approximation = Literal["none", "sent later", "lost"]
 
 
@@ -57,7 +57,7 @@ class Traits:
     memory: Memory = "optimizer"
     """What servers remember of past steps: `optimizer` for the state of the worker's optimizer; `velocity` for one
     momentum buffer with that optimizer's `momentum`; `own` for the state of another optimizer, which a script cannot
-    save or load.
+    save or load. `slices`: worker i remembers slice i of n of the optimizer's state, as `optimizer` of its own state.
     """
     approximation: Approximation = "none"
     """What happens to the part of an update that the strategy itself, without a codec, leaves out of a step's messages:
