@@ -43,7 +43,9 @@ def test_the_recorders_of_the_others_tell_what_a_killed_worker_did_last(
     out = capfd.readouterr().out
     sentence = last_heard(flights, lost)[0]
     assert sentence in out
-    assert sentence.startswith(("server 0 last heard from worker 2, 'push'", "launcher last heard from worker 2"))
+    assert sentence.startswith(
+        ("server 0 received the last message of worker 2, 'push'", "launcher received the last message")
+    )
     assert run_command(["flight", "--json", str(tmp_path / "run")]) == 0
     assert len(msgspec.json.decode(capfd.readouterr().out)["flight"]["server 0"]) == len(flights["server 0"])
     report = write_report([record], tmp_path / "report.html")
@@ -88,6 +90,9 @@ def test_who_waited_for_a_lost_node_is_told_with_the_delay() -> None:
         "worker 1": [FlightEvent(3.0, "wait", 2, "'push.ack' from worker 2", 417)],
     }
     assert last_heard(flights, LostEvent(14.4, 3, "worker 3 was killed")) == [
-        "worker 0 last heard from worker 3, 'push' at its own step 415, 13.40 s before worker 3 was given up",
-        "worker 0, step 417, 'push.ack' from worker 3, 12.40 s late",
+        (
+            "worker 0 received the last message of worker 3, 'push', at its own step 415, 13.40 s before worker 3 was "
+            "declared lost"
+        ),
+        "worker 0 waited for 'push.ack' from worker 3 at step 417, for 12.40 s",
     ]

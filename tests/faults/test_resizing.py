@@ -79,7 +79,9 @@ def test_a_run_goes_on_with_another_number_of_workers(strategy: str, workers: in
     before = sum(manifest.steps.values()) // to
     assert (config.workers, config.steps) == (to, -(-workers * STEPS // to))
     assert summary.status == "finished"
-    assert f"{to} workers go on in place of {workers}, from step {before} of {config.steps}" in summary.notes[1]
+    assert (
+        f"{to} workers continue the run of {workers} workers, from step {before} of {config.steps}" in summary.notes[1]
+    )
     made = [event for event in record.read_events() if isinstance(event, StepEvent)]
     late = [event for event in made if event.seconds > manifest.seconds]
     assert len(made) - len(late) == sum(manifest.steps.values()), "every step before the change is in the record"

@@ -34,7 +34,9 @@ def show_flight(folder: Path, as_json: bool) -> None:
 
 
 def lost_nodes(record: Record) -> list[str]:
-    """Sentences on each lost node: when it was given up, who last heard from it, and who waited for it."""
+    """Sentences on each lost node: when it was declared lost, which node received its last message, and which nodes
+    waited for it.
+    """
     found = []
     for event in record.summary.lost:
         found.append(f"{event.seconds:.3f} s: {event.reason}")

@@ -1,8 +1,8 @@
-"""How a process that torchrun, mpirun or srun has started joins its run: by way of the agent of its host.
+"""Lets a process that torchrun, mpirun or srun has started join its run through the agent of its host.
 
 The process with local rank 0 starts the agent. All processes of the host connect to the agent over a Unix socket in a
-folder that only this user may enter; each introduces itself, and gets its node specification when the run begins. The
-connection stays open, so that the agent sees the process's end.
+folder that only this user may enter; each process sends its rank, and receives its node specification when the run
+begins. The connection stays open, so that the agent detects the end of the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A node's part in a checkpoint: it stops at the top of its program's loop, keeps a copy of its state, and writes it.
 
-The supervisor asks all nodes to stop, and then, in waves, how many messages they have sent and received. A worker stops
-at the next point at which its program could restart; a server is there whenever it waits for any message. Once all have
-stopped and nothing is on its way, every node copies its state and goes on, while a thread writes the copy.
+The supervisor asks all nodes to stop, and then queries, in rounds, how many messages they have sent and received. A
+worker stops at the next point at which its program could restart; a server can restart whenever it waits for any
+message. Once all nodes have stopped and no message is in transit, every node copies its state and continues, while a
+thread writes the copy.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class NodeCheckpoints:
     ) -> None:
         """Take the node's state from a checkpoint, and run its program from there with `begin`.
 
-        A state without messages is one with which the program begins, as in a run that goes on with other workers.
+        A state without messages is an initial state, as in a run that continues with another number of workers.
         """
         runner, node = self._runner, self._runner.node
         restore(node, kept.saved, self.stepper)

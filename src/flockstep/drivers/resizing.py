@@ -32,7 +32,7 @@ from flockstep.workloads.sampler import SamplerState
 def resized_checkpoint(
     engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint]
 ) -> dict[Address, NodeCheckpoint]:
-    """The states from which the nodes of plan `now` go on with a run of `plan`, whose states are `kept`.
+    """The states from which the nodes of plan `now` continue a run of `plan`, whose states are `kept`.
 
     A worker's steps are counted as if the run had had its new number of workers from its start: the steps of all
     workers together keep their number of samples.
@@ -81,7 +81,7 @@ def require_resizable(strategy: Strategy) -> None:
     """Raise `CompositionError` if no rule gives the states of another number of workers."""
     if why := strategy.resizing.refused:
         raise CompositionError(
-            f"a run with {strategy} cannot go on with another number of workers, because {why}; resume it without -n"
+            f"a run with {strategy} cannot continue with another number of workers, because {why}; resume it without -n"
         )
 
 

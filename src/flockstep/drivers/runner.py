@@ -106,7 +106,7 @@ class Runner:
     replaying: bool = False
     """Whether the program repeats its past: requests of the program must not take effect again."""
     at_rest: bool = False
-    """Whether the program has done nothing since it last came to a point from which it can restart."""
+    """Whether the program has done nothing since it last reached a point from which it can restart."""
 
     quarantine: Callable[[Address, str], None] | None = None
     """Removes a worker from the run, for a reason."""

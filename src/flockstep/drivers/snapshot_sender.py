@@ -45,7 +45,7 @@ class SnapshotSender:
             self._member.tell("done", None, {"step": node.run_step})
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
-        """Send a snapshot from time to time, for a run that may end early."""
+        """Send a snapshot if the previous one is old enough, so that a run that ends early has a recent model."""
         if (began := now()) >= self._due:
             self.send_snapshot(node, LAST, began, sent)
             self._due = now() + max(NEWEST_PERIOD, NEWEST_SHARE * (now() - began))

@@ -74,7 +74,8 @@ class BackwardHooks:
         """Handle gradients that have changed, although parts of them may have been passed to the strategy.
 
         Raises:
-            ConfigurationError: the strategy has used a part for good; the error says `refusal`.
+            ConfigurationError: the strategy has used a part and cannot take it back; the message of the error is
+            `refusal`.
         """
         if self._loop.tentative:
             self._loop.revise()

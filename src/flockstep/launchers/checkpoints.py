@@ -1,9 +1,10 @@
-"""Takes the checkpoints of a run: all nodes stop, nothing is on its way, and each node writes its state.
+"""Takes the checkpoints of a run: all nodes stop, no message is in transit, and each node writes its state.
 
-Workers stop at their next step boundary, which may be another step for each. If the others then wait for one that has
-stopped, as they do in a sum of all workers, it goes on by one step. All have stopped and nothing is on its way when two
-waves of questions in a row find every node stopped, the same counts of messages, and as many received as sent
-(Friedemann Mattern, Algorithms for distributed termination detection, 1987).
+Each worker stops at its next step boundary, so workers may stop at different steps. If the other workers then wait for
+a stopped worker, as they do in a sum over all workers, the stopped worker continues for one step. All nodes have
+stopped and no message is in transit when two consecutive rounds of queries find every node stopped, unchanged counts of
+messages, and equal numbers of sent and received messages (Friedemann Mattern, Algorithms for distributed termination
+detection, 1987).
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Checkpointer:
             self._begin()
 
     def stop(self) -> bool:
-        """Take a checkpoint because the run is about to end; return whether one is on its way."""
+        """Take a checkpoint because the run is about to end; return whether a checkpoint is in progress."""
         self._staying = True
         self._again = self._phase == "writing"  # the nodes have gone on since
         if not self.busy and not self._over:

@@ -166,7 +166,7 @@ class OtherHosts:
         """
 
     def require_running(self) -> None:
-        """Raise an error if another host has asked for the end of the run.
+        """Raise an error if another host has requested the end of the run.
 
         Raises:
             Interrupted: the user of another host stops the run.

@@ -1,4 +1,4 @@
-"""Lets a run go on from its checkpoint with another number of workers."""
+"""Lets a run continue from its checkpoint with another number of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flockstep.records.folder import RunFolder
 
 @dataclass(frozen=True)
 class ResizedRun:
-    """A run that goes on with another number of workers: its configuration, its plan, and the states of its nodes."""
+    """A run that continues with another number of workers: its configuration, its plan, and the states of its nodes."""
 
     config: RunConfig
     plan: Plan
@@ -36,8 +36,8 @@ class ResizedRun:
     def write(self, record: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
         """Write the new states as the run's newest checkpoint, and the configuration; return the checkpoint.
 
-        `checkpoint`: the checkpoint that holds the states of the run so far. A run that is killed in here goes on from
-        one of the two.
+        `checkpoint`: the checkpoint that holds the states of the run so far. A run that is killed during this call can
+        be resumed from either checkpoint.
 
         Raises:
             ConfigurationError: the disk is full.
@@ -62,7 +62,7 @@ class ResizedRun:
 
 
 def resized_run(checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunConfig, workers: int) -> ResizedRun:
-    """Prepare a run to go on from a checkpoint with another number of workers; nothing is written.
+    """Prepare a run to continue from a checkpoint with another number of workers; nothing is written.
 
     Args:
         checkpoint: the states of the run so far.
@@ -83,7 +83,7 @@ def resized_run(checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunC
     kept = {shard.node: load_node(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
     states = resized_checkpoint(engine, plan, now, kept)
     steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
-    notes = [f"{workers} workers go on in place of {config.workers}, from {steps_so_far}"]
+    notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
     if lost := len({one.snapshot.tick for one in checkpoint.manifest.pending}):
         notes.append(f"evaluations dropped, because their snapshots are of {config.workers} workers: {lost}")
     return ResizedRun(changed, now, config, states, tuple(notes))

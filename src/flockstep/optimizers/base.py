@@ -30,7 +30,7 @@ class OptimizerState:
     start: int = 0
     """Index of the first parameter in the model's flat array."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Scalar state of another library's optimizer, in states handed out: "name:group" → value."""
+    """Scalar state of another library's optimizer, in exported states: "name:group" → value."""
     foreign: Any = None
     """State of another library's optimizer, which can only step all parameters at once."""
 

@@ -251,7 +251,7 @@ def approximates(found: StepPrediction) -> bool:
 
 
 def drops(found: StepPrediction) -> bool:
-    """Whether a codec drops values that no later message contains, so that accuracy is lost for good."""
+    """Whether a codec drops values that no later message contains, so that accuracy is lost permanently."""
     if found.strategy is None:
         return False
     if found.strategy.traits.approximation == "lost":

@@ -2,7 +2,8 @@
 
 Every process of a run keeps its last messages, waits and steps in memory. When a node is lost or fails, a gradient is
 refused or a deadline has passed, the processes send them to the launcher, which appends them to flight/NODE.jsonl. A
-process that was killed sends none; the recorders of the other processes tell what they last heard from it.
+process that was killed sends none; the recorders of the other processes show the last messages that they received from
+the killed process.
 """
 
 from __future__ import annotations
@@ -111,26 +112,30 @@ def read_flight(record: Path) -> dict[str, list[FlightEvent]]:
             whole, _, _ = file.read_bytes().rpartition(b"\n")
             found[file.stem.replace("-", " ")] = msgspec.json.Decoder(FlightEvent).decode_lines(whole) if whole else []
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{file} is no flight recorder: {error}; delete it to read the rest") from None
+            raise ConfigurationError(
+                f"{file} is not a file of a flight recorder: {error}; delete this file to read the other files"
+            ) from None
     return found
 
 
 def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> list[str]:
-    """Sentences on a lost node: who last heard from it, and which nodes waited for it when it was given up."""
+    """Sentences on a lost node: which node received its last message, and which nodes waited for it when it was
+    declared lost.
+    """
     before = {name: [one for one in events if one.seconds <= lost.seconds] for name, events in flights.items()}
     heard = [(one, name) for name, events in before.items() for one in events if _from(one, lost.node)]
     said = []
     if heard:
         last, name = max(heard, key=lambda pair: pair[0].seconds)
         said.append(
-            f"{name} last heard from {node_name(lost.node)}, {last.tag!r} at its own step {last.step}, "
-            f"{lost.seconds - last.seconds:.2f} s before {node_name(lost.node)} was given up"
+            f"{name} received the last message of {node_name(lost.node)}, {last.tag!r}, at its own step {last.step}, "
+            f"{lost.seconds - last.seconds:.2f} s before {node_name(lost.node)} was declared lost"
         )
     for name, events in before.items():
         others = [one for one in events if one.kind != "send"]
         if others and others[-1].kind == "wait" and others[-1].peer in (lost.node, None) and name != "launcher":
             wait = others[-1]
-            said.append(f"{name}, step {wait.step}, {wait.tag}, {lost.seconds - wait.seconds:.2f} s late")
+            said.append(f"{name} waited for {wait.tag} at step {wait.step}, for {lost.seconds - wait.seconds:.2f} s")
     return said
 
 

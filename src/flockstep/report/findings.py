@@ -86,7 +86,7 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[s
             )
         else:
             ratio = formatting.times(_ratio(second.time, hits[0].time))
-            text += f" {second.label} followed after {_clock(second)}, {ratio} the time."
+            text += f" {second.label} followed after {_clock(second)}, {ratio} as long."
     if missed:
         who = _and([f"{one.label} (best {formatting.metric(one.record.summary.best_metric)})" for one in missed])
         text += f" {who} never reached it."

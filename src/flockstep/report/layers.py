@@ -219,7 +219,7 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
 
 def picture(model: ModelShape, batch: int, workers: int) -> Figure:
     """Figure of three plots, one above the other, with one column per layer: parameters, work divided by depth (W/D),
-    and bytes sent per worker in both ways.
+    and bytes sent per worker if the data, or the layer, are split.
     """
     shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
     if len(shown) > MANY:

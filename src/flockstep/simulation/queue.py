@@ -47,7 +47,7 @@ class EventQueue(Generic[E]):
         heapq.heappush(self._heap, (time, count, event))
 
     def run(self: EventQueue[Callable[[], None]]) -> None:
-        """Call every event in order, including events scheduled meanwhile."""
+        """Call every event in order of time, including events that are scheduled by earlier events."""
         heap, take = self._heap, heapq.heappop
         while heap:
             self.now, _, event = take(heap)

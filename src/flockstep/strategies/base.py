@@ -127,7 +127,7 @@ class Strategy(Component):
 
     @property
     def resizing(self) -> Resizing:
-        """What the nodes keep when a run goes on with another number of workers."""
+        """The rule for the states of the nodes when a run continues with another number of workers."""
         if self.traits.results[0] in ("best", "ensemble"):
             return Resizing(refused="each worker trains a model of its own, and no rule gives a new worker its model")
         return Resizing()

@@ -15,7 +15,7 @@ ARMIJO = 1e-4
 
 @dataclass
 class Portions:
-    """The portions of one evaluation: `waiting` to be handed out, `out` at workers (portion → ranks), or done (in
+    """The portions of one evaluation: `waiting` to be assigned, `out` (assigned: portion → ranks), or done (in
     `losses`).
     """
 

@@ -65,7 +65,9 @@ class GossipState:
     returned: dict[tuple[int, int], int] = field(default_factory=dict)
     """(peer, number) → mass of a model that was taken back from a dead peer."""
     surplus: int = 0
-    """Mass that was taken back although it had arrived, and is still to be given up."""
+    """Mass that was taken back although it had arrived at its receiver; the worker still has to subtract this mass from
+    its own.
+    """
     receivers: set[int] = field(default_factory=set)
     """Ranks of the peers that this worker has sent messages to."""
 

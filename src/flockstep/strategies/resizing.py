@@ -1,4 +1,4 @@
-"""What the nodes of a run keep when the run goes on with another number of workers."""
+"""The rules for the states of the nodes of a run that continues with another number of workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Resizing:
     also: str = ""
     """What else the strategy does, as a clause for the documentation."""
     refused: str = ""
-    """Why the number of workers cannot change, as the end of a sentence; empty: it can."""
+    """Reason why the number of workers cannot change, as the end of a sentence; empty if the number can change."""
 
 
 @dataclass(frozen=True)

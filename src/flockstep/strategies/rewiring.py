@@ -44,7 +44,7 @@ def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
 
 @lru_cache(maxsize=8)
 def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each worker the workers that may come to wait for it: the workers within four edges, which new edges
+    """Return for each worker the workers that may later wait for it: the workers within four edges, which new edges
     never exceed.
 
     A worker that leaves notifies only these; to notify all would take n² messages.

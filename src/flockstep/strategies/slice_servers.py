@@ -58,7 +58,9 @@ class SliceServers(Strategy):
         return ServedState(me.optimizer.init_slice(me.params, own), 0, [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute a gradient, push every slice to its owner, receive the slices; meanwhile serve the own slice."""
+        """Compute a gradient, push every slice to its owner, and receive the slices; concurrently serve this worker's
+        slice.
+        """
         state: ServedState = me.state
         for rank in me.peers:
             me.background(CHANNEL, self._serve(me, rank), again="afresh")

@@ -17,7 +17,7 @@ def check_component(component: Component) -> None:
     """Run every check of this module on one component.
 
     Raises:
-        AssertionError: a promise is broken; the message names it.
+        AssertionError: a check fails; the message names the violated rule.
     """
     check_value(component)
     check_registered(component)

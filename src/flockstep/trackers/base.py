@@ -49,7 +49,7 @@ class ExperimentTracker(Component):
 
     @property
     def place(self) -> str:
-        """Where the runs are, and what shows them."""
+        """Text for the user: where the tracker stores the runs, and which command shows them."""
         return str(self)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""TensorBoard: a file of events that `tensorboard --logdir` shows, also while the run goes on."""
+"""TensorBoard: a file of events that `tensorboard --logdir` shows, even while the run is in progress."""
 
 from __future__ import annotations
 

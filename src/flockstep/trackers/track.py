@@ -18,7 +18,8 @@ from flockstep.trackers.base import ExperimentTracker, Point
 
 
 def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCallback = silent) -> int:
-    """Copy the curves of the run in `folder` into an experiment tracker; follow a run that goes on until it ends.
+    """Copy the curves of the run in `folder` into an experiment tracker; if the run is in progress, follow it until it
+    ends.
 
     Args:
         folder: the folder of a run, which may still be running on this host.

@@ -42,7 +42,7 @@ class LinkKeys:
 class Handshake:
     """One end of a handshake, without its socket.
 
-    Send `out`; give the next `due` bytes of the other end to `feed`; go on until `due` is 0.
+    Send `out`, pass the next `due` bytes from the other end to `feed`, and repeat until `due` is 0.
     """
 
     def __init__(self, secret: bytes, connects: bool, encrypts: bool):

@@ -31,7 +31,7 @@ _ABSENT = (1 << 64) - 1
 
 
 class HostChannel:
-    """One end of a channel, none of whose methods waits.
+    """One end of a channel. No method waits.
 
     Call `receive` whenever the socket is readable, or writable if `blocked`.
     """

@@ -1,4 +1,4 @@
-"""A stream socket that is authenticated with the secret of the run and, if asked to be, encrypted.
+"""A stream socket that is authenticated with the secret of the run and, on request, encrypted.
 
 After the handshake an encrypted link carries records: a length, and at most `RECORD` bytes under AES-256-GCM with a tag
 of 16 bytes. Each direction has its own key, and the nonce counts the records: a record that was changed, dropped,

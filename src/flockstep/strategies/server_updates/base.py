@@ -57,7 +57,7 @@ class ServerUpdate(Component):
         """
 
     def read(self, me: Server, state: Any, rank: int) -> None:
-        """Note that worker `rank` is being sent the current parameters."""
+        """Record that the current parameters are sent to worker `rank`."""
 
 
 def equal_weights(group: Sequence[Push], share: float) -> list[float]:
