@@ -1,10 +1,11 @@
 """Milliseconds per step of an all-reduce over two hosts with two workers each, beside DistributedDataParallel on gloo.
 
 The hosts are network namespaces; the link between them has 100 Mbit/s, 1 Gbit/s, or what this machine gives. Both take
-turns in the same processes, round after round. flockstep's links are encrypted, and in a run of their own are not.
-Needs Linux and root.
+turns in the same processes, round after round. flockstep's links are encrypted, and in a run of their own are not. All
+workers share the cores of this machine, so their processor time is shown too, which other programs hardly change. Needs
+Linux and root.
 
-    python benchmarks/hosts.py [--links 100mbit,1gbit,none] [--models digits,wide] [--rounds 6] [--json]
+    python benchmarks/hosts.py [--links 100mbit,1gbit,none] [--models digits,wide] [--rounds 6] [--plain] [--json]
 """
 
 from __future__ import annotations
@@ -38,26 +39,27 @@ def main() -> None:
     parser.add_argument("--links", default="100mbit,1gbit,none")
     parser.add_argument("--models", default="digits,wide", help="digits: its CNN; wide: 25 M parameters.")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--plain", action="store_true", help="Measure without encryption only.")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [
         measure(model, link, encrypt, options.rounds)
         for model in options.models.split(",")
         for link in options.links.split(",")
-        for encrypt in (True, False)
+        for encrypt in ((False,) if options.plain else (True, False))
     ]
     if options.json:
         print(json.dumps(rows))
         return
-    print(
-        "{:8} {:>8} {:>9} {:>10} {:>12} {:>14}".format("model", "link", "encrypted", "DDP ms", "flockstep ms", "of DDP")
-    )
+    print("model        link encrypted     DDP ms flockstep ms  of DDP     processor ms")
     for row in rows:
         print(
             f"{row['model']:8} {row['link']:>8} {'yes' if row['encrypt'] else 'no':>9} {row['ddp']:>10.2f} "
-            f"{row['flockstep']:>12.2f} {row['ratio']:>14.2f}"
+            f"{row['flockstep']:>12.2f} {row['ratio']:>7.2f} {row['processor']['ddp']:>8.1f} "
+            f"{row['processor']['flockstep']:>7.1f}"
         )
-    print("medians over rounds; of DDP: median of the rounds' own ratios; 2 hosts x 2 workers")
+    print("medians over rounds; of DDP: median of the rounds' own ratios; 2 hosts x 2 workers; processor: mean of a")
+    print("worker's step, DDP and flockstep")
 
 
 def measure(model: str, link: str, encrypt: bool, rounds: int) -> dict[str, object]:
@@ -84,13 +86,40 @@ def worker(out: Path, model: str, store: str, rounds: int) -> None:
     assert node_spec is not None
     rank, workers = node_spec.address, node_spec.workers
     dist.init_process_group("gloo", init_method=f"tcp://{store}:{OTHER_PORT}", rank=rank, world_size=workers)
-    ways = {name: build(name, model, rank) for name in WAYS}
+    ways = {name: Metered(build(name, model, rank)) for name in WAYS}
     steps = {name: number_of_steps(step) for name, step in ways.items()}
+    for way in ways.values():
+        way.reset()
     times = take_turns(ways, steps, rounds)
+    processor = torch.tensor([ways[name].mean() for name in WAYS])
+    dist.all_reduce(processor)
     if rank == 0:
         write_figures(out, times)
+        shares = dict(zip(WAYS, (1000 * processor / workers).tolist(), strict=True))
+        out.write_text(json.dumps({**json.loads(out.read_text()), "processor": shares}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+class Metered:
+    """A training step, and the processor time of the process during all calls."""
+
+    def __init__(self, step: Step):
+        self._step = step
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the calls so far."""
+        self._calls, self._seconds = 0, 0.0
+
+    def __call__(self) -> None:
+        begin = time.process_time()
+        self._step()
+        self._calls, self._seconds = self._calls + 1, self._seconds + time.process_time() - begin
+
+    def mean(self) -> float:
+        """Seconds of processor time per call."""
+        return self._seconds / self._calls
 
 
 def number_of_steps(step: Step) -> int:

@@ -225,7 +225,9 @@ def _cable(switch: Host, hosts: Sequence[Host], bandwidth: str | None) -> None:
             host.run("tc", "qdisc", "add", "dev", "eth0", *limit)
 
 
-def on_all(hosts: Sequence[Host], *arguments: str | Path, first: Sequence[str | Path] = ()) -> list[Ended]:
+def on_all(
+    hosts: Sequence[Host], *arguments: str | Path, first: Sequence[str | Path] = (), seconds: float = PATIENCE
+) -> list[Ended]:
     """Run the same flockstep command on every host, `first` in addition on the coordinator; what came of each."""
     where = ["--nodes", str(len(hosts)), "--coordinator", f"{hosts[0].address}:{PORT}"]
     processes = []
@@ -233,7 +235,7 @@ def on_all(hosts: Sequence[Host], *arguments: str | Path, first: Sequence[str | 
         command, *rest = arguments
         own = [command, *where, "--node-rank", str(rank), *(first if rank == 0 else ()), *rest]
         processes.append(hosts[rank].start(*own))
-    return [Ended.of(process) for process in reversed(processes)]
+    return [Ended.of(process, seconds) for process in reversed(processes)]
 
 
 @dataclass
@@ -245,7 +247,7 @@ class Ended:
     err: str
 
     @classmethod
-    def of(cls, process: subprocess.Popen[str]) -> Ended:
+    def of(cls, process: subprocess.Popen[str], seconds: float = PATIENCE) -> Ended:
         """Wait for its end."""
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=seconds)
         return cls(process.returncode, out, err)

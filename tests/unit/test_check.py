@@ -94,7 +94,9 @@ def test_a_simulated_run_of_another_network_than_the_clusters_is_said_to_be_so(
     note = "the run was simulated with link(bandwidth='10mbit', latency=0.001) and constant(mean=0.01)"
     folder = record(tmp_path / "run", "all_reduce")
     assert check(folder).notes == ()
-    assert check(folder, shape).notes == (f"{note}: the error includes the difference to lab-1gbit",)
+    found, gradients = check(folder, shape).notes
+    assert found == f"{note}: the error includes the difference to lab-1gbit"
+    assert gradients.startswith("a gradient of all_reduce took 10.00 ms in the run and takes 200 µs on lab-1gbit: ")
     (told,) = for_report([folder], shape)
     assert told is not None
     assert note in told.source
@@ -130,6 +132,21 @@ def test_a_run_over_hosts_is_predicted_on_their_machines_and_other_machines_are_
     assert "the run had [2, 2] workers on its hosts, but cluster has [1, 1, 1, 1] on its machines" in " ".join(
         apart.notes
     )
+
+
+def test_gradients_that_take_as_long_as_in_the_run_explain_an_error(tmp_path: Path) -> None:
+    """The cluster has the links of the run, but gradients of 10 ms in place of 2 ms."""
+    links = "tiers((2, 2), (0, 0), (link(1e12),), (link('10mbit', '1ms'),))"
+    cluster = read_cluster(MACHINES.format(count=2, workers=2))
+    found = check(record(tmp_path / "run", "gossip", links, compute="constant(0.002)"), cluster)
+    assert found.error > 1
+    assert abs(found.error_besides_gradients) < 0.05
+    (note,) = [note for note in found.notes if "a gradient" in note]
+    assert "a gradient of gossip took 2.00 ms in the run and takes 10.0 ms on cluster" in note
+    assert note.endswith("a step is predicted to take 2.00 ms, an error of 0 %")
+    other = check(record(tmp_path / "slow", "gossip", "link('1mbit')", compute="constant(0.01)"), cluster)
+    assert other.gradient_seconds is None
+    assert other.error_besides_gradients == other.error
 
 
 def test_two_tiers_are_rehearsed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEv
 from flockstep.records.folder import RunFolder
 from flockstep.report.formatting import NONE, number, seconds, size
 from flockstep.report.prediction import Prediction
-from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.compute import ComputeModel, SharedCores
+from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
 
 EVERYONES = 1000
 """Largest number of steps of all workers in the rehearsal of a simulated run, which uses the run's random draws."""
+APART = 1.2
+"""Ratio of two gradient times above which the error of a prediction is also given without this difference."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Figures:
     staleness: float | None
     rate: float | None = None
     """Samples per second of all workers, used or not, from the start to the end of the last step."""
+    gradient: float = 0.0
+    """Usual seconds of a gradient; 0 if they are not known apart from waiting for a core."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class Check:
     """Source of the prediction: form or rehearsal."""
     predicted: Figures
     measured: Figures
+    gradient_seconds: float | None = None
+    """Predicted seconds of a step in which gradients take as long as in the run; None if `predicted` has nearly their
+    time.
+    """
     notes: tuple[str, ...] = ()
     """Differences between the conditions of prediction and measurement."""
 
@@ -64,6 +73,11 @@ class Check:
     def error(self) -> float:
         """Relative error of the predicted seconds: positive if the prediction is too long."""
         return self.predicted.seconds / self.measured.seconds - 1
+
+    @property
+    def error_besides_gradients(self) -> float:
+        """Relative error of the predicted seconds if gradients take as long as in the run."""
+        return (self.gradient_seconds or self.predicted.seconds) / self.measured.seconds - 1
 
     @property
     def sent_error(self) -> float | None:
@@ -81,7 +95,8 @@ class Check:
         """The comparison as plain data, for JSON."""
         rows = {name: vars(getattr(self, name)) for name in ("predicted", "measured")}
         names = ("job", "strategy", "workers", "cluster", "source", "error", "sent_error", "rate_error", "notes")
-        return {**{name: getattr(self, name) for name in names}, **rows}
+        own = {"error_besides_gradients": self.error_besides_gradients}
+        return {**{name: getattr(self, name) for name in names}, **own, **rows}
 
 
 def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequence[str] = ()) -> Check:
@@ -115,6 +130,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
     strategy = Strategy.parse(config.strategy)
     batch = None if config.batch is None else int(config.batch)
     task = task_of(config.job, batch, load_job(config.job, config.seed))
+    own = None
     if cluster is None:
         predicted, source = _in_virtual_time(strategy, task, config), "rehearsal"
         where, notes = f"{config.network}, {config.compute}", tuple[str, ...]()
@@ -127,9 +143,34 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
             found.utilization,
             found.staleness,
             _all_samples(config, task, found.seconds),
+            _gradient_of(site.compute(config.workers)),
         )
         source, where, notes = found.source, cluster.name, (*_unlike(config, site), *_elsewhere(hosts, site.cluster))
-    return Check(task.name, config.title, config.workers, where, source, predicted, measured, notes)
+        ratio = measured.gradient / predicted.gradient if measured.gradient and predicted.gradient else 1.0
+        if max(ratio, 1 / ratio) > APART:
+            slower = replace(site, cluster=_slowed(cluster, ratio))
+            own = predict_step(strategy, slower, config.workers, steps=_rehearsed_steps(config)).seconds
+            notes = (*notes, _other_gradients(predicted, measured, cluster.name, config.title, own))
+    return Check(task.name, config.title, config.workers, where, source, predicted, measured, own, notes)
+
+
+def _gradient_of(law: ComputeModel) -> float:
+    """Mean seconds of a gradient; 0 if workers also wait for cores meanwhile."""
+    return 0.0 if isinstance(law, SharedCores) else mean_of(law)
+
+
+def _slowed(cluster: ClusterShape, ratio: float) -> ClusterShape:
+    """The cluster with gradients that take `ratio` times as long."""
+    return replace(cluster, groups=tuple(replace(group, speed=group.speed / ratio) for group in cluster.groups))
+
+
+def _other_gradients(predicted: Figures, measured: Figures, name: str, strategy: str, own: float) -> str:
+    """A note about gradients that took longer or shorter than the cluster's."""
+    return (
+        f"a gradient of {strategy} took {seconds(measured.gradient)} in the run and takes "
+        f"{seconds(predicted.gradient)} on {name}: with the gradients of the run a step is predicted to take "
+        f"{seconds(own)}, an error of {_told_error(own / measured.seconds - 1)}"
+    )
 
 
 def _all_samples(config: RunConfig, task: JobProfile, seconds: float) -> float | None:
@@ -238,6 +279,7 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
         _busy(counted) / took if took else 1.0,
         statistics.fmean(late) if late else None,
         samples / end if samples else None,
+        usual_seconds(steps, length, ("compute_seconds",)),
     )
 
 

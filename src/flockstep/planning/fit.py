@@ -46,6 +46,8 @@ ALIKE = 1.1
 """Largest ratio of the median gradient times of workers that count as equally fast."""
 LONGEST = 400
 """Largest number of steps of a record that are read and rehearsed."""
+PARTS = ("compute_seconds", "wait_seconds", "comm_seconds")
+"""Parts of a step's time in a record."""
 SPANS = 5
 """Number of spans into which steps are divided."""
 POOR = 0.2
@@ -291,19 +293,15 @@ def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
     return length
 
 
-def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int) -> float:
-    """Usual seconds of a step: the median, over spans of steps, of the mean over all workers; outliers have no effect.
+def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int, parts: Sequence[str] = PARTS) -> float:
+    """Usual seconds of a step, or of some of its parts: the median, over spans of steps, of the mean over all workers;
+    outliers have no effect.
 
     Steps at the beginning are ignored, because processes warm up.
     """
     spans = np.array_split(np.arange(first_counted(length), length), min(SPANS, length - first_counted(length)))
     means = [
-        statistics.fmean(
-            mine[i].compute_seconds + mine[i].wait_seconds + mine[i].comm_seconds
-            for mine in steps
-            for i in span
-            if i < len(mine)
-        )
+        statistics.fmean(sum(getattr(mine[i], part) for part in parts) for mine in steps for i in span if i < len(mine))
         for span in spans
     ]
     return statistics.median(means)
