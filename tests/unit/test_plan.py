@@ -391,6 +391,8 @@ def test_words_of_a_plan(outlook: Outlook) -> None:
     )
     few = dataclasses.replace(one, beats_one_to=4)
     assert scaling_sentence(few).startswith("ps is faster than one worker with 2 to 4 workers; doubling")
+    alone = dataclasses.replace(one, beats_one_from=4, beats_one_to=4)
+    assert scaling_sentence(alone).startswith("ps is faster than one worker with 4 workers only; doubling")
     far = dataclasses.replace(one, pays_to=8)
     assert scaling_sentence(far).endswith(
         "up to 8 workers, doubling the number of workers gives at least 10 % more speed"

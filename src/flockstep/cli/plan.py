@@ -400,11 +400,11 @@ def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[s
 
 
 def _checks(found: list[Check]) -> TextTable:
-    from flockstep.planning.check import CHECK_HEADINGS, CHECK_RANKS, check_cells
+    from flockstep.planning.check import CHECK_HEADINGS, CHECK_MEANT, CHECK_RANKS, check_cells
     from flockstep.report.terminal import TableColumn, TextTable
 
     columns = [
-        TableColumn(one, text=place in (0, len(CHECK_HEADINGS) - 1), rank=rank)
+        TableColumn(one, text=place in (0, len(CHECK_HEADINGS) - 1), rank=rank, note=CHECK_MEANT.get(one, ""))
         for place, (one, rank) in enumerate(zip(CHECK_HEADINGS, CHECK_RANKS, strict=True))
     ]
     return TextTable(columns, [check_cells(one) for one in found], "predicted and measured")

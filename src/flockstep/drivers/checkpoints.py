@@ -33,8 +33,8 @@ from flockstep.simulation.attacks import Memory
 CHECKPOINT = "checkpoint"
 """Tag of the messages about checkpoints between the supervisor and the nodes."""
 RUNNING, STOPPED, ENDED = 0, 1, 2
-"""What a node is when it answers a wave: it waits for a message in the middle of its program, it has stopped where its
-program can restart, or it has taken its last step.
+"""State of a node when it answers a query of the supervisor: it waits for a message in the middle of its program, it
+has stopped where its program can restart, or it has taken its last step.
 """
 
 
@@ -145,7 +145,7 @@ class NodeCheckpoints:
                 self._from, self._wave = None, 0
 
     def idle(self) -> None:
-        """Answer a wave, because no message has arrived that this node could handle first."""
+        """Answer a query of the supervisor, because no message has arrived that this node could handle first."""
         self.report()
         if not self._wave:
             return

@@ -59,7 +59,7 @@ class WorkerMemory:
         self.begin()
 
     def loaded(self) -> bool:
-        """Note that the script has loaded a state; return whether ranks must agree on it before they step."""
+        """Record that the script has loaded a state; return whether ranks must agree on it before they step."""
         if self._taking:
             return False
         self._loaded = True
@@ -142,7 +142,7 @@ class ServerMemory:
         self._unsent = False
 
     def loaded(self) -> bool:
-        """Note that the script has loaded a state; return whether it must still be sent to the servers.
+        """Record that the script has loaded a state; return whether it must still be sent to the servers.
 
         Raises:
             ConfigurationError: workers hold slices of the state, or servers use an optimizer of their own.
@@ -237,7 +237,7 @@ class SliceMemory:
         self._unsent, self._whole = False, None
 
     def loaded(self) -> bool:
-        """Note that the script has loaded a state; return whether it must still be sent to the slices' workers."""
+        """Record that the script has loaded a state; return whether it must still be sent to the slices' workers."""
         self._unsent = not self._loop.finished
         return self._unsent
 

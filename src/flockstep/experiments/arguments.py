@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
-    """The values of an argument that is a list; a text, which Python would read letter by letter, is refused.
+    """The values of an argument that is a list. A string is refused, because Python would iterate over its letters.
 
     Raises:
         ConfigurationError: `values` is one text.

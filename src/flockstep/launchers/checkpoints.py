@@ -96,7 +96,7 @@ class Checkpointer:
         return self._phase == "stopping"
 
     def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy) -> None:
-        """All nodes are ready, and the run begins."""
+        """Begin to count the time until the first checkpoint, because all nodes are ready and the run begins."""
         self._links, self._strategy = links, strategy
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
@@ -121,7 +121,7 @@ class Checkpointer:
         return self.busy
 
     def hear(self, address: Address, note: Fields) -> None:
-        """Handle what a node says about the checkpoint."""
+        """Handle a node's message about the checkpoint."""
         match note["did"]:
             case "count" if int(note["wave"]) == self._wave and self._phase == "stopping":
                 self._answers[address] = note
@@ -152,7 +152,7 @@ class Checkpointer:
         self._give_up()
 
     def end(self) -> None:
-        """Give up a checkpoint that has not been completed, because the run has ended."""
+        """Abandon a checkpoint that has not been completed, because the run has ended."""
         self._over, self._staying = True, True
         self._give_up()
 

@@ -1,4 +1,6 @@
-"""The coordinator's side of a run over several hosts: lets their agents in, and reaches the processes through them."""
+"""The coordinator's side of a run over several hosts: admits the agents of the hosts, and reaches the processes through
+the agents.
+"""
 
 from __future__ import annotations
 

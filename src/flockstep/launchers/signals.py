@@ -1,4 +1,4 @@
-"""Signals that stop a run strike where nothing is left half done."""
+"""Delays the signals that stop a run until no operation is incomplete."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ TURN = 4 * WINDOW
 supervisor.
 """
 LAST_CHECKPOINT = 10.0
-"""Most seconds that the checkpoint may take that a signal asks for."""
+"""Longest time in seconds for the checkpoint that is taken when a signal stops the run."""
 LAST_POLL = 0.005
 """Seconds between two polls of processes that are about to end."""
 POLL = 0.05
@@ -181,7 +181,7 @@ class Supervisor:
         }
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
-        """Start the processes, wait for the end, and dismiss the nodes.
+        """Start the processes, wait for the end, and tell the nodes that the run has ended.
 
         `result` selects the model that is returned to them.
 

@@ -95,7 +95,7 @@ class WaitMonitor:
             self._waiting.pop(rank, None)
 
     def note_sign(self, rank: int) -> None:
-        """Note that a worker has taken a step in another call of `distribute`, so that the worker is known to be
+        """Record that a worker has taken a step in another call of `distribute`, so that the worker is known to be
         alive.
         """
         self._since[rank] = self._now()

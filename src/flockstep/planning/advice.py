@@ -29,7 +29,7 @@ REQUIREMENTS = {
     "slow-links": "links are sometimes slower than the cluster's description says",
 }
 """Requirement that a user can name → meaning of the requirement."""
-DROPS = "drops part of each gradient without error feedback, which costs accuracy (feedback=residual avoids that)"
+DROPS = "drops part of each gradient without error feedback, which reduces the accuracy (use feedback=residual)"
 """Reason for which a strategy is not advised, whatever the requirements."""
 UNCOUNTED = "records no updates, so the number of samples that the strategy needs is not known"
 """Reason for which a strategy without trials is not advised on its speed."""
@@ -210,7 +210,7 @@ def _tried(choice: StepPrediction, second: StepPrediction | None, tried: dict[st
 
 
 def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> float:
-    """Number of samples per second that plain training would need for the same progress.
+    """Effective samples per second of a strategy: samples per second divided by the relative number of samples needed.
 
     Under the requirement slow-links, waiting counts as if the links were slower.
     """

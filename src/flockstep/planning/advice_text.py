@@ -19,7 +19,7 @@ from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 
 FEW = 0.001
-"""Share of steps below which the advice says "with the first slow spells", not which share of steps begins a spell."""
+"""Share of steps below which the advice says "sometimes slow" instead of the share."""
 CLOSE = 2.0
 """Ratio up to which a speed advantage is given in percent."""
 

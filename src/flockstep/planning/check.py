@@ -329,6 +329,12 @@ CHECK_HEADINGS = (
     "bytes error",
     "from",
 )
+CHECK_MEANT = {
+    "step error": "step error: predicted time between two gradients of a worker, relative to the measured time.",
+    "bytes error": "bytes: bytes that a worker sends per step.",
+    "from": "from: a rehearsal, that is a short run in virtual time, or an extrapolation from smaller rehearsals.",
+}
+"""Heading of a column → meaning of the column."""
 CHECK_RANKS = (0, 3, 0, 0, 0, 1, 1, 1, 2, 2, 2, 4)
 """Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
 

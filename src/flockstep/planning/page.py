@@ -38,8 +38,7 @@ RANGE = 100.0
 
 
 def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequence[Listing] = ()) -> Path:
-    """Write the page to `path`, create its folder if it is missing, and return the path; `further` holds tables that
-    come first.
+    """Write the page to `path`, create its folder if it is missing, and return the path.
 
     `further`: tables that come first.
     """

@@ -136,8 +136,13 @@ def scaling_sentence(one: Curve) -> str:
     name = short(one.name)
     if one.beats_one_from is None:
         return f"{name} is not faster than one worker with any number of workers"
-    last = "or more workers" if one.beats_one_to == one.workers[-1] else f"to {many(one.beats_one_to or 1, 'worker')}"
-    begins = f"{name} is faster than one worker with {one.beats_one_from:,} {last}"
+    if one.beats_one_to == one.workers[-1]:
+        sizes = f"{one.beats_one_from:,} or more workers"
+    elif one.beats_one_to == one.beats_one_from:
+        sizes = f"{many(one.beats_one_from, 'worker')} only"
+    else:
+        sizes = f"{one.beats_one_from:,} to {one.beats_one_to:,} workers"
+    begins = f"{name} is faster than one worker with {sizes}"
     gain = f"at least {share(PAYS - 1)} more speed"
     if one.pays_to <= 1:
         return f"{begins}; doubling the number of workers never gives {gain}"
@@ -160,7 +165,7 @@ def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
     """Strategies that are not in the table, with the reasons."""
-    return tuple(f"{short(name)}: {why}" for name, why in outlook.refused)
+    return tuple(why if why.startswith(name) else f"{short(name)}: {why}" for name, why in outlook.refused)
 
 
 RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}

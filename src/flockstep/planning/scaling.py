@@ -42,7 +42,7 @@ class ScalablePrediction:
 
     found: StepPrediction
     relative_samples: float
-    """Number of the strategy's samples that do the work of one sample of plain training."""
+    """Factor by which the strategy needs more samples than one worker for the same accuracy."""
     pace: Pace | None
     site: Site = field(repr=False)
     """The site of the plan."""

@@ -198,8 +198,8 @@ def cells(row: LayerRow) -> tuple[str, ...]:
 
 
 def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
-    """The texts of the total row; the last text is the number of bytes sent if each layer uses the cheaper of the two
-    ways.
+    """The texts of the total row; the last text is the number of bytes sent if each layer is split in the cheaper of
+    the two ways.
     """
     return (
         "total",

@@ -115,7 +115,7 @@ class SealedSocket:
         return self._opener.open(room)
 
     def shake(self) -> bool:
-        """Go on with the handshake until both ends are proved; return False if the connection ended before.
+        """Continue the handshake until both ends are authenticated; return False if the connection ended before.
 
         Raises:
             BlockingIOError: the other end has not sent what is due.
