@@ -15,7 +15,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError
 from flockstep.launchers import children, output
-from flockstep.launchers.children import Script, relay
+from flockstep.launchers.children import Script, begun, relay
 from flockstep.launchers.output import LAST_WORDS, OUT, SHOWN, Output, RankOutput
 from support.disks import small_disk
 
@@ -78,7 +78,8 @@ def test_what_a_script_started_does_not_hold_up_the_news_of_its_end(
 ) -> None:
     monkeypatch.setattr(children, "DRAIN", 3600.0)
     os.mkfifo(tmp_path / "end")
-    script = Script(["sh", "-c", f"(read line < {tmp_path / 'end'}; echo late) & exit 3"], dict(os.environ), SHOWN.show)
+    command = ["sh", "-c", f"(read line < {tmp_path / 'end'}; echo late) & exit 3"]
+    script = Script(begun(command, dict(os.environ)), SHOWN.show)
     codes: list[int | None] = []
 
     def wait() -> None:
@@ -132,7 +133,7 @@ def test_a_hidden_script_is_heard_only_if_it_fails(
     words = f"import os, sys; print('out'); sys.stderr.write('x' * {LAST_WORDS} + 'err'); "
     words += f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
     sink = Output(ranks, prefix=True, folder=tmp_path).sinks(range(2, 3), 3)[2]
-    script = Script([sys.executable, "-c", words], dict(os.environ), sink)
+    script = Script(begun([sys.executable, "-c", words], dict(os.environ)), sink)
     while script.exit_code() is None:
         pass
     script.drain(time.monotonic() + PATIENCE)

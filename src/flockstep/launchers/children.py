@@ -76,28 +76,59 @@ class Forked:
         self._process.kill()
 
 
+class ScriptProcess(Protocol):
+    """A process whose output goes to pipes, such as `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Pipe of the standard output."""
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Pipe of the standard error."""
+
+    def poll(self) -> int | None:
+        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process."""
+
+
+def begun(command: Sequence[str], environment: dict[str, str], stdin: IO[bytes] | None = None) -> ScriptProcess:
+    """Start a command as a process whose output goes to pipes.
+
+    With a file for its standard input the process has a session of its own, which Ctrl-C does not reach.
+    """
+    own, pipe = stdin is not None, subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own)
+
+
+def unbuffered(environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a process whose output Python must not buffer, unless the user wants that.
+
+    Python buffers output to a pipe in blocks of 8 KiB.
+    """
+    return {"PYTHONUNBUFFERED": "1", **environment}
+
+
 class Script:
     """A child process that runs a user's script."""
 
     reason: str | None = None
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], sink: Sink, stdin: IO[bytes] | None = None):
-        """Start the script; `sink` takes the output of the script in whole lines.
-
-        With a file for its standard input the process has a session of its own, which Ctrl-C does not reach.
-        """
-        # Output to a pipe is otherwise buffered by Python in blocks of 8 KiB.
-        environment = {"PYTHONUNBUFFERED": "1", **environment}
-        own, pipe = stdin is not None, subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own
-        )
-        self.pid = self._process.pid
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+    def __init__(self, process: ScriptProcess, sink: Sink):
+        """Pass the output of the process on; `sink` takes it in whole lines."""
+        self._process = process
+        self.pid = process.pid
+        assert process.stdout is not None
+        assert process.stderr is not None
         self._relays = [
             threading.Thread(target=relay, args=(source, stream, sink), daemon=True)
-            for source, stream in ((self._process.stdout, OUT), (self._process.stderr, ERR))
+            for source, stream in ((process.stdout, OUT), (process.stderr, ERR))
         ]
         for thread in self._relays:
             thread.start()

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from flockstep.launchers import task_entry
-from flockstep.launchers.children import Script, drain_all, reap
+from flockstep.launchers.children import Script, begun, drain_all, reap, unbuffered
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.output import ERR, Sink
 from flockstep.launchers.tasks import TaskGathering, TaskSpec
@@ -46,7 +46,7 @@ class CommandGathering(TaskGathering):
             with tempfile.TemporaryFile() as file:
                 file.write(task_entry.written(spec))
                 file.seek(0)
-                scripts.append(Script(self.command(name), environment, sink, stdin=file))
+                scripts.append(Script(begun(self.command(name), unbuffered(environment), file), sink))
         return lambda: self._failed(scripts, sinks)
 
     def _failed(self, scripts: Sequence[Script], sinks: Sequence[_LastLine]) -> str | None:

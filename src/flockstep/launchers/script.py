@@ -17,14 +17,15 @@ from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import module_entry, script_entry
-from flockstep.launchers.children import Child, Script, drain_all, refuse_program
+from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
-from flockstep.launchers.output import SHOWN, Output, Sink
+from flockstep.launchers.output import SHOWN, Output
+from flockstep.launchers.script_forker import ScriptForker
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.threads import JAX_THREADS
 from flockstep.launchers.train import finished, keep_newest, newest_model
@@ -92,6 +93,7 @@ def launch(
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
         start = ScriptStarter(script, arguments, config, output, gathering)
+        stack.callback(start.close)
         supervise(start, config, record, hosts, start.close, show)
     return record.read_summary()
 
@@ -177,19 +179,23 @@ class ScriptStarter:
         Raises:
             ConfigurationError: a file for the output cannot be created.
         """
-        self._script = script
-        self._arguments = arguments
-        self._threads = config.threads
+        self._command = [
+            *(sys.executable, "-I", "-S", script_entry.__file__),
+            *(str(os.getpid()), str(script), *arguments),
+        ]
         self._ranks = _ranks_here(config, gathering)
+        self._environment = common_environment(config.threads, config.workers, len(self._ranks))
         self._sinks = output.sinks(self._ranks, config.workers)
         self._scripts: dict[int, Script] = {}
+        self._forker = ScriptForker(script, self._command, unbuffered(self._environment), len(self._ranks))
 
     def __call__(self, node_spec: NodeSpec) -> Child:
         """Start the worker."""
         rank = node_spec.address
-        local = (self._ranks.index(rank), len(self._ranks))
-        script = start_script(self._script, self._arguments, node_spec, self._threads, self._sinks[rank], local)
-        self._scripts[rank] = script
+        place = {"RANK": str(rank), "LOCAL_RANK": str(self._ranks.index(rank))}
+        environment = unbuffered({**self._environment, **place, NODE_SPEC: spec_to_text(node_spec)})
+        process = self._forker.fork(environment) or begun(self._command, environment)
+        script = self._scripts[rank] = Script(process, self._sinks[rank])
         return script
 
     def close(self) -> None:
@@ -197,6 +203,7 @@ class ScriptStarter:
         drain_all(list(self._scripts.values()))
         for rank, sink in self._sinks.items():  # a run that failed early has started fewer scripts
             sink.close(failed=rank in self._scripts and bool(self._scripts[rank].exit_code()))
+        self._forker.close()
 
 
 def supervise(
@@ -296,40 +303,22 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
         record.check_whole(outcome.nodes)
 
 
-def start_script(
-    script: Path,
-    arguments: Sequence[str],
-    node_spec: NodeSpec,
-    threads: int | None,
-    sink: Sink,
-    local: tuple[int, int],
-) -> Script:
-    """Start the script as one worker, whose output `sink` takes.
+def common_environment(threads: int | None, workers: int, here: int) -> dict[str, str]:
+    """Return the environment variables that all scripts of a host have alike.
 
-    `local` is the worker's number among the workers of this host, and the number of these workers.
-
-    `threads` None keeps the user's thread variables, or sets one thread if there are none.
+    Args:
+        threads: threads of each worker's numerical libraries; None keeps the user's variables, or sets one thread if
+            there are none.
+        workers: number of workers.
+        here: number of workers on this host.
     """
-    command = [sys.executable, "-I", "-S", script_entry.__file__, str(node_spec.supervisor), str(script), *arguments]
     chosen = threads is None and any(name in os.environ for name in THREADS)
     limits = {} if chosen else dict.fromkeys((*THREADS, JAX_THREADS), str(threads or 1))
     jax_threads = {JAX_THREADS: os.environ.get("OMP_NUM_THREADS", "1")}
-    environment = {
-        **jax_threads,
-        **os.environ,
-        **limits,
-        **place_of(node_spec, local),
-        NODE_SPEC: spec_to_text(node_spec),
-    }
+    sizes = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(here)}  # as torchrun names them
+    environment = {**jax_threads, **os.environ, **limits, **sizes}
     environment.pop(SECRET, None)  # what a script logs of its environment is no way into the run
-    return Script(command, environment, sink)
-
-
-def place_of(node_spec: NodeSpec, local: tuple[int, int]) -> dict[str, str]:
-    """Return the environment variables in which scripts look for their rank, as torchrun names them."""
-    place = {"RANK": node_spec.address, "LOCAL_RANK": local[0]}
-    place |= {"WORLD_SIZE": node_spec.workers, "LOCAL_WORLD_SIZE": local[1]}
-    return {name: str(value) for name, value in place.items()}
+    return environment
 
 
 def result_of(outcome: Outcome) -> FlatArray | None:

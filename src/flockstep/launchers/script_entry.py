@@ -22,8 +22,9 @@ def main(launcher: int, command: list[str]) -> None:
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
         sys.exit("the process that launched this script has ended")
-    node_spec = json.loads(os.environ[NODE_SPEC])
-    os.environ[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid()})
+    if NODE_SPEC in os.environ:  # otherwise the process forks the workers, see script_forker.py
+        node_spec = json.loads(os.environ[NODE_SPEC])
+        os.environ[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid()})
     os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - no shell is wanted
 
 

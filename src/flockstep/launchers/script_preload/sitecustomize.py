@@ -1,0 +1,210 @@
+"""Turns a starting interpreter into one that imports what a script imports first, and forks the script's workers.
+
+Python imports this file, found through `PYTHONPATH`, after its own start and before it runs the script of its command
+line. The first process never runs the script: it preloads, forks, reports how its children end, and exits. In a child
+the import of this file ends, all traces of it are removed, and Python goes on to run the script as it always does.
+
+The file uses modules that every interpreter has loaded by then, and after the preload those that torch has loaded.
+"""
+
+# pathlib is not loaded
+# ruff: noqa: PTH120, PTH123, PTH208
+
+import _signal  # type: ignore[import-not-found] # what `signal` is made of
+import os
+import sys
+
+PIPES = "FLOCKSTEP_PRELOAD"
+"""Environment variable with the file descriptors of the pipes: one to read requests from, one to write reports to."""
+NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
+DIFFERENT = ("RANK", "LOCAL_RANK", NODE_SPEC)
+"""Variables that differ between workers."""
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+THREADS = "/proc/self/task"
+MAPS, DEVICE = "/proc/self/maps", b"/dev/nvidia"
+
+
+class Declined(Exception):
+    """A worker forked from this process would not be equal to a worker in a fresh interpreter."""
+
+
+class EnvironmentWatch(type(os.environ)):  # type: ignore[misc] # os has no public name for it
+    """The environment while modules are imported; a variable that differs between workers must not be asked for."""
+
+    asked = False
+
+    def __getitem__(self, name: str) -> str:
+        EnvironmentWatch.asked |= name in DIFFERENT
+        return super().__getitem__(name)  # type: ignore[no-any-return]
+
+
+def read(source: int) -> list[str]:
+    """The next request: fields that each end with a zero byte, after their length in 8 digits; empty at the end."""
+    length = os.read(source, 8)
+    if not length:
+        return []
+    data = b""
+    while len(data) < int(length):
+        data += os.read(source, int(length) - len(data))
+    return os.fsdecode(data).split("\0")[:-1]
+
+
+def changes(begun: dict[str, str]) -> dict[str, str | None]:
+    """What imports have changed in the environment since `begun`; None for a variable that they removed."""
+    now = dict(os.environ)
+    return {name: now.get(name) for name in {**begun, **now} if now.get(name) != begun.get(name)}
+
+
+def started_with() -> dict[str, str]:
+    """The environment with which this process was started, before any module could change it."""
+    with open("/proc/self/environ", "rb") as file:
+        entries = os.fsdecode(file.read()).split("\0")[:-1]
+    return {entry.partition("=")[0]: entry.partition("=")[2] for entry in entries}
+
+
+def usual_customization() -> BaseException | None:
+    """Import the `sitecustomize` that Python would import without this file; the error if there is none."""
+    folder = os.path.dirname(__file__)
+    sys.path.remove(folder)
+    sys.path_importer_cache.pop(folder, None)
+    sys.modules.pop("sitecustomize")
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        return error
+    return None
+
+
+def preload(folder: str, imports: list[str]) -> None:
+    """Import modules as the script does: each of `imports` is a module and what is imported from it."""
+    for module in list(sys.modules.values()):  # those that .pth files import have been loaded already
+        file = getattr(module, "__file__", None) or ""
+        if module.__name__.partition(".")[0] not in sys.stdlib_module_names and file.endswith(".py"):
+            with open(file, "rb") as source:
+                text = source.read()
+            EnvironmentWatch.asked |= any(name.encode() in text for name in DIFFERENT)
+    before = set(sys.modules)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    try:
+        for words in imports:
+            name, *attributes = words.split()
+            __import__(name, {}, {}, attributes)
+    finally:
+        if not sys.flags.safe_path:
+            sys.path.remove(folder)
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        own = os.path.dirname(file)
+        if "." not in name and folder in (own, os.path.dirname(own)):
+            raise Declined(f"{name} is a module of the script's folder")
+
+
+def require_forkable() -> None:
+    """Raise `Declined` if a fork of this process would differ from a fresh interpreter."""
+    if EnvironmentWatch.asked:
+        raise Declined("a module reads variables that differ between workers")
+    if len(os.listdir(THREADS)) > 1 or sys.gettrace() or sys.getprofile():
+        raise Declined("the process has threads, or is traced")
+    with open(MAPS, "rb") as file:
+        if DEVICE in file.read():
+            raise Declined("CUDA has been initialised")
+    os.close(os.pidfd_open(os.getpid()))  # the launcher needs this
+
+
+def draw_anew() -> None:
+    """Give this process random states of its own; Python does so for `random`."""
+    import torch
+
+    torch.default_generator.seed()
+    if "numpy.random" in sys.modules:
+        from numpy import random
+
+        random.set_bit_generator(random.MT19937())  # type: ignore[attr-defined] # no stub yet
+    if "multiprocessing.process" in sys.modules:
+        from multiprocessing.process import current_process
+
+        current_process().authkey = os.urandom(32)
+
+
+def become_worker(parent: int, fields: list[str], changed: dict[str, str | None], pipes: set[int]) -> None:
+    """Make this forked process a worker: its output, its environment, and its end with the process `parent`."""
+    import ctypes
+    import json
+    import threading
+
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, _signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.dup2(int(fields[0]), 1)
+    os.dup2(int(fields[1]), 2)
+    for pipe in pipes:
+        os.close(pipe)
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # what Python forgets
+    environment = dict(field.split("=", 1) for field in fields[2:])
+    node_spec = json.loads(environment[NODE_SPEC])
+    environment[NODE_SPEC] = json.dumps({**node_spec, "process": os.getpid()})
+    for name, value in changed.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    os.environ.clear()
+    os.environ.update(environment)
+    draw_anew()
+
+
+def watch(children: set[int], report: int) -> None:
+    """Report how the children end, and end this process when all have ended."""
+    while children:
+        pid, status = os.wait()
+        if pid in children:
+            children.remove(pid)
+            os.write(report, b"ended %d %d\n" % (pid, os.waitstatus_to_exitcode(status)))
+    os._exit(0)
+
+
+def main() -> BaseException | None:
+    """Preload and fork, as the launcher asks; returns in the children only.
+
+    Returns the error of the usual `sitecustomize`, see `usual_customization`.
+    """
+    mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP))
+    begun = started_with()
+    request, report = map(int, begun[PIPES].split())
+    os.environ.__class__ = EnvironmentWatch
+    try:
+        folder, count, *rest = read(request)
+        pipes, imports = set(map(int, rest[: int(count)])), rest[int(count) :]
+        error = usual_customization()
+        preload(folder, imports)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        import ctypes
+
+        ctypes.CDLL(None).fflush(None)
+        require_forkable()
+    except BaseException:  # noqa: BLE001 - even SystemExit
+        os._exit(1)  # the launcher starts fresh interpreters, which show what is wrong
+    os.environ.__class__ = EnvironmentWatch.__mro__[1]
+    changed, parent, children = changes(begun), os.getpid(), set[int]()
+    os.write(report, b"ready\n")
+    while fields := read(request):
+        pid = os.fork()
+        if pid == 0:
+            become_worker(parent, fields, changed, pipes | {request, report})
+            _signal.pthread_sigmask(_signal.SIG_SETMASK, mask)
+            return error
+        children.add(pid)
+        os.write(report, b"pid %d\n" % pid)
+        for pipe in map(int, fields[:2]):
+            os.close(pipe)
+            pipes.remove(pipe)
+    watch(children, report)
+    return None
+
+
+if (found := main()) is not None:
+    raise found

@@ -1,0 +1,61 @@
+"""Reads from a script's text what the script imports before it does anything else."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+FORKABLE = frozenset({"flockstep", "numpy", "scipy", "sklearn", "torch"})
+"""Packages whose import starts no thread and keeps nothing that a forked process could not use."""
+HEAVY = "torch"
+"""Package without which a preload is not worth a process."""
+
+
+def top_imports(script: Path) -> list[str]:
+    """Return the imports with which a script begins, as far as they are of `FORKABLE` packages.
+
+    Modules of the standard library are passed over. The first other statement, and the first import of any other
+    module, such as one of the script's own folder, end the list: what comes later may depend on them.
+
+    Args:
+        script: path of a Python file.
+
+    Returns:
+        For each import the module, and after it the names that are imported from it, separated by spaces; empty if the
+        script is not worth a preload or cannot be parsed.
+    """
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (SyntaxError, ValueError, OSError):
+        return []
+    found: list[str] = []
+    for statement in statements:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        imports = _of(statement)
+        for words in imports:
+            name = words.split()[0].partition(".")[0]
+            if PathFinder.find_spec(name, [str(script.resolve().parent)]) is not None:
+                return _worth(found)
+            if name in FORKABLE:
+                found.append(words)
+            elif name not in sys.stdlib_module_names:
+                return _worth(found)
+        if not imports:
+            break
+    return _worth(found)
+
+
+def _of(statement: ast.stmt) -> list[str]:
+    """The imports of a statement; empty if it is anything else, or a relative import."""
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+        return [" ".join([statement.module, *(alias.name for alias in statement.names)])]
+    return []
+
+
+def _worth(imports: list[str]) -> list[str]:
+    return imports if any(words.split()[0].partition(".")[0] == HEAVY for words in imports) else []
