@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn, optim
 
@@ -80,6 +80,7 @@ __all__ = [
     "__version__",
     "barrier",
     "check_strategy",
+    "checkpoint",
     "clip_grad_norm_",
     "compare",
     "distribute",
@@ -92,6 +93,7 @@ __all__ = [
     "rank",
     "register",
     "resume",
+    "resumed",
     "run",
     "shard",
     "simulate",
@@ -261,6 +263,49 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
     from flockstep.drivers.shards import shard
 
     return shard(loader, epoch, private)
+
+
+def checkpoint(extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+    """Mark the place in a script's loop at which `flockstep launch` may take a checkpoint, and `flockstep resume` goes
+    on.
+
+    Call this once for every step, as the first line of the body of the loop over batches, and `resumed()` before the
+    loop. A checkpoint is taken as often as `flockstep launch --checkpoint-every` says, and when SIGTERM, SIGHUP or
+    Ctrl-C ends the run; between checkpoints the call costs nothing. The checkpoint holds the model and its buffers, the
+    optimizer, the strategy's state on every node, messages that no program has read, the random streams of torch,
+    numpy and `random`, and `extra`. The first call in a resumed run restores the random streams. In a script that
+    `flockstep launch` has not started, nothing happens.
+
+    Args:
+        extra: name → value of everything else that the script restores from `resumed()`: the numbers of epoch and
+            batch, `scheduler.state_dict()`, `scaler.state_dict()`, or a function that returns this dict and is called
+            only if a checkpoint is taken. Values are numbers, text, arrays, tensors, generators, and lists, tuples,
+            dicts and data classes of these.
+
+    Raises:
+        ConfigurationError: the script has not called `resumed()`, or has not restored a value of `extra`; a value
+            cannot be stored; two steps were taken without a call between them; or the script calls `distribute`
+            several times, evaluates closures, uses `join()`, or does not use PyTorch.
+    """
+    from flockstep.drivers.script_calls import script_checkpoints
+
+    if (script := script_checkpoints("checkpoint")) is not None:
+        script.checkpoint(extra)
+
+
+def resumed() -> dict[str, Any] | None:
+    """Return the `extra` of this rank's last checkpoint in a run that `flockstep resume` continues; None at its start.
+
+    Call this after `distribute`, which has restored the model and the optimizer, and before the loop; then restore
+    what the dict holds, for example with `scheduler.load_state_dict`.
+
+    Raises:
+        ConfigurationError: this process is not between `distribute` and `finish()`, or takes no part in checkpoints.
+    """
+    from flockstep.drivers.script_calls import script_checkpoints
+
+    script = script_checkpoints("resumed")
+    return None if script is None else script.resumed()
 
 
 def _require_torch(name: str) -> None:

@@ -206,7 +206,7 @@ def resume(
     ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Continue a run of flockstep train that has stopped, from its newest checkpoint."""
+    """Continue a run of flockstep train or flockstep launch that has stopped, from its newest checkpoint."""
     from flockstep.cli.runs import resume_one
 
     resume_one(folder, as_json, workers)
@@ -334,6 +334,8 @@ def launch(
     rank_output: o.RankOutputFolder = None,
     where: o.HostOptions = o.HERE,
     out: o.Out = None,
+    checkpoint_every: o.CheckpointEvery = None,
+    keep: o.Keep = None,
     overwrite: o.Overwrite = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,
     as_json: o.Json = False,
@@ -343,7 +345,9 @@ def launch(
     from flockstep.launchers.output import Output
 
     context.obj["debug"] |= debug
-    config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
+    named = {"job": str(script), "strategy": "as the script says"}
+    called = {"arguments": tuple(arguments or ()), "module": module or None}
+    config = o.configured("launch", {**locals(), **named, **called})
     shown = Output(output, prefix, rank_output)
     name, words = f"launch-{script.stem}", [str(script), *(arguments or [])]
     if module:

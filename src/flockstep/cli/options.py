@@ -438,7 +438,7 @@ _NOT_OF = {
         *("transport", "heartbeat", "step_timeout", "checkpoint_every", "keep"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": ("checkpoint_every", "keep"),
+    "launch": (),
 }
 
 

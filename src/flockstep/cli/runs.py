@@ -51,8 +51,17 @@ def run_one(
 
 def resume_one(folder: Path, as_json: bool, workers: int | None) -> None:
     """Continue a run from its newest checkpoint, and print the outcome."""
+    from flockstep.launchers.output import Output
+    from flockstep.launchers.script import resume_script
     from flockstep.launchers.train import resume
 
+    if RunFolder(folder).read_config().kind == "launch":
+        from flockstep.cli.script_display import beside_scripts
+
+        with _names_record(folder), beside_scripts() as (standings, sink):
+            summary = resume_script(folder, Output(show=sink), standings, workers)
+        _say_launched(summary, folder, as_json)
+        return
     with _names_record(folder), show.standings(f"resuming {folder}") as standings:
         summary = resume(folder, standings, workers)
     conclude(summary, folder, as_json, False)
@@ -95,6 +104,10 @@ def launch_one(
     with _names_record(folder), beside_scripts() as (standings, sink):
         shown = replace(output, show=sink)
         summary = launch(script, arguments, config, folder, shown, overwrite, standings, gathering)
+    _say_launched(summary, folder, as_json)
+
+
+def _say_launched(summary: Summary, folder: Path, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:

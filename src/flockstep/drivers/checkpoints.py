@@ -9,11 +9,11 @@ thread writes the copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,10 +26,12 @@ from flockstep.drivers.state import from_arrays, to_arrays
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import ANYTHING, Address, Fields
 from flockstep.nodes import Worker
-from flockstep.records.checkpoints import Checkpoint, Shard, read_manifest, write_shard
+from flockstep.records.checkpoints import Checkpoint, Manifest, Shard, read_manifest, write_shard
 from flockstep.records.failpoints import reach
 from flockstep.simulation.attacks import Memory
 
+OF_SCRIPT = "script/"
+"""Prefix of the names of the arrays that a script adds to the file with its worker's state."""
 CHECKPOINT = "checkpoint"
 """Tag of the messages about checkpoints between the supervisor and the nodes."""
 RUNNING, STOPPED, ENDED = 0, 1, 2
@@ -55,6 +57,15 @@ class NodeCheckpoint:
     """What each injected fault of the worker's gradients keeps between two gradients."""
     strikes: Counter[Address]
     """Number of refused gradients of each worker."""
+    at_boundary: Any = None
+    """What a script's worker has kept of its optimizer where the program stopped."""
+    script: Any = None
+    """What the script has added at its next call of `flockstep.checkpoint`; None in a declared job."""
+
+
+def manifest_of(spec: NodeSpec) -> Manifest | None:
+    """The manifest of the checkpoint from which a node goes on; None if its run begins at the start."""
+    return read_manifest(Path(spec.checkpoint)) if spec.checkpoint else None
 
 
 def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
@@ -82,7 +93,10 @@ def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
     """
     folder = checkpoint.folder
     try:
-        kept = from_arrays(checkpoint.arrays(address))
+        arrays = checkpoint.arrays(address)
+        kept = from_arrays(arrays)
+        added = {name.removeprefix(OF_SCRIPT): one for name, one in arrays.items() if name.startswith(OF_SCRIPT)}
+        script = from_arrays(added) if added else None
     except ProtocolError as error:
         raise ConfigurationError(
             f"{folder}: {error}; delete this folder to resume from the previous checkpoint"
@@ -91,6 +105,7 @@ def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
         raise ConfigurationError(
             f"{folder} does not hold the state of a node; delete this folder to resume from the previous checkpoint"
         )
+    kept.script = script
     return kept
 
 
@@ -109,6 +124,16 @@ class Connection(Protocol):
         """Wait for the next message and handle it."""
 
 
+class ScriptPart(Protocol):
+    """What a script's worker adds to its checkpoints."""
+
+    may_stop: bool
+    """Whether the step at hand is one after which the script calls `flockstep.checkpoint`."""
+
+    def at_boundary(self) -> Any:
+        """The state of the script's optimizer where the worker's program has stopped, not copied."""
+
+
 class NodeCheckpoints:
     """Stops a node where its program can restart, and writes its state."""
 
@@ -117,6 +142,10 @@ class NodeCheckpoints:
         self.batches: Batches | None = None
         self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
         """Returns the buffers of the worker's model; set by the process, like the two above."""
+        self.script: ScriptPart | None = None
+        """What a script adds, which completes the copy of the state at its next call of `flockstep.checkpoint`."""
+        self._copied: tuple[Path, int, bool, dict[str, FlatArray]] | None = None
+        """A copy that is not being written yet: folder, step, whether the supervisor waits for the file, and arrays."""
         self._connection = connection
         self._runner = connection.runner
         self._from: int | None = None
@@ -136,6 +165,7 @@ class NodeCheckpoints:
         """Follow an instruction of the supervisor."""
         match note["do"]:
             case "stop":
+                self._copied = None  # of a checkpoint that was given up
                 self._from = int(note["after"])
             case "count":
                 self._wave = int(note["wave"])
@@ -167,6 +197,7 @@ class NodeCheckpoints:
     def close(self) -> None:
         """Finish writing, because the node's program has ended."""
         self._ended = True
+        self.drop("the script ended before its next flockstep.checkpoint")
         self.report(wait=True)
 
     def restore(
@@ -202,7 +233,7 @@ class NodeCheckpoints:
         node, self._runner.at_rest = self._runner.node, True
         if not isinstance(node, Worker):
             return
-        while self._from is not None and node.step >= self._from:
+        while self._from is not None and node.step >= self._from and (self.script is None or self.script.may_stop):
             self._stopped = True
             self._connection.attend_stopped()
         self._stopped = self._runner.at_rest = False
@@ -226,12 +257,38 @@ class NodeCheckpoints:
         except ConfigurationError as error:
             why = str(error)
         else:
-            self._thread = Thread(target=self._write, args=(folder, node.run_step, arrays), name="flockstep-checkpoint")
-            self._thread.start()
+            self._copied = folder, node.run_step, at_once, arrays
+            if self.script is None:
+                self.complete({})
         self._tell({"did": "copy", "seconds": self._connection.now(), "step": runner.node.step})
         if why:
             self._tell({"did": "fail", "why": why})
         self.report(wait=at_once)
+
+    @property
+    def copied(self) -> bool:
+        """Whether the state has been copied, and the script must complete the copy."""
+        return self._copied is not None
+
+    def complete(self, more: Mapping[str, FlatArray]) -> None:
+        """Begin to write the copy of the state, and the arrays that a script adds to it."""
+        assert self._copied is not None
+        (folder, step, at_once, arrays), self._copied = self._copied, None
+        arrays |= {OF_SCRIPT + name: array for name, array in more.items()}
+        self._thread = Thread(target=self._write, args=(folder, step, arrays), name="flockstep-checkpoint")
+        self._thread.start()
+        if self.script is not None:
+            self.report(wait=at_once)
+
+    def drop(self, why: str) -> None:
+        """Give up a copy that the script cannot complete any more."""
+        if self._copied is not None:
+            self._copied = None
+            self._tell({"did": "fail", "why": why})
+
+    def offer(self) -> None:
+        """Tell the supervisor that the script calls `flockstep.checkpoint` after every step from now on."""
+        self._tell({"did": "offer"})
 
     def state(self) -> NodeCheckpoint:
         """The current state of the node, whose program has stopped where it can restart; the arrays are not copied."""
@@ -247,6 +304,7 @@ class NodeCheckpoints:
             None if progress is None else (progress.seen, progress.total, progress.tick),
             [] if runner.wrong_gradients is None else runner.wrong_gradients.memories,
             runner.strikes,
+            None if self.script is None else self.script.at_boundary(),
         )
 
     def _write(self, folder: Path, step: int, arrays: dict[str, FlatArray]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from flockstep.arrays.namespace import copied, namespace, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.adoption import say_nothing_of
+from flockstep.drivers.checkpoints import NodeCheckpoint, load, manifest_of
 from flockstep.drivers.member import Member, NodeSpec, die_with, failure_of
 from flockstep.drivers.membership import (
     Membership,
@@ -42,6 +43,7 @@ from flockstep.drivers.program_restart import (
 )
 from flockstep.drivers.real import NodeConnection
 from flockstep.drivers.runner import OneProcess, Runner
+from flockstep.drivers.script_checkpoints import Keeper, ScriptCheckpoints
 from flockstep.drivers.settings import tell_servers
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
@@ -147,9 +149,11 @@ class Loop:
         buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8),
         overlaps: bool = False,
         bad_gradients: BadGradientSettings = (None, None),
+        keeper: Keeper | None = None,
     ):
         """`overlaps`: the caller uses `awaited` and `hand_over` while gradients are computed. `bad_gradients`: action
-        and largest norm for this worker's gradients; None: as `flockstep launch` says.
+        and largest norm for this worker's gradients; None: as `flockstep launch` says. `keeper` keeps the state of the
+        script's optimizer for checkpoints; None if the script takes none.
         """
         self.strategy = strategy
         self.epochs = 0
@@ -158,6 +162,10 @@ class Loop:
         self._process = os.getpid()
         self._params = params
         self._buffers = buffers
+        self._keeper = keeper
+        self._kept: NodeCheckpoint | None = None
+        """The state from which a resumed run goes on, until its program has begun."""
+        self._script: ScriptCheckpoints | None = None
         self._member: Member | None = None
         self._finished = False
         self._failure: Exception | None = None
@@ -182,14 +190,23 @@ class Loop:
         atexit.register(self._at_exit)
 
     def _begin(self) -> None:
-        self._runner.begin(self.strategy.worker(self._worker))
+        kept, self._kept = self._kept, None
+        if kept is None or self._connection is None:
+            self._begin_program()
+        else:
+            self._connection.checkpoints.restore(kept, lambda buffers: None, self._begin_program)
         self._runner.advance()
         require_side_by_side()
+
+    def _begin_program(self) -> None:
+        self._runner.begin(self.strategy.worker(self._worker))
 
     def step(self) -> None:
         """Let the strategy use the gradients of one mini-batch, which are in the flat array."""
         if self.finished:
             self._require_running("call finish() after the last step()")
+        if self._script is not None:
+            self._script.before_step()
         if self.watch is not None:
             self.watch.check()
         try:
@@ -352,6 +369,8 @@ class Loop:
         """
         self._require_running("call sync() before finish()")
         self._require_rest("sync")
+        if self._script is not None:
+            self._script.before_restart()
         worker = self._worker
         with self._telling():
             new = copied(self._params)
@@ -486,6 +505,9 @@ class Loop:
         self._params[:] = to_device_of(params, self._params)
         worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
         with self._telling():
+            kept = self._kept = self._load(node_spec, worker)
+            if kept is not None and kept.saved.mailbox is not None:
+                self._member.expect(kept.saved.mailbox.received())
             self._member.begin()
         self._worker = worker
         self._connection = NodeConnection(self._member, worker, strategy)
@@ -496,7 +518,32 @@ class Loop:
         self.membership = Membership(self._member, self._runner.scalar)
         self.membership.works_between_steps = lambda: worker.works_between_steps
         self.membership.barrier = self._barrier
+        if self._keeper is not None and node_spec.call == 1:
+            checkpoints = self._connection.checkpoints
+            self._script = self.membership.script = ScriptCheckpoints(checkpoints, self._keeper, kept)
+            if strategy.traits.restarts:
+                checkpoints.watch()
         add_membership(self.membership)
+
+    def _load(self, node_spec: NodeSpec, worker: Worker) -> NodeCheckpoint | None:
+        """The state from which this worker goes on; None if the run begins at its start.
+
+        Raises:
+            ConfigurationError: the checkpoint is not of this model, optimizer or strategy.
+        """
+        manifest = manifest_of(node_spec)
+        if manifest is None:
+            return None
+        if manifest.strategy != str(self.strategy):
+            raise ConfigurationError(
+                f"{node_spec.checkpoint} is of {manifest.strategy}, the script says {self.strategy}; restore the script"
+            )
+        kept = load(node_spec, worker.params)
+        if self._keeper is None or kept is None or kept.script is None:
+            raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
+        self._keeper.restore_at_boundary(kept.at_boundary)
+        self._keeper.restore_between_steps(kept.script.between_steps, random=False)
+        return kept
 
     def crash(self, error: BaseException) -> bool:
         """Report an uncaught error of the script; return whether the supervisor prints the error."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from flockstep.drivers.member import Member
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.errors import CompositionError, ConfigurationError
+
+if TYPE_CHECKING:
+    from flockstep.drivers.script_checkpoints import ScriptCheckpoints
 
 
 class Membership:
@@ -25,6 +29,8 @@ class Membership:
         """Whether the run's strategy has background tasks, which other workers may wait for between two steps."""
         self.barrier: Callable[[], None] | None = None
         """Waits until every rank has called it."""
+        self.script: ScriptCheckpoints | None = None
+        """The script's part in the run's checkpoints; None if the framework of the script has none."""
 
     def leave(self) -> None:
         """Close the communicator of a process that leaves the run."""
@@ -56,7 +62,7 @@ def end_membership(membership: Membership) -> None:
 
     The membership of the first call remains.
     """
-    membership.barrier = membership.works_between_steps = membership.epoch = None
+    membership.barrier = membership.works_between_steps = membership.epoch = membership.script = None
     membership.scalar = lambda name, value: None
     if membership is not _memberships[0]:
         _memberships.remove(membership)

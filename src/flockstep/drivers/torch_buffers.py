@@ -70,6 +70,27 @@ class Buffers:
         """Restore the buffers that `packed` returned on this rank."""
         self.take({0: packed})
 
+    def values(self) -> dict[str, torch.Tensor]:
+        """Name → buffer for every buffer in the module's `state_dict`, whatever the policy, not copied."""
+        return dict(self._named())
+
+    def restore_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Restore the buffers that `values` returned.
+
+        Raises:
+            ConfigurationError: the module has other buffers.
+        """
+        own = self.values()
+        there, here = ({name: tuple(one.shape) for name, one in each.items()} for each in (values, own))
+        if there != here:
+            name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
+            raise ConfigurationError(
+                f"buffer {name} has the shape {here.get(name, 'of no buffer')} in the script and "
+                f"{there.get(name, 'of no buffer')} in the checkpoint; restore the script as it was"
+            )
+        for name, tensor in own.items():
+            _set(name, tensor, values[name])
+
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         kept = self._module.state_dict().keys()
         return [(name, buffer.detach()) for name, buffer in self._module.named_buffers() if name in kept]

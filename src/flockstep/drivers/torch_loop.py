@@ -22,6 +22,7 @@ from flockstep.drivers.torch_closure import (
 )
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent, Remember
+from flockstep.drivers.torch_keeper import TorchKeeper
 from flockstep.drivers.torch_memory import WorkerMemory, memory_of
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
@@ -95,10 +96,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sliced = strategy.traits.memory == "slices"
         self._spec: Optimizer = for_servers(optimizer, self.flat, as_torch=self._sliced) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer, self._prepare, holds=closures)
-        flat = self.flat
-        packed = self.buffers.packed
+        flat, packed = self.flat, self.buffers.packed
+        keeper = TorchKeeper(flat, optimizer, self.buffers, server_side, lambda: self._consent.joining)
+        keeper.closures = closures
         self.loop = Loop(
-            flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, packed, True, bad_gradients
+            flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, packed, True, bad_gradients, keeper
         )
         if closures:
             require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too

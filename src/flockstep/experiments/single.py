@@ -152,6 +152,8 @@ def run(
 def resume(out: Path | str, workers: int | None = None) -> RunResult:
     """Continue a run that has stopped from its newest checkpoint, as `flockstep resume` does.
 
+    A run of `flockstep launch` is resumed if its script calls `flockstep.checkpoint`.
+
     Args:
         out: folder of the record.
         workers: number of workers with which the run goes on; None: as many as it had.
@@ -164,9 +166,12 @@ def resume(out: Path | str, workers: int | None = None) -> RunResult:
         CompositionError: the strategy has no rule for another number of workers; nothing was started.
         RunError: the run failed again; the record is complete up to the failure.
     """
-    from flockstep.launchers import train as real
+    from flockstep.launchers import script, train
 
-    real.resume(Path(out), workers=workers)
+    if RunFolder(Path(out)).read_config().kind == "launch":
+        script.resume_script(Path(out), workers=workers)
+    else:
+        train.resume(Path(out), workers=workers)
     return RunResult.read(Path(out))
 
 

@@ -29,7 +29,7 @@ from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, Fields, node_name
 from flockstep.records import checkpoints as disk
 from flockstep.records.checkpoints import Checkpoint, Manifest, Pending, Shard
-from flockstep.records.config import CheckpointInterval
+from flockstep.records.config import CheckpointInterval, RunConfig
 from flockstep.records.failpoints import reach
 from flockstep.records.snapshots import Snapshot
 from flockstep.strategies.base import Strategy
@@ -52,9 +52,11 @@ class Checkpointer:
         resumed: Checkpoint | None = None,
         pending: Callable[[], list[Snapshot]] = list,
         config: str = "",
+        scripts: bool = False,
     ):
         """`every`: None for a checkpoint only at a signal; `pending` returns the snapshots that are not evaluated;
-        `config` is the SHA-256 of the run's configuration.
+        `config` is the SHA-256 of the run's configuration. `scripts`: the workers run scripts, which take part once
+        they have called `flockstep.checkpoint`.
         """
         self.resumed = resumed
         self.newest: Manifest | None = None if resumed is None else resumed.manifest
@@ -64,7 +66,9 @@ class Checkpointer:
         self.why_not = ""
         """Why there is no checkpoint of the end, if there is none."""
         self._record, self._every, self._keep, self._pending = record, every, keep, pending
-        self._config = config
+        self._config, self._scripts = config, scripts
+        self._offered: set[Address] = set()
+        """Workers whose scripts have called `flockstep.checkpoint`."""
         self._links: Mapping[Address, ProcessLink] = {}
         self._strategy: Strategy
         self._phase: Stage = "idle"
@@ -91,6 +95,11 @@ class Checkpointer:
         return self._phase != "idle"
 
     @property
+    def unused(self) -> bool:
+        """Whether nobody has asked for checkpoints of this run of a script."""
+        return self._scripts and not self._offered and self._every is None and self.resumed is None
+
+    @property
     def stopping(self) -> bool:
         """Whether some nodes still have to stop for a checkpoint."""
         return self._phase == "stopping"
@@ -105,7 +114,7 @@ class Checkpointer:
 
     def look(self, standings: Mapping[Address, NodeProgress]) -> None:
         """Begin a checkpoint if it is due."""
-        if self.busy or self._over or self._every is None:
+        if self.busy or self._over or self._every is None or self._missing:
             return
         step = min((one.step for address, one in standings.items() if address >= 0), default=0)
         if self._every.due(step - self._step, time.monotonic() - self._since):
@@ -116,13 +125,19 @@ class Checkpointer:
         """Take a checkpoint because the run is about to end; return whether a checkpoint is in progress."""
         self._staying = True
         self._again = self._phase == "writing"  # the nodes have gone on since
-        if not self.busy and not self._over:
+        if self._missing and not self._over:
+            self.why_not = self._missing
+        elif not self.busy and not self._over:
             self._begin()
         return self.busy
 
     def hear(self, address: Address, note: Fields) -> None:
         """Handle a node's message about the checkpoint."""
         match note["did"]:
+            case "offer":
+                self._offered.add(address)
+                if self._every is not None:
+                    require_checkpoints(self._strategy)
             case "count" if int(note["wave"]) == self._wave and self._phase == "stopping":
                 self._answers[address] = note
                 if len(self._answers) == len(self._links):
@@ -132,8 +147,7 @@ class Checkpointer:
                 if len(self._seconds) == len(self._links):
                     self._phase = "writing"
                     reach("states.copied")
-                    if not self._staying:
-                        self._tell_all({"do": "go on"})
+                    self._let_go()
                     self._finish()
             case "write":
                 where = disk.shard_file(address)
@@ -153,6 +167,8 @@ class Checkpointer:
 
     def end(self) -> None:
         """Abandon a checkpoint that has not been completed, because the run has ended."""
+        if self._every is not None and self._missing and self._links:
+            self._say(f"no checkpoint was taken, because {self._missing}")
         self._over, self._staying = True, True
         self._give_up()
 
@@ -287,8 +303,18 @@ class Checkpointer:
         if self.busy:
             self._phase = "idle"
             disk.remove(self._folder)
-            if not self._staying:
-                self._tell_all({"do": "go on"})
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let the nodes go on; scripts do so even if the run is about to end, because they complete their states."""
+        if not self._staying or self._scripts:
+            self._tell_all({"do": "go on"})
+
+    @property
+    def _missing(self) -> str:
+        """Why no checkpoint can be taken yet: a script has not called `flockstep.checkpoint`; empty if all have."""
+        late = [node_name(one) for one in self._links if one >= 0 and one not in self._offered] if self._scripts else []
+        return f"the script of {', '.join(late)} has not called flockstep.checkpoint" if late else ""
 
     def _fail(self, why: str) -> None:
         self.why_not = why
@@ -319,8 +345,19 @@ def require_checkpoints(strategy: Strategy) -> None:
         )
 
 
-def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int, config: str) -> None:
+def require_one_machine(config: RunConfig) -> None:
+    """Raise `ConfigurationError` if a run on several hosts is to take checkpoints."""
+    if config.checkpoint_every is not None:
+        raise ConfigurationError(
+            f"checkpoints need all processes on one machine, got checkpoint_every={config.checkpoint_every} and "
+            "several hosts; leave out --checkpoint-every"
+        )
+
+
+def require_resumable(checkpoint: Checkpoint, strategy: Strategy | None, workers: int, config: str) -> None:
     """Check that a run with this configuration, whose SHA-256 is `config`, can continue from a checkpoint.
+
+    `strategy`: None if a script names it when it is run.
 
     Raises:
         ConfigurationError: the checkpoint is of another version, strategy, number of workers or configuration.
@@ -331,7 +368,7 @@ def require_resumable(checkpoint: Checkpoint, strategy: Strategy, workers: int, 
             f"{where} was written by flockstep {manifest.version}, but this is flockstep {__version__}; resume with "
             f"flockstep {manifest.version}"
         )
-    if manifest.strategy != str(strategy):
+    if strategy is not None and manifest.strategy != str(strategy):
         raise ConfigurationError(
             f"{where} was written by a run of {manifest.strategy}, but the run's config.toml names {strategy}; "
             "restore config.toml"

@@ -14,9 +14,11 @@ from pathlib import Path
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import NodeSpec, folder_of_call
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
+from flockstep.drivers.setup import JOB_FILE, digest
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import module_entry, script_entry
+from flockstep.launchers.checkpoints import Checkpointer, require_one_machine, require_resumable
 from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
@@ -31,11 +33,14 @@ from flockstep.launchers.threads import JAX_THREADS
 from flockstep.launchers.train import finished, keep_newest, newest_model
 from flockstep.messages import Address
 from flockstep.records import owner
-from flockstep.records.config import RunConfig
+from flockstep.records.checkpoints import Checkpoint, newest
+from flockstep.records.config import KEEP, RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Summary
 from flockstep.transports.base import Transport
 
+AS_THE_SCRIPT_SAYS = "as the script says"
+"""Strategy in the configuration of a launched run, until the script has named its own."""
 MODULE_ENTRY = Path(module_entry.__file__)
 """Path of the script that runs a module."""
 
@@ -84,8 +89,10 @@ def launch(
     require_script(script)
     import_components(config.imports)
     settings = _settings(config, script, arguments)
+    config = dataclasses.replace(config, versions={**config.versions, JOB_FILE: _digest_of(script, arguments)})
     if gathering is not None:
         config = gathering.over(config)
+        require_one_machine(config)
     require_open_files(config.workers)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
@@ -94,8 +101,72 @@ def launch(
         stack.enter_context(record.created(config, overwrite))
         start = ScriptStarter(script, arguments, config, output, gathering)
         stack.callback(start.close)
-        supervise(start, config, record, hosts, start.close, show)
+        supervise(start, config, record, hosts, start.close, show, _checkpointer(config, record, hosts))
     return record.read_summary()
+
+
+def resume_script(
+    folder: Path,
+    output: Output = SHOWN,
+    show: Callable[[dict[Address, NodeProgress]], None] = lambda nodes: None,
+    workers: int | None = None,
+) -> Summary:
+    """Continue the run of a script from its newest complete checkpoint, with the same arguments and configuration.
+
+    Events that were recorded after the checkpoint are dropped.
+
+    Args:
+        folder: folder of the record.
+        output: see `launch`.
+        show: see `launch`.
+        workers: number of workers, which must be the number that the run had; None: as many as it had.
+
+    Raises:
+        ConfigurationError: the folder holds no run that can continue; nothing was started.
+        RunError: the run failed; the record is complete up to the failure.
+    """
+    record = RunFolder(folder)
+    config = dataclasses.replace(record.read_config(), strategy=AS_THE_SCRIPT_SAYS)
+    if (was := config.versions.get(JOB_FILE)) is None:
+        raise ConfigurationError(
+            f"{folder} holds a run that flockstep launch did not start from a script, so it cannot be resumed; repeat "
+            "the run"
+        )
+    if not record.unfinished:
+        raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
+    if workers is not None and workers != config.workers:
+        raise ConfigurationError(
+            f"a script must be resumed with as many workers as it had, got -n {workers} in place of {config.workers}; "
+            "leave out -n"
+        )
+    script = script_of_module(config.job) if config.module else Path(config.job)
+    arguments = [*([config.job] if config.module else []), *config.arguments]
+    require_script(script)
+    checkpoint = newest(record.path)
+    require_resumable(checkpoint, None, config.workers, config.digest)
+    if _digest_of(script, arguments) != was:
+        raise ConfigurationError(
+            f"{config.job} has changed since the run began (its hash was {was}); restore this file"
+        )
+    import_components(config.imports)
+    require_open_files(config.workers)
+    with record.resumed(checkpoint.manifest.seconds) as dropped, contextlib.ExitStack() as stack:
+        text = f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
+        start, hosts = ScriptStarter(script, arguments, config, output, None), OtherHosts()
+        stack.callback(start.close)
+        checkpoints = _checkpointer(config, record, hosts, checkpoint)
+        supervise(start, config, record, hosts, start.close, show, checkpoints, [text])
+    return record.read_summary()
+
+
+def _checkpointer(
+    config: RunConfig, record: RunFolder, hosts: OtherHosts, resumed: Checkpoint | None = None
+) -> Checkpointer | None:
+    """Takes the checkpoints of a script's run; None if the run has several hosts."""
+    if any(map(hosts.has, range(config.workers))):
+        return None
+    path, keep = record.path.resolve(), config.keep or KEEP
+    return Checkpointer(path, config.checkpoint_interval, keep, resumed, config=config.digest, scripts=True)
 
 
 def launch_for(
@@ -144,6 +215,11 @@ def _file_of_module(name: str) -> str:
         places = found.submodule_search_locations
     inside = next(filter(Path.is_file, (Path(place) / "__main__.py" for place in places or ())), None)
     return str(inside or (found.origin if found is not None else name))
+
+
+def _digest_of(script: Path, arguments: Sequence[str]) -> str:
+    """Hash of the file that is run: the script, or the module that its first argument names."""
+    return digest(Path(_file_of_module(arguments[0])) if script == MODULE_ENTRY else script)
 
 
 def _settings(config: RunConfig, script: Path, arguments: Sequence[str]) -> dict[str, str]:
@@ -213,6 +289,8 @@ def supervise(
     hosts: OtherHosts,
     ended: Callable[[], None] = lambda: None,
     show: Callable[[dict[Address, NodeProgress]], None] = lambda standings: None,
+    checkpoints: Checkpointer | None = None,
+    said: Sequence[str] = (),
 ) -> None:
     """Supervise a run of scripts as the coordinator, and complete the record.
 
@@ -221,6 +299,8 @@ def supervise(
         hosts: the other hosts.
         ended: called when all processes have ended, before the record is completed.
         show: called from time to time with the state of every node, by address.
+        checkpoints: takes the checkpoints of the script's first call of `distribute`.
+        said: first notes of the record.
 
     Raises:
         RunError: the run failed, or a part of its record was lost.
@@ -248,6 +328,7 @@ def supervise(
             begin_call=begin_call,
             within=within,
             ended=ended,
+            checkpoints=checkpoints if within is None else None,
         )
 
     def begin_call(first: Supervisor, number: int) -> Supervisor:
@@ -267,6 +348,8 @@ def supervise(
         supervisor.run(result_of)
         ended()
         outcome, error = supervisor.outcome, supervisor.outcome.error
+        outcome.warnings[:0] = said
+        outcome.warnings += [] if checkpoints is None else checkpoints.notes
         if records:
             where = ", ".join(one.path.name for one in records)
             outcome.warnings.append(

@@ -214,7 +214,7 @@ class Supervisor:
 
     def _last_checkpoint(self) -> str:
         """Take a checkpoint, because a signal ends the run; return where the run goes on, for a sentence."""
-        if self._checkpoints is None:
+        if self._checkpoints is None or self._checkpoints.unused:
             return ""
         why, kept = self._why_no_checkpoint(self._checkpoints), self._checkpoints.newest
         if kept is None and self._went is None:
@@ -571,8 +571,8 @@ class Supervisor:
                 self._take(address, message.payload)
             case "done" | "left":
                 self._leave(address, message.tag, int(note["step"]))
-            case "checkpoint" if self._checkpoints is not None:
-                self._checkpoints.hear(address, note)
+            case "checkpoint":
+                self._hear_of_checkpoint(address, note)
             case "quarantine":
                 self._condemn(address, int(note["address"]), str(note["reason"]))
             case "failed":
@@ -600,6 +600,18 @@ class Supervisor:
         """Append the launcher's flight recorder to its file, because of a fault."""
         went = self._went or 0.0
         self._keep_flight(None, self._flight.taken(lambda seconds: seconds - went))
+
+    def _hear_of_checkpoint(self, address: Address, note: Fields) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.hear(address, note)
+            return
+        text = (
+            "flockstep.checkpoint takes no checkpoints in this run, because its processes are on several hosts, or "
+            "flockstep launch has not started them from a script"
+        )
+        if text not in self.outcome.warnings:
+            on_stderr(text)
+            self.outcome.warnings.append(text)
 
     def _condemn(self, by: Address, worker: Address, reason: str) -> None:
         """Put a worker in quarantine, as a server or the worker itself asks."""

@@ -14,7 +14,12 @@ from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.setup import JOB_FILE, prepare
 from flockstep.drivers.snapshot_tracker import SnapshotTick
 from flockstep.errors import ConfigurationError, Diverged, FlockstepError, Interrupted
-from flockstep.launchers.checkpoints import Checkpointer, require_checkpoints, require_resumable
+from flockstep.launchers.checkpoints import (
+    Checkpointer,
+    require_checkpoints,
+    require_one_machine,
+    require_resumable,
+)
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
@@ -75,11 +80,7 @@ def train(
     settings = settings_of(config)
     if gathering is not None:
         config = gathering.over(config)
-        if config.checkpoint_every is not None:
-            raise ConfigurationError(
-                f"checkpoints need all processes on one machine, got checkpoint_every={config.checkpoint_every} and "
-                "several hosts; leave out --checkpoint-every"
-            )
+        require_one_machine(config)
     engine, plan, config = prepare(config, test)
     require_open_files(plan.cluster.workers + plan.cluster.servers)
     if config.checkpoint_every is not None:
@@ -113,6 +114,8 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
     refuse_program()
     record = RunFolder(folder)
     config = record.read_config()
+    if config.kind == "launch":
+        raise ConfigurationError(f"{folder} holds a run of flockstep launch; resume it with flockstep resume {folder}")
     if config.kind != "train":
         raise ConfigurationError(
             f"{folder} holds a run of flockstep {config.kind}, which cannot be resumed; repeat the run: "

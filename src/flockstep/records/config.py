@@ -41,7 +41,10 @@ _OPTIONS = (
     "keep",
     "max_gradient_norm",
 )
-_LAUNCH_OPTIONS = ("workers", "transport", "heartbeat", "step_timeout", "max_gradient_norm")
+_LAUNCH_OPTIONS = (
+    *("workers", "transport", "heartbeat", "step_timeout", "checkpoint_every", "keep"),
+    "max_gradient_norm",
+)
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
 """Largest heartbeat, in seconds. The limit of ZeroMQ's heartbeat options lies below twice this value."""
@@ -142,6 +145,10 @@ class RunConfig:
     """Interval of the checkpoints: a number of steps, or minutes such as "5min"; None: only at a signal."""
     keep: int | None = None
     """Number of complete checkpoints that are kept; None: `KEEP`."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of a launched script."""
+    module: bool | None = None
+    """True if `job` is the name of a module, as with python -m; None for a script."""
     imports: tuple[str, ...] = ()
     """Python files that register custom components; they are executed before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -212,7 +219,8 @@ class RunConfig:
         for file in self.imports:
             options += ["--import", file]
         if self.kind == "launch":
-            return shlex.join(["flockstep", "launch", *options, self.job])
+            script = [*(["-m"] if self.module else []), self.job, *self.arguments]
+            return shlex.join(["flockstep", "launch", *options, *script])
         return shlex.join(["flockstep", self.kind, self.job, "--strategy", self.title, *options])
 
     def to_toml(self) -> str:

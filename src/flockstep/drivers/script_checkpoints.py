@@ -1,0 +1,167 @@
+"""A script's part in the checkpoints of its run: `flockstep.checkpoint` and `flockstep.resumed`.
+
+A worker's program stops at the top of its loop, which it reaches inside of `optimizer.step()`; its state is copied
+there. The script completes the copy at its next call of `flockstep.checkpoint` with what belongs to that place in the
+script: random streams, settings of the optimizer that a scheduler changes, buffers, and the values that the script
+itself has to restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from flockstep.drivers.checkpoints import NodeCheckpoint, NodeCheckpoints
+from flockstep.drivers.state import to_arrays, to_bytes
+from flockstep.errors import ConfigurationError
+
+Extra = Mapping[str, Any]
+
+
+class Keeper(Protocol):
+    """The state of a framework's objects in a script."""
+
+    @property
+    def refusal(self) -> str:
+        """Why the script cannot be stopped between two steps; empty if it can."""
+
+    def at_boundary(self) -> Any:
+        """The state of the optimizer where the worker's program has stopped, not copied."""
+
+    def between_steps(self) -> Any:
+        """Everything that the script may change between two steps, not copied: settings, buffers, random streams."""
+
+    def restore_at_boundary(self, kept: Any) -> None:
+        """Restore what `at_boundary` returned; raise `ConfigurationError` if it belongs to another model."""
+
+    def restore_between_steps(self, kept: Any, random: bool) -> None:
+        """Restore what `between_steps` returned, the random streams only if `random`."""
+
+
+@dataclass
+class ScriptState:
+    """What a script has added to a checkpoint."""
+
+    between_steps: Any
+    extra: dict[str, Any]
+
+
+class ScriptCheckpoints:
+    """The calls of `flockstep.checkpoint` and `flockstep.resumed` in a worker's script."""
+
+    may_stop = False
+
+    def __init__(self, checkpoints: NodeCheckpoints, keeper: Keeper, kept: NodeCheckpoint | None):
+        """`kept`: the state from which the run goes on; None if it begins at its start."""
+        self._checkpoints, self._keeper, self._kept = checkpoints, keeper, kept
+        self._asked = self._begun = False
+        """Whether the script has called `resumed`, and `checkpoint`."""
+        self._steps = 0
+        """Steps since the last call of `checkpoint`."""
+        checkpoints.script = self
+
+    def at_boundary(self) -> Any:
+        """The state of the script's optimizer where the worker's program has stopped, not copied."""
+        return self._keeper.at_boundary()
+
+    def resumed(self) -> dict[str, Any] | None:
+        """What the script passed to `checkpoint` when the checkpoint was taken; None at a run's first start."""
+        self._asked = True
+        return None if self._kept is None else deepcopy(self._kept.script.extra)
+
+    def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
+        """Complete the copy of the state, if one was made in the step before.
+
+        Raises:
+            ConfigurationError: see `flockstep.checkpoint`.
+        """
+        if self._keeper.refusal:
+            raise ConfigurationError(self._keeper.refusal)
+        if not self._begun:
+            self._begin(_values(extra))
+        elif self._checkpoints.copied:
+            self._complete(extra)
+        self._steps = 0
+
+    def before_step(self) -> None:
+        """The script takes a step.
+
+        Raises:
+            ConfigurationError: the script has not called `checkpoint` since its last step.
+        """
+        self._require_begun("the script takes its first step")
+        if self._begun and self._steps:
+            raise ConfigurationError(
+                "flockstep.checkpoint must be called once for every step, got two steps without a call between them; "
+                "call it at the top of the body of the loop over batches"
+            )
+        self._steps += 1
+
+    def before_restart(self) -> None:
+        """The script continues from a model that it has loaded.
+
+        Raises:
+            ConfigurationError: the model of the checkpoint would be lost.
+        """
+        self._require_begun("optimizer.sync() replaces the model of the checkpoint")
+        self._checkpoints.drop("the script has loaded another model since its last step")
+
+    def _require_begun(self, what: str) -> None:
+        if self._kept is not None and not self._begun:
+            raise ConfigurationError(
+                f"in a resumed run the script must come to flockstep.checkpoint before {what}; leave out what belongs "
+                "to the first start alone unless flockstep.resumed() is None"
+            )
+
+    def _begin(self, extra: Extra) -> None:
+        """The first call: a resumed run is where it was when the checkpoint was taken."""
+        if not self._asked:
+            raise ConfigurationError(
+                "flockstep.checkpoint needs a script that goes on where it was; call flockstep.resumed() before the "
+                "loop, and restore the values that it returns"
+            )
+        now = _encoded(extra)
+        if self._kept is not None:
+            before = _encoded(self._kept.script.extra)
+            for name in [*before, *now]:
+                if before.get(name) != now.get(name):
+                    raise ConfigurationError(
+                        f"extra[{name!r}] of flockstep.checkpoint must be what it was when the checkpoint was taken, "
+                        f"got {_short(extra, name)} in place of {_short(self._kept.script.extra, name)}; restore it "
+                        "from flockstep.resumed() before the loop, or leave it out of extra"
+                    )
+            self._keeper.restore_between_steps(self._kept.script.between_steps, random=True)
+            self._kept.script = None
+        self._begun = self.may_stop = True
+        self._checkpoints.offer()
+
+    def _complete(self, extra: Extra | Callable[[], Extra]) -> None:
+        try:
+            arrays = to_arrays(ScriptState(self._keeper.between_steps(), dict(_values(extra))))
+        except ConfigurationError as error:
+            self._checkpoints.drop(str(error))
+        else:
+            self._checkpoints.complete(arrays)
+
+
+def _values(extra: Extra | Callable[[], Extra]) -> Extra:
+    values: Any = extra() if callable(extra) else extra
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ConfigurationError(
+            f"extra must be a dict of names and values, or a function that returns one, got {type(values).__name__}; "
+            'pass for example extra={"epoch": epoch, "batch": batch}'
+        )
+    return values
+
+
+def _encoded(extra: Extra) -> dict[str, bytes]:
+    """Name → the value as bytes, equal for equal values only."""
+    return {name: to_bytes(value, f"extra[{name!r}]") for name, value in extra.items()}
+
+
+def _short(extra: Extra, name: str) -> str:
+    """A value for an error message."""
+    text = repr(extra[name]) if name in extra else "nothing"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,151 @@
+"""The state of a script's PyTorch objects in a checkpoint: optimizer, buffers and random streams."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.torch_buffers import Buffers
+from flockstep.errors import ConfigurationError, SchemaMismatch
+from flockstep.frameworks.torch_flat import FlatModule
+
+
+@dataclass
+class OptimizerContent:
+    """The state of a torch optimizer without its settings."""
+
+    schema: Schema
+    """Names and shapes of the parameters."""
+    kind: str
+    """Class of the optimizer."""
+    states: list[dict[str, Any]]
+    """State of each parameter in the order of the groups; empty if servers step."""
+
+
+@dataclass
+class BetweenSteps:
+    """What a script may change between two steps."""
+
+    groups: list[dict[str, Any]]
+    """Settings of each group of parameters, such as the learning rate."""
+    buffers: dict[str, torch.Tensor]
+    torch_stream: torch.Tensor
+    device_stream: torch.Tensor | None
+    """State of the generator of the model's device; None on the CPU."""
+    numpy_stream: dict[str, Any] | tuple[Any, ...]
+    python_stream: tuple[Any, ...]
+
+
+class TorchKeeper:
+    """Keeps and restores the state of a distributed optimizer."""
+
+    def __init__(
+        self,
+        flat: FlatModule,
+        optimizer: torch.optim.Optimizer,
+        buffers: Buffers,
+        server_side: bool,
+        joining: Callable[[], bool],
+    ):
+        """`server_side`: servers step in place of the optimizer. `joining`: whether the script is inside `join`."""
+        self._flat, self._optimizer, self._buffers, self._server_side = flat, optimizer, buffers, server_side
+        self._joining = joining
+        self.closures = False
+        """Whether the optimizer evaluates closures, and takes several steps of the strategy in one of its own."""
+
+    @property
+    def refusal(self) -> str:
+        """Why the script cannot be stopped between two steps; empty if it can."""
+        if self.closures:
+            return (
+                f"flockstep.checkpoint does not work with {type(self._optimizer).__name__}, which may evaluate its "
+                "closure several times in a step; save state_dict()s, as docs/how-to/loops.md shows"
+            )
+        if self._joining():
+            return (
+                "flockstep.checkpoint does not work inside optimizer.join() or over private data, because ranks that "
+                "have used their batches do not come to it; give every rank the same number of batches "
+                "(flockstep.shard does)"
+            )
+        return ""
+
+    def at_boundary(self) -> OptimizerContent:
+        """The state of the optimizer where the worker's program has stopped, not copied."""
+        states = [] if self._server_side else [dict(self._optimizer.state.get(one, {})) for one in self._parameters()]
+        return OptimizerContent(self._flat.schema, self._kind, states)
+
+    def restore_at_boundary(self, kept: OptimizerContent) -> None:
+        """Restore the optimizer's state.
+
+        Raises:
+            ConfigurationError: the state is of another model or optimizer.
+        """
+        try:
+            kept.schema.require(self._flat.schema, "the script")
+        except SchemaMismatch as error:
+            what = str(error).partition(": ")[2].partition(";")[0] or str(error).partition(";")[0]
+            raise ConfigurationError(
+                f"the model of the script is not that of the checkpoint: {what}; restore the script as it was"
+            ) from None
+        count = 0 if self._server_side else len(self._parameters())
+        if kept.kind != self._kind or len(kept.states) != count:
+            raise ConfigurationError(
+                f"the checkpoint holds the state of {kept.kind} over {len(kept.states)} parameters, the script has "
+                f"{self._kind} over {count}; restore the script as it was"
+            )
+        for parameter, state in zip(self._parameters(), kept.states, strict=False):
+            if state:
+                self._optimizer.state[parameter] = state
+
+    def between_steps(self) -> BetweenSteps:
+        """Settings, buffers and random streams, not copied."""
+        groups = [{name: v for name, v in group.items() if name != "params"} for group in self._optimizer.param_groups]
+        device = self._flat.parameters[0].device
+        return BetweenSteps(
+            groups,
+            self._buffers.values(),
+            torch.get_rng_state(),
+            torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None,
+            np.random.get_state(),  # noqa: NPY002 - the stream that scripts use
+            random.getstate(),
+        )
+
+    def restore_between_steps(self, kept: BetweenSteps, random: bool) -> None:
+        """Restore settings and buffers, and the random streams if `random`.
+
+        Raises:
+            ConfigurationError: the optimizer has other groups, or the model other buffers.
+        """
+        own = self._optimizer.param_groups
+        if len(own) != len(kept.groups):
+            raise ConfigurationError(
+                f"the checkpoint holds {len(kept.groups)} groups of parameters, the script's optimizer has {len(own)}; "
+                "restore the script as it was"
+            )
+        for group, settings in zip(own, kept.groups, strict=True):
+            group.update(settings)
+        self._buffers.restore_values(kept.buffers)
+        if random:
+            _restore_streams(kept, self._flat.parameters[0].device)
+
+    @property
+    def _kind(self) -> str:
+        kind = type(self._optimizer)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+def _restore_streams(kept: BetweenSteps, device: torch.device) -> None:
+    torch.set_rng_state(kept.torch_stream)
+    if kept.device_stream is not None:
+        torch.get_device_module(device).set_rng_state(kept.device_stream, device)
+    np.random.set_state(kept.numpy_stream)  # noqa: NPY002 - the stream that scripts use
+    random.setstate(kept.python_stream)

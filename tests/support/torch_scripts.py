@@ -1,0 +1,59 @@
+"""A PyTorch script with dropout, momentum, a schedule, batch norm and shuffled samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SCRIPT = """
+import random, sys, time
+from pathlib import Path
+import numpy as np
+import torch
+from torch import nn
+import flockstep
+
+HERE = Path(__file__).parent
+STRATEGY, EPOCHS = sys.argv[1], int(sys.argv[2])
+rank = flockstep.rank()
+
+def samples(seed=1):
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(160, 6, generator=stream), torch.randn(160, 2, generator=stream)
+
+torch.manual_seed(7 + rank)
+random.seed(8 + rank)
+np.random.seed(9 + rank)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*samples()), batch_size=8, shuffle=True)
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 2))
+inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = flockstep.distribute(model, inner, STRATEGY, buffers="local")
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+saved = flockstep.resumed() or {"epoch": 0, "batch": 0}
+if "scheduler" in saved:
+    scheduler.load_state_dict(saved["scheduler"])
+steps = 0
+for epoch in range(saved["epoch"], EPOCHS):
+    for batch, (x, y) in enumerate(flockstep.shard(loader, epoch)):
+        if (epoch, batch) < (saved["epoch"], saved["batch"]):
+            continue
+        flockstep.checkpoint({"epoch": epoch, "batch": batch, "scheduler": scheduler.state_dict()})
+        if not (HERE / "go").exists():
+            time.sleep(0.01)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x + random.random() + np.random.random()), y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        steps += 1
+optimizer.finish()
+momenta = [state["momentum_buffer"] for state in inner.state.values() if state]
+torch.save([*model.state_dict().values(), *momenta], HERE / f"end-{rank}")
+(HERE / f"steps-{rank}").write_text(str(steps))
+"""
+"""Arguments: strategy, and epochs of 10 steps; a step takes at least 10 ms until the file `go` is there."""
+
+
+def write_script(folder: Path) -> str:
+    """Write the script to a folder; return its path."""
+    (folder / "script.py").write_text(SCRIPT)
+    return str(folder / "script.py")
