@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from flockstep.messages import Message
 from flockstep.testing.link_faults import FaultProxy
 from flockstep.transports.session import Session
 from flockstep.transports.streams import StreamBus
-from support.buses import Make, arrived, buses
+from support.buses import Make, arrived, buses, introduced, still_works
 from support.matrix import few
 
 
@@ -212,6 +213,31 @@ def test_a_peer_whose_port_is_closed_is_unreachable_at_once(make: Make) -> None:
         assert "nothing listens at tcp://127.0.0.1" in second.why_broken(0)
         assert not second.reachable(0)
         assert first.reachable(1)  # it may be connected to again within the link timeout
+
+
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("encrypted", marks=pytest.mark.full)])
+def test_a_silent_connection_without_a_session_lasts(make: Make, transport: str) -> None:
+    """Within a host a connection breaks only if a process ends."""
+    first, second = introduced(make, transport)
+    for bus in (first, second):
+        bus._heartbeat, bus._next_look = 0.05, 0.0
+    until = time.monotonic() + 6 * 0.05
+    while time.monotonic() < until:
+        for bus in (first, second):
+            assert bus.poll(0.01) is None
+    assert second.reachable(0)
+    still_works(first, second)
+
+
+def test_a_closed_bus_opens_no_connection(make: Make) -> None:
+    """The thread that serves the sockets may come too late, while the bus still tries to connect to its peer again."""
+    with proxied(make, "tcp", ("cut",), 1, 1, 0) as (_, second, proxy):
+        proxy.down.set()
+        second._interrupt(second._peers[0], "the test cuts the link")
+        second.close(0)
+        count, second._dials[0].due, second._next_look = second._dials[0].count, 0.0, 0.0
+        assert not second.attend()
+        assert second._dials[0].count == count
 
 
 def test_a_link_that_stays_away_too_long_is_given_up_with_the_true_numbers(make: Make) -> None:

@@ -443,7 +443,8 @@ class StreamBus(Bus):
         """Receive and send as far as the sockets allow while the program computes; return whether to call again."""
         if not self._asked and self._lock.acquire(blocking=False):
             try:
-                self._look(time.monotonic())
+                if not self._closed:
+                    self._look(time.monotonic())
                 while self._may_attend() and self._move(0):
                     pass
             finally:
@@ -482,8 +483,9 @@ class StreamBus(Bus):
         session = connection.session
         if session is not None:
             self._check_silence(connection, session, now, late)
-        elif connection.wanted in self._peers and now > connection.since + self._heartbeat:
-            self._drop(connection)  # the next attempt to connect again may be answered
+        elif connection.wanted in self._peers and self._peers[connection.wanted] is not connection:
+            if now > connection.since + self._heartbeat:  # the next attempt to go on with the session may be answered
+                self._drop(connection)
         elif not connection.established() and now > connection.since + PATIENCE:
             self._read(connection)  # the proof may have arrived while this process could not read it
             if connection.open and not connection.established():
