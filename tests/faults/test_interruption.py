@@ -17,6 +17,7 @@ from flockstep.launchers.train import finished
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder
+from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import IPC, PATIENCE, RealRun, alive, content, open_files, wait_until
 
@@ -119,8 +120,8 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategies = ["-s", "gossip", "-s", "all_reduce"]
-    options = ["-n", "2", "--epochs", "20", *IPC]
-    run = RealRun(["compare", "softmax", *strategies, *options], tmp_path / "c")
+    job, options = paced(tmp_path, after="c/gossip/summary.json"), ["-n", "2", "--epochs", "20", *IPC]
+    run = RealRun(["compare", job, *strategies, *options], tmp_path / "c")
     wait_until(lambda: (tmp_path / "c/gossip/summary.json").exists(), PATIENCE, "the first run finished")
     run.record = tmp_path / "c/all-reduce"
     run.wait_for_work(steps=20)
@@ -130,8 +131,9 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
     assert "finished runs are kept: repeat the command with --out" in ended.err
     assert "gossip" in (tmp_path / "c/report.html").read_text("utf-8")
     before = (tmp_path / "c/gossip/events.jsonl").stat().st_mtime_ns
+    go_on(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert run_command(["compare", "softmax", *strategies, *options, "--out", str(tmp_path / "c"), "--json"]) == 0
+    assert run_command(["compare", job, *strategies, *options, "--out", str(tmp_path / "c"), "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("kept from before") == 1
     assert {row["status"] for row in json.loads(captured.out)["runs"]} == {"finished"}

@@ -9,7 +9,7 @@ import dataclasses, time
 from pathlib import Path
 from flockstep.workloads.softmax import Softmax
 
-GO = Path(__file__).with_name("go")
+GO, AFTER = Path(__file__).with_name("go"), Path(__file__).parent / {after!r}
 
 def job():
     job, waiting = Softmax().job(0), [True]
@@ -18,7 +18,7 @@ def job():
         def gradients(self, *arguments):
             if waiting:
                 time.sleep(0.01)
-                if GO.exists():
+                if GO.exists() or not AFTER.exists():
                     waiting.clear()
             return super().gradients(*arguments)
 
@@ -31,9 +31,12 @@ def job():
 """
 
 
-def paced(folder: Path) -> str:
-    """A job file for `train`: a gradient takes 10 ms until `go_on` is called, so that few steps last for long."""
-    (folder / "paced.py").write_text(PACED)
+def paced(folder: Path, after: str = ".") -> str:
+    """A job file for `train`: a gradient takes 10 ms until `go_on` is called, so that few steps last for long.
+
+    Runs that begin before the file `after` exists in the folder are as fast as ever.
+    """
+    (folder / "paced.py").write_text(PACED.format(after=after))
     return str(folder / "paced.py")
 
 

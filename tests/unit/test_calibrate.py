@@ -98,9 +98,9 @@ def test_a_fit_predicts_another_strategy(records) -> None:
     """The point of it all: what was learned from two strategies says how long a third takes."""
     shape = fit_records([records("all_reduce"), records("ps(consistency=bsp)")]).shape
     third = records("all_reduce(collective=recursive_doubling)")
-    real = next(one for one in fit_records([third]).notes if " s a step" in one)
+    real = next(one for one in fit_records([third]).notes if " s per step" in one)
     told = records("all_reduce(collective=recursive_doubling)", str(shape.compute()), str(shape.network()))
-    ours = next(one for one in fit_records([told]).notes if " s a step" in one)
+    ours = next(one for one in fit_records([told]).notes if " s per step" in one)
     seconds = [float(one.rsplit(": ", 1)[1].split()[0]) for one in (real, ours)]
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
