@@ -173,6 +173,7 @@ def train(
     where: o.HostOptions = o.HERE,
     checkpoint_every: o.CheckpointEvery = None,
     keep: o.Keep = None,
+    min_workers: o.MinWorkers = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,

@@ -415,6 +415,18 @@ CheckpointEvery = Annotated[
 Keep = Annotated[
     int | None, typer.Option("--keep", help="Number of checkpoints to keep (default: 2).", rich_help_panel=OUTPUT)
 ]
+MinWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--min-workers",
+        min=1,
+        help=(
+            "Smallest number of workers with which the run continues: a worker that gets SIGTERM leaves, and if a "
+            "worker is lost the other workers go back to the newest checkpoint."
+        ),
+        rich_help_panel=PROCESSES,
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)
 ]
@@ -435,10 +447,10 @@ FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
-        *("transport", "heartbeat", "step_timeout", "checkpoint_every", "keep"),
+        *("transport", "heartbeat", "step_timeout", "checkpoint_every", "keep", "min_workers"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": (),
+    "launch": ("min_workers",),
 }
 
 

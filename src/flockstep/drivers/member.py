@@ -12,6 +12,8 @@ node → supervisor   "events" of the record, "waiting" for what, "done" or "fai
                     "quarantine": a worker to remove from the run;
                     "snapshot", and its parameters in as many messages "part" as needed
 supervisor → node   "taken" for each part
+node → supervisor   "leave": a signal asks this worker to leave the run
+supervisor → node   "again": begin the run with other workers, or leave it
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
                     "end": leave, with the resulting model if requested
 
@@ -173,6 +175,25 @@ def run_of_call(run: str, number: int) -> str:
 def folder_of_call(record: Path, number: int) -> Path:
     """Folder of the record of a script's call number `number` of `distribute`."""
     return record if number == 1 else record / f"distribute-{number}"
+
+
+AGAIN = "again"
+"""Tag of the message that a worker begins the run with other workers, or leaves the run."""
+
+
+class BeginAgain(Exception):
+    """The run continues with other workers: this process takes part by another node specification, or leaves."""
+
+    def __init__(self, node_spec: NodeSpec | None, config: str):
+        """`node_spec`: None if the process leaves; `config`: the run's configuration as TOML."""
+        super().__init__("the run continues with other workers")
+        self.node_spec, self.config = node_spec, config
+
+
+def begin_again(message: Message) -> BeginAgain:
+    """What a supervisor's message with the tag `AGAIN` stands for."""
+    spec = str(message.note["spec"])
+    return BeginAgain(msgspec.json.decode(spec, type=NodeSpec) if spec else None, str(message.note["config"]))
 
 
 class Member:
@@ -448,6 +469,8 @@ class Member:
             message = self.next()
             if message.source == LAUNCHER and message.tag == "stop":
                 raise stopped(message)
+            if message.source == LAUNCHER and message.tag == AGAIN:
+                raise begin_again(message)
             if message.source == LAUNCHER and message.tag == "end":
                 return message.array
             if message.source == LAUNCHER and message.tag == "buffers":

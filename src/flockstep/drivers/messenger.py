@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from flockstep.arrays.namespace import to_device_of, to_host
-from flockstep.drivers.member import stopped
+from flockstep.drivers.member import AGAIN, begin_again, stopped
 from flockstep.drivers.node_metrics import Emit, NodeMetrics
 from flockstep.drivers.runner import Runner
 from flockstep.errors import PeerLost
@@ -113,6 +113,8 @@ class Messenger(ABC):
             self.runner.deliver(message)
         elif message.tag == "stop":
             raise stopped(message)
+        elif message.tag == AGAIN:
+            raise begin_again(message)
         elif message.tag == "lost":
             address, self.node.view = message.note.address, message.note.view
             self.note_loss(address, message.note.reason)

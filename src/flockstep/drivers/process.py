@@ -12,7 +12,7 @@ from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.checkpoints import NodeCheckpoint, load
 from flockstep.drivers.fault_injector import wrong_gradients
-from flockstep.drivers.member import Member, NodeSpec, failure_of, send_to_control
+from flockstep.drivers.member import BeginAgain, Member, NodeSpec, failure_of, send_to_control
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.program_restart import notes_of
@@ -28,8 +28,13 @@ from flockstep.records.failpoints import reach
 from flockstep.strategies.base import Strategy
 
 
-def run_worker(node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]]) -> int:
-    """Take part in a run as a worker; return the exit code of the process."""
+def run_worker(
+    node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]], asked_to_leave: Callable[[], bool] = lambda: False
+) -> int | BeginAgain:
+    """Take part in a run as a worker; return the exit code of the process, or how it takes part again.
+
+    `asked_to_leave`: whether a signal asks this worker to leave the run.
+    """
     with _guarded(node_spec) as guard:
         engine, plan = make()
         release()
@@ -45,6 +50,7 @@ def run_worker(node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]]) -> 
         kept = load(node_spec, worker.params)
         _be_ready(member, kept)
         connection = guard.connection = NodeConnection(member, worker, plan.strategy, plan.evaluate_every)
+        connection.asked_to_leave = asked_to_leave
         connection.runner.wrong_gradients = wrong_gradients(plan.faults, node_spec.address)
         connection.snapshots.buffers = lambda: engine.buffers(node_spec.address)
         gradient = connection.home(np.zeros_like(params))
@@ -60,7 +66,7 @@ def run_worker(node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]]) -> 
         _train(engine, worker, stepper, batches, connection.runner, plan, gradient)
         connection.close()
         member.wait_for_end(connection.attend)
-    return guard.code
+    return guard.again or guard.code
 
 
 def run_server(node_spec: NodeSpec, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
@@ -142,6 +148,7 @@ class _Guard:
         self.member: Member | None = None
         self.connection: NodeConnection | None = None
         self.code = 0
+        self.again: BeginAgain | None = None
 
 
 @contextmanager
@@ -151,6 +158,8 @@ def _guarded(node_spec: NodeSpec) -> Iterator[_Guard]:
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows as a loss that is not finite
             yield guard
+    except BeginAgain as again:
+        guard.again = again if again.node_spec is not None else None
     except Exception as error:  # noqa: BLE001 - the job's code may raise anything
         guard.code = error.exit_code if isinstance(error, FlockstepError) else 1
         failure = failure_of(

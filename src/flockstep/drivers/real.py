@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,9 @@ class NodeConnection(Messenger):
         node.view, node.hosts = member.view, member.hosts
         self.snapshots = SnapshotSender(member)
         self.checkpoints = NodeCheckpoints(self)
+        self.asked_to_leave: Callable[[], bool] = lambda: False
+        """Whether a signal asks this worker to leave the run; set by the process."""
+        self._leaving = False
         self._member = member
         self._survives = bool(strategy.traits.survives)
         self._moved = 0.0
@@ -129,6 +133,7 @@ class NodeConnection(Messenger):
 
     def _next(self, seconds: float, wanted: Wanted | None = None) -> Message | None:
         """The next message; what the supervisor has asked for a checkpoint is answered when none has arrived."""
+        self._tell_leaving()
         message = self._receive(0, None, wanted)
         if message is not None:
             return message
@@ -308,11 +313,18 @@ class NodeConnection(Messenger):
 
     def _stepped(self, loss: float | None) -> None:
         """Handle messages that arrived during a step."""
+        self._tell_leaving()
         self.collect()
         self.checkpoints.report()
         self.flight.note("step", None, "", self.node.step)
         self._moved = self.now()
         self.snapshots.newest(self.node, self.now, self.runner.metrics.traffic.sent_bytes)
+
+    def _tell_leaving(self) -> None:
+        """Tell the supervisor, once, that a signal asks this worker to leave."""
+        if not self._leaving and self.asked_to_leave():
+            self._leaving = True
+            self.tell("leave", {})
 
     def _tell_waiting(self) -> None:
         """Report to the supervisor, once per `WAIT_PERIOD`, what this worker has waited for since its last step."""

@@ -30,9 +30,11 @@ from flockstep.workloads.sampler import SamplerState
 
 
 def resized_checkpoint(
-    engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint]
+    engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
 ) -> dict[Address, NodeCheckpoint]:
     """The states from which the nodes of plan `now` continue a run of `plan`, whose states are `kept`.
+
+    `order`: ranks of the workers so far in the order of their new ranks; the last of them leave, if there are fewer.
 
     A worker's steps are counted as if the run had had its new number of workers from its start: the steps of all
     workers together keep their number of samples.
@@ -41,6 +43,9 @@ def resized_checkpoint(
     ended = Simulation(engine, plan, compute, network, lambda event: None)
     befores = {address: one.before for address, one in kept.items()}
     former = ended.drain({address: one.saved for address, one in kept.items()}, befores)
+    names = dict(enumerate(order)) | {address: address for address in kept if address < 0}
+    former = {new: former[old] for new, old in names.items()}
+    kept = {new: kept[old] for new, old in names.items()}
     samples = sum(plan.samples_at(one.before + one.saved.step) for address, one in kept.items() if address >= 0)
     before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
     states = resized(engine, now, former, before)
@@ -77,11 +82,14 @@ def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before:
     return copy.deepcopy(states)
 
 
-def require_resizable(strategy: Strategy) -> None:
-    """Raise `CompositionError` if no rule gives the states of another number of workers."""
+def require_resizable(strategy: Strategy, instead: str = "resume it without -n") -> None:
+    """Raise `CompositionError` if no rule gives the states of another number of workers.
+
+    `instead`: the way out, as the end of the error's sentence.
+    """
     if why := strategy.resizing.refused:
         raise CompositionError(
-            f"a run with {strategy} cannot continue with another number of workers, because {why}; resume it without -n"
+            f"a run with {strategy} cannot continue with another number of workers, because {why}; {instead}"
         )
 
 

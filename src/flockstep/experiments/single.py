@@ -92,6 +92,7 @@ def run(
     imports: Sequence[str] = (),
     checkpoint_every: str | int | None = None,
     keep: int | None = None,
+    min_workers: int | None = None,
     out: Path | str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
@@ -127,6 +128,7 @@ def run(
         checkpoint_every: steps (500), or the time ("5min"), between two checkpoints; None for a checkpoint only if a
             signal stops the run.
         keep: number of checkpoints that are kept; None for 2.
+        min_workers: smallest number of workers with which the run goes on; None: no worker may leave.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
 
@@ -145,6 +147,7 @@ def run(
         step_timeout=step_timeout, threads=threads,
         imports=listed("imports", imports),
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
+        min_workers=min_workers,
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
 

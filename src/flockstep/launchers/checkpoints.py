@@ -75,6 +75,8 @@ class Checkpointer:
         self._over = True
         self._staying = False
         """Whether the nodes stay stopped when they have copied their states, because the run is about to end."""
+        self._cutting = False
+        """Whether the nodes stay stopped because the run is about to continue with other workers."""
         self._again = False
         """Whether another checkpoint follows the one that is being written."""
         self._wave = 0
@@ -130,6 +132,16 @@ class Checkpointer:
         elif not self.busy and not self._over:
             self._begin()
         return self.busy
+
+    def cut(self) -> None:
+        """Take a checkpoint after which the nodes stay stopped, because the run continues with other workers."""
+        self._cutting = True
+        self.stop()
+
+    @property
+    def is_cut(self) -> bool | None:
+        """Whether the nodes have stopped for `cut` and the checkpoint is complete; None: not yet."""
+        return None if self.busy else not self.why_not and not self._over
 
     def hear(self, address: Address, note: Fields) -> None:
         """Handle a node's message about the checkpoint."""
@@ -303,6 +315,8 @@ class Checkpointer:
         if self.busy:
             self._phase = "idle"
             disk.remove(self._folder)
+            if self._cutting:
+                self._staying = self._cutting = False
             self._let_go()
 
     def _let_go(self) -> None:
@@ -346,7 +360,12 @@ def require_checkpoints(strategy: Strategy) -> None:
 
 
 def require_one_machine(config: RunConfig) -> None:
-    """Raise `ConfigurationError` if a run on several hosts is to take checkpoints."""
+    """Raise `ConfigurationError` if a run on several hosts is to take checkpoints, or workers may leave it."""
+    if config.min_workers is not None:
+        raise ConfigurationError(
+            f"workers may leave only if all processes are on one machine, got min_workers={config.min_workers} and "
+            "several hosts; leave out --min-workers"
+        )
     if config.checkpoint_every is not None:
         raise ConfigurationError(
             f"checkpoints need all processes on one machine, got checkpoint_every={config.checkpoint_every} and "

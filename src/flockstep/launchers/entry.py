@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
+from threading import Event
 
 from flockstep.drivers.member import NodeSpec, die_with
+from flockstep.drivers.plan import Plan
 from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
+from flockstep.frameworks.base import Engine
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
@@ -25,14 +29,23 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
     """
     folders = [] if own is None else [own.folder]
     die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder(), *folders)
-    leave_to_supervisor()
+    leaving = Event()
+    leave_to_supervisor(leaving.set)
     limit_process(threads)
+    while True:
+        found = RunConfig.from_toml(config, "the run's configuration")
+        asked = leaving if found.min_workers is not None else Event()
+        ended = run_worker(node_spec, partial(_made, found, own), asked.is_set)
+        if isinstance(ended, int):
+            sys.exit(ended)
+        assert ended.node_spec is not None
+        node_spec, config = ended.node_spec, ended.config
+        die_with(node_spec.supervisor, node_spec.directory)
 
-    def make():  # type: ignore[no-untyped-def]
-        engine, plan, _ = prepare(RunConfig.from_toml(config, "the run's configuration"), own)
-        return engine, plan
 
-    sys.exit(run_worker(node_spec, make))
+def _made(config: RunConfig, own: OwnData | None) -> tuple[Engine, Plan]:
+    engine, plan, _ = prepare(config, own)
+    return engine, plan
 
 
 def server_main(node_spec: NodeSpec, server: ServerSpec) -> None:

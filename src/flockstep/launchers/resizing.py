@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flockstep import __version__
@@ -61,7 +62,9 @@ class ResizedRun:
         return Checkpoint(folder, disk.read_manifest(folder))
 
 
-def resized_run(checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunConfig, workers: int) -> ResizedRun:
+def resized_run(
+    checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunConfig, workers: int, gone: Collection[int] = ()
+) -> ResizedRun:
     """Prepare a run to continue from a checkpoint with another number of workers; nothing is written.
 
     Args:
@@ -70,6 +73,7 @@ def resized_run(checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunC
         plan: the plan of the run so far.
         config: the configuration of the run so far.
         workers: the number of workers from now on.
+        gone: ranks of the workers that leave; by default those with the highest ranks.
 
     Raises:
         ConfigurationError: the run cannot have that many workers, or the checkpoint is damaged.
@@ -81,7 +85,8 @@ def resized_run(checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunC
     _, now, again = prepare(dataclasses.replace(wanted, steps=steps))
     changed = dataclasses.replace(config, workers=workers, steps=again.steps)
     kept = {shard.node: load_node(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
-    states = resized_checkpoint(engine, plan, now, kept)
+    order = sorted(range(config.workers), key=lambda rank: rank in gone)
+    states = resized_checkpoint(engine, plan, now, kept, order)
     steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
     notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
     if lost := len({one.snapshot.tick for one in checkpoint.manifest.pending}):

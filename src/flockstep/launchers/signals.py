@@ -6,16 +6,17 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a run; the supervisor alone handles them, also if they are sent to all processes of the run."""
 
 
-def leave_to_supervisor() -> None:
+def leave_to_supervisor(terminated: Callable[[], None] = lambda: None) -> None:
     """Ignore the signals that stop a run in this process, which was forked with these signals blocked.
 
+    SIGTERM calls `terminated`.
     A process that this one starts can be ended by SIGTERM, as a `multiprocessing.Pool` ends its own.
     """
     own = os.getpid()
@@ -24,6 +25,8 @@ def leave_to_supervisor() -> None:
         if os.getpid() != own:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        elif number == signal.SIGTERM:
+            terminated()
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for one in (signal.SIGTERM, signal.SIGHUP):

@@ -19,7 +19,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.communicator.joining import rule_of
 from flockstep.drivers.event_sender import MOST, events_in
-from flockstep.drivers.member import WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short, run_of_call
+from flockstep.drivers.member import AGAIN, WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short, run_of_call
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
@@ -81,6 +81,8 @@ class Outcome:
     """The workers of each host; empty before all nodes have joined."""
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
+    departure: Departure | None = None
+    """The workers without which the run continues, whose processes still run; None if the run has ended."""
     nodes: set[Address] = field(default_factory=set)
     """Nodes whose events are written to files."""
 
@@ -89,6 +91,14 @@ class Outcome:
         """Events of the record that the supervisor alone knows: the hosts if there are several, and the lost nodes."""
         hosts = [HostsEvent(0.0, self.hosts)] if len(self.hosts) > 1 else []
         return [*hosts, *self.lost.values()]
+
+
+@dataclass
+class Departure:
+    """Workers that leave a run, or are lost, while the other workers continue."""
+
+    ranks: set[int]
+    reason: str
 
 
 class Supervisor:
@@ -126,6 +136,8 @@ class Supervisor:
         within: Supervisor | None = None,
         ended: Callable[[Outcome], None] = lambda outcome: None,
         checkpoints: Checkpointer | None = None,
+        least: int | None = None,
+        epoch: int = 0,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -135,7 +147,8 @@ class Supervisor:
         exit code 0. `begin_call`: creates the supervisor of a script's later call of `distribute`, from that of the
         first call and the number of the call, 2 for the second; for that one, `within` is the first, and `ended`
         receives the outcome of the call once its nodes have left, or the whole run has ended. `checkpoints` takes the
-        run's checkpoints, and knows where the run begins.
+        run's checkpoints, and knows where the run begins. `least`: smallest number of workers with which the run goes
+        on from a checkpoint; None: it does not. `epoch`: number of changes of the workers so far.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
@@ -149,11 +162,11 @@ class Supervisor:
         self._show = show
         self._patience = patience
         self._hosts = hosts or OtherHosts()
-        self._seed = seed
-        self._imports = imports
-        self._condemned, self._bad_gradients = dict[Address, str](), bad_gradients or BadGradients()
+        self._seed, self._imports = seed, imports
+        self._condemned, self._leavers = dict[Address, str](), set[int]()
+        self._bad_gradients = bad_gradients or BadGradients()
         self._every = every
-        self._begin_call, self._checkpoints = begin_call, checkpoints
+        self._begin_call, self._checkpoints, self._least = begin_call, checkpoints, least
         self._calls: list[Supervisor] = [self] if within is None else within._calls
         """Supervisors of the calls of `distribute` that the scripts have begun; the first one watches the processes."""
         self._number = 1 if within is None else len(self._calls) + 1
@@ -172,7 +185,7 @@ class Supervisor:
         self._hashes: dict[Address, str] = {}
         self._ready, self._done, self._gone = set[Address](), set[Address](), set[Address]()
         self._wait_monitor = WaitMonitor(workers, step_timeout, joins=JOINS_SCRIPT if patience is None else JOINS_JOB)
-        self._view = View(0, tuple(range(workers)))
+        self._view = View(epoch, tuple(range(workers)))
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._done)
         self._draws: dict[str, GradientFingerprints | DataDigests] = {
@@ -190,6 +203,8 @@ class Supervisor:
         try:
             self._start()
             self._watch(result)
+            if self.outcome.departure is not None:
+                return self.outcome
         except FlockstepError as error:
             self.outcome.error = error
         except KeyboardInterrupt as stop:
@@ -212,10 +227,28 @@ class Supervisor:
         self._clean_up()
         return self.outcome
 
+    def begin_again(self, rank: int, node_spec: NodeSpec, config: str) -> Child:
+        """Let the process of a worker take part by another node specification; return the process."""
+        self._links[rank].tell(AGAIN, {"spec": msgspec.json.encode(node_spec).decode(), "config": config})
+        return self.children.pop(rank)
+
+    def let_go(self) -> None:
+        """Tell all processes to leave that do not take part again: those of workers that leave, and the servers."""
+        staying = set(self._view.ranks) - self._leavers
+        for address, link in self._links.items():
+            if address not in staying:
+                link.tell(AGAIN, {"spec": "", "config": ""})
+
+    def close(self) -> None:
+        """End the remaining processes of a run that continues with other workers, and close the connections."""
+        kill_all(self._processes())
+        self._clean_up()
+
     def _last_checkpoint(self) -> str:
         """Take a checkpoint, because a signal ends the run; return where the run goes on, for a sentence."""
         if self._checkpoints is None or self._checkpoints.unused:
             return ""
+        self._least = None  # no worker leaves a run that ends
         why, kept = self._why_no_checkpoint(self._checkpoints), self._checkpoints.newest
         if kept is None and self._went is None:
             return ""
@@ -360,11 +393,65 @@ class Supervisor:
             self._poll()
             for one in list(self._calls):
                 one._turn(result)
+            self._look_for_departure()
+            if self.outcome.departure is not None:
+                return
             if time.monotonic() - shown > 0.25:
                 shown = time.monotonic()
                 self._show(self._current().standings)
                 owner.check(self._record)
         self._show(self._current().standings)
+
+    def _look_for_departure(self) -> None:
+        """Let the workers leave that a signal asks to, once the others have stopped with their states."""
+        if not self._leavers or self._checkpoints is None or self._over:
+            return
+        if self._checkpoints.is_cut:
+            names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
+            self.outcome.departure = Departure(set(self._leavers), f"{names} left, as SIGTERM asked")
+        elif self._checkpoints.is_cut is False:  # the run is about to end, or a node was lost
+            self._leavers.clear()
+
+    def _asked_to_leave(self, address: Address) -> None:
+        """A signal asks a worker to leave the run.
+
+        Raises:
+            KeyboardInterrupt: too few workers are left, so that the run ends.
+        """
+        if self._least is None or self._checkpoints is None or self._over or address in self._leavers:
+            return
+        if self._gone:  # a run with a loss has no checkpoint: the other workers continue as after another loss
+            self._condemned[address] = f"{node_name(address)} left, as SIGTERM asked"
+            return
+        if why := self._why_not_with(len(self._view.ranks) - len(self._leavers) - 1):
+            raise KeyboardInterrupt(f"{node_name(address)} left, as SIGTERM asked, and {why}")
+        if not self._leavers:
+            self._checkpoints.cut()
+        self._leavers.add(address)
+
+    def _why_not_with(self, workers: int) -> str:
+        """Why the run cannot continue with this number of workers; empty if it can."""
+        if self._least is not None and workers < self._least:
+            return f"the {workers} workers left are fewer than --min-workers {self._least}"
+        try:
+            if self.outcome.strategy is not None:
+                self.outcome.strategy.check(workers)
+        except FlockstepError as error:
+            return str(error)
+        return ""
+
+    def _goes_on_without(self, address: Address, reason: str) -> bool:
+        """Whether the run goes back to its newest checkpoint after the loss of a worker that its strategy needs."""
+        strategy = self.outcome.strategy
+        if self._least is None or address < 0 or strategy is None or self._checkpoints is None:
+            return False
+        if strategy.traits.deaths(self._workers) >= len(self.outcome.lost) or self._done:
+            return False
+        if self._checkpoints.newest is None or self._why_not_with(len(self._view.ranks)):
+            return False
+        gone = set(range(self._workers)) - set(self._view.ranks)
+        self.outcome.departure = Departure(gone, reason)
+        return True
 
     @property
     def _open_calls(self) -> list[Supervisor]:
@@ -573,8 +660,8 @@ class Supervisor:
                 self._leave(address, message.tag, int(note["step"]))
             case "checkpoint":
                 self._hear_of_checkpoint(address, note)
-            case "quarantine":
-                self._condemn(address, int(note["address"]), str(note["reason"]))
+            case "leave" | "quarantine":
+                self._remove(address, note)
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
 
@@ -612,6 +699,13 @@ class Supervisor:
         if text not in self.outcome.warnings:
             on_stderr(text)
             self.outcome.warnings.append(text)
+
+    def _remove(self, address: Address, note: Fields) -> None:
+        """A node asks to leave, or to put a worker in quarantine."""
+        if note:
+            self._condemn(address, int(note["address"]), str(note["reason"]))
+        else:
+            self._asked_to_leave(address)
 
     def _condemn(self, by: Address, worker: Address, reason: str) -> None:
         """Put a worker in quarantine, as a server or the worker itself asks."""
@@ -714,13 +808,16 @@ class Supervisor:
             arriving.drop()
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
-        if self._checkpoints is not None:
-            self._checkpoints.lose(address)
         if self._went is None:
             if child is not None:
                 refuse_unguarded(child)
             raise PeerLost(f"{reason} before the run started")
         self._view = self._view.without(address)
+        goes_on = self._goes_on_without(address, reason)
+        if self._checkpoints is not None:
+            self._checkpoints.end() if goes_on else self._checkpoints.lose(address)
+        if goes_on:
+            return
         loss = self._losses[address] = NodeLost(address, reason, self._view)
         self._keep_own_flight()
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits

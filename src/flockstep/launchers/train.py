@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.node_metrics import Emit
+from flockstep.drivers.resizing import require_resizable
 from flockstep.drivers.setup import JOB_FILE, prepare
 from flockstep.drivers.snapshot_tracker import SnapshotTick
 from flockstep.errors import ConfigurationError, Diverged, FlockstepError, Interrupted
@@ -30,7 +32,8 @@ from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.resizing import config_of, resized_run
 from flockstep.launchers.signals import undisturbed
-from flockstep.launchers.supervisor import Outcome, Supervisor
+from flockstep.launchers.supervisor import Departure, Outcome, Supervisor
+from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint, newest
@@ -39,7 +42,7 @@ from flockstep.records.events import EvaluationEvent, Event, ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import Status, Summary, reaches, summarize
-from flockstep.strategies.base import ResultPolicy
+from flockstep.strategies.base import ResultPolicy, Strategy
 from flockstep.transports.base import Transport
 from flockstep.workloads.own_data import OwnData
 
@@ -85,15 +88,69 @@ def train(
     require_open_files(plan.cluster.workers + plan.cluster.servers)
     if config.checkpoint_every is not None:
         require_checkpoints(plan.strategy)
+    if config.min_workers is not None:
+        require_departures(config, plan.strategy)
     record = RunFolder(folder)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan  # each holds a model; the evaluating process builds its own
     release()
-    with contextlib.ExitStack() as stack:
-        hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
-        stack.enter_context(record.created(config, overwrite))
-        _train(config, record, every, policy, lambda standings: show(standings, steps), hosts, test)
+
+    def begin() -> None:
+        with contextlib.ExitStack() as stack:
+            hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
+            stack.enter_context(record.created(config, overwrite))
+            _train(config, record, every, policy, lambda standings: show(standings, steps), hosts, test)
+
+    _with_departures(record, show, begin)
     return record.read_summary()
+
+
+class WorkersLeft(Interrupted):
+    """Workers have left a run, or are lost, and the processes of the other workers wait to continue."""
+
+    def __init__(self, departure: Departure, supervisor: Supervisor, workers: int, epoch: int):
+        """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
+        super().__init__(departure.reason)
+        self.supervisor, self.gone, self.epoch = supervisor, departure.ranks, epoch
+        self.remaining = [rank for rank in range(workers) if rank not in departure.ranks]
+
+
+def require_departures(config: RunConfig, strategy: Strategy) -> None:
+    """Check that workers may leave the run, down to `config.min_workers`.
+
+    Raises:
+        ConfigurationError: there are fewer workers, or no checkpoints.
+        CompositionError: the strategy has no checkpoints, or no rule for fewer workers.
+    """
+    if config.min_workers is not None and config.min_workers > config.workers:
+        raise ConfigurationError(
+            f"min_workers must be <= {config.workers}, the number of workers, got {config.min_workers}; lower it"
+        )
+    if config.checkpoint_every is None:
+        raise ConfigurationError(
+            "min_workers needs checkpoints, from which the run continues when a worker is lost; add for example "
+            "--checkpoint-every 100"
+        )
+    require_checkpoints(strategy)
+    require_resizable(strategy, "leave out --min-workers")
+
+
+def _with_departures(record: RunFolder, show: Show, begin: Callable[[], None]) -> None:
+    """Begin a run with `begin`, and continue it with the other workers whenever workers leave."""
+    said: list[str] = []
+    try:
+        begin()
+        return
+    except WorkersLeft as first:
+        left: WorkersLeft | None = first
+    while left is not None:
+        now, left = left, None
+        try:
+            _resume(record, show, len(now.remaining), said, now)
+        except WorkersLeft as again:
+            left = again
+        finally:
+            now.supervisor.close()
 
 
 def resume(folder: Path, show: Show = lambda standings, steps: None, workers: int | None = None) -> Summary:
@@ -104,7 +161,7 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
     Args:
         folder: folder of the record.
         show: see `train`.
-        workers: number of workers with which the run goes on; None: as many as it had.
+        workers: number of workers with which the run continues; None: as many as it had.
 
     Raises:
         ConfigurationError: the folder holds no run that can continue; nothing was started.
@@ -123,7 +180,19 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
         )
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
-    checkpoint = newest(record.path)
+    _with_departures(record, show, lambda: _resume(record, show, workers, []))
+    return record.read_summary()
+
+
+def _resume(
+    record: RunFolder, show: Show, workers: int | None, said: list[str], left: WorkersLeft | None = None
+) -> None:
+    """Continue from the newest checkpoint with `workers` workers; None: as many as before.
+
+    `said`: sentences for the record, to which this adds. `left`: the workers that have left, and the processes of the
+    other workers, which continue; None: all processes are started.
+    """
+    config, checkpoint = record.read_config(), newest(record.path)
     config = config_of(record, checkpoint, config)
     engine, plan, again = prepare(config)
     require_resumable(checkpoint, plan.strategy, config.workers, config.digest)
@@ -133,21 +202,28 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
         )
     change = None
     if workers is not None and workers != config.workers:
-        change = resized_run(checkpoint, engine, plan, config, workers)
+        change = resized_run(checkpoint, engine, plan, config, workers, () if left is None else left.gone)
         plan, config = change.plan, change.config
         require_open_files(plan.cluster.workers + plan.cluster.servers)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan
     release()
     with record.resumed(checkpoint.manifest.seconds) as dropped:
-        said = [f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"]
+        where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
+        said.append(f"resumed {where}" if left is None else f"{left}; the other workers continued {where}")
+        if left is not None:
+            on_stderr(said[-1])
         if change is not None:
             checkpoint = change.write(record, checkpoint)
             said += change.notes
         if config != record.read_config():
             record.write_config(config)
-        _train(config, record, every, policy, lambda nodes: show(nodes, steps), OtherHosts(), None, checkpoint, said)
-    return record.read_summary()
+        shown, here = partial(_shown, show, steps), OtherHosts()
+        _train(config, record, every, policy, shown, here, None, checkpoint, said, left)
+
+
+def _shown(show: Show, steps: int, nodes: dict[Address, NodeProgress]) -> None:
+    show(nodes, steps)
 
 
 def train_for(gathering: Gathering, config: RunConfig) -> None:
@@ -177,6 +253,7 @@ def _train(
     test: OwnData | None,
     resumed: Checkpoint | None = None,
     said: Sequence[str] = (),
+    left: WorkersLeft | None = None,
 ) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1, test)
     checkpoints = None
@@ -189,7 +266,11 @@ def _train(
     transport = Transport.parse(config.transport or "shared_memory")
 
     def start_worker(node_spec: NodeSpec) -> Child:
+        if left is not None and node_spec.address < len(left.remaining):
+            return left.supervisor.begin_again(left.remaining[node_spec.address], node_spec, config.to_toml())
         return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=transport.zero_copy)
+
+    epoch = 0 if left is None else left.epoch + 1
 
     supervisor = Supervisor(
         config.workers,
@@ -207,10 +288,14 @@ def _train(
         every=every,
         hosts=hosts,
         checkpoints=checkpoints,
+        least=config.min_workers,
+        epoch=epoch,
     )
     with finished(record, config) as notes:
         notes += said
         outcome = supervisor.run()
+        if outcome.departure is not None:
+            supervisor.let_go()
         try:
             error = settle(record, evaluation, policy, outcome)
         finally:
@@ -222,6 +307,8 @@ def _train(
                 f"{len(evaluation.skipped)} evaluations were skipped because snapshots arrived faster than the model "
                 "could be evaluated; raise evaluate_every to evaluate less often"
             )
+        if outcome.departure is not None:
+            raise WorkersLeft(outcome.departure, supervisor, config.workers, epoch)
         if error is not None:
             raise error
         record.check_whole(outcome.nodes)

@@ -39,6 +39,7 @@ _OPTIONS = (
     "step_timeout",
     "checkpoint_every",
     "keep",
+    "min_workers",
     "max_gradient_norm",
 )
 _LAUNCH_OPTIONS = (
@@ -143,6 +144,10 @@ class RunConfig:
     """Seconds a worker may take for one step, or for joining the run, before the run ends; None: no limit."""
     checkpoint_every: str | None = None
     """Interval of the checkpoints: a number of steps, or minutes such as "5min"; None: only at a signal."""
+    min_workers: int | None = None
+    """Smallest number of workers with which the run continues when workers leave or are lost; None: workers may not
+    leave.
+    """
     keep: int | None = None
     """Number of complete checkpoints that are kept; None: `KEEP`."""
     arguments: tuple[str, ...] = ()
@@ -180,6 +185,8 @@ class RunConfig:
             raise ConfigurationError(f"keep must be >= 1, got {self.keep}; 2 is usual")
         if self.checkpoint_every is not None:
             CheckpointInterval.parse(self.checkpoint_every)
+        if self.min_workers is not None and self.min_workers < 1:
+            raise ConfigurationError(f"min_workers must be >= 1, got {self.min_workers}; use for example 1")
 
     @property
     def checkpoint_interval(self) -> CheckpointInterval | None:
