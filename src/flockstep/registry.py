@@ -268,6 +268,16 @@ _TABLE: dict[str, dict[str, str]] = {
         "little_is_enough": "flockstep.simulation.attacks:LittleIsEnough",
         "miscomputes": "flockstep.simulation.attacks:Miscomputes",
     },
+    "disruption": {
+        "kills_worker": "flockstep.chaos.kills_worker:KillsWorker",
+        "kills_writer": "flockstep.chaos.kills_writer:KillsWriter",
+        "kills_launcher": "flockstep.chaos.kills_launcher:KillsLauncher",
+        "kills_all": "flockstep.chaos.kills_all:KillsAll",
+        "terminates": "flockstep.chaos.terminates:Terminates",
+        "pauses_worker": "flockstep.chaos.pauses_worker:PausesWorker",
+        "slows_worker": "flockstep.chaos.slows_worker:SlowsWorker",
+        "corrupts_gradient": "flockstep.chaos.corrupts_gradient:CorruptsGradient",
+    },
     "split": {
         "iid": "flockstep.workloads.split:Iid",
         "by_label": "flockstep.workloads.split:ByLabel",

@@ -14,6 +14,8 @@ import msgspec
 import pytest
 
 from flockstep import registry
+from flockstep.chaos.base import Failpoint
+from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.cli.app import run as run_command
 from flockstep.launchers.simulate import simulate
 from flockstep.records import checkpoints as disk
@@ -22,7 +24,6 @@ from flockstep.records.events import EvaluationEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
 from support.disks import small_disk
-from support.failpoints import fired, plan_kill
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, wait_until
@@ -37,7 +38,7 @@ KILLS = [
     ),
     ("all_reduce", "worker-0", "shard.renamed", 2),
     *(
-        ("all_reduce", "coordinator", point, 2)
+        ("all_reduce", "launcher", point, 2)
         for point in ("checkpoint.begun", "states.copied", "manifest.begun", "manifest.renamed", "checkpoint.complete")
     ),
     ("ps(bsp)", "server-0", "state.before_copy", 2),
@@ -78,15 +79,15 @@ def uninterrupted(folder: Path, strategy: str, faults: tuple[str, ...] = ()) -> 
 
 @pytest.mark.parametrize(
     ("strategy", "who", "point", "number"),
-    few(KILLS, ("all_reduce", "coordinator", "manifest.begun", 2), ("ps(bsp)", "server-0", "shard.written", 2)),
+    few(KILLS, ("all_reduce", "launcher", "manifest.begun", 2), ("ps(bsp)", "server-0", "shard.written", 2)),
 )
 def test_a_run_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_was_not(
     strategy: str, who: str, point: str, number: int, tmp_path: Path
 ) -> None:
-    run = begin(tmp_path, strategy, "--import", plan_kill(tmp_path, who, point, number))
+    run = begin(tmp_path, strategy, "--import", write_failpoint(tmp_path, Failpoint(who, point, number)))
     ended = run.end()
     assert ended.code != 0
-    assert fired(tmp_path) == f"{who} {point} {number}"
+    assert signalled(tmp_path) is not None
     again = resumed(tmp_path)
     assert again.code == 0, again.err
     assert again.summary is not None
@@ -98,7 +99,7 @@ def test_a_run_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_was_
 
 def test_an_attacker_remembers_its_gradients_when_the_run_goes_on(tmp_path: Path) -> None:
     fault = "little_is_enough(1, 1.5)"
-    kill = plan_kill(tmp_path, "coordinator", "manifest.begun", 2)
+    kill = write_failpoint(tmp_path, Failpoint("launcher", "manifest.begun", 2))
     assert begin(tmp_path, "all_reduce", "--fault", fault, "--import", kill).end().code != 0
     again = resumed(tmp_path)
     assert again.code == 0, again.err

@@ -90,11 +90,11 @@ def test_a_second_signal_waits_until_the_record_is_complete(tmp_path: Path, monk
     config = RunConfig(kind="train", job="softmax", strategy="asgd", workers=2)
     merged = RunFolder.merge_events
 
-    def struck(record: RunFolder) -> list[Event]:
+    def interrupted(record: RunFolder) -> list[Event]:
         os.kill(os.getpid(), signal.SIGINT)
         return merged(record)
 
-    monkeypatch.setattr(RunFolder, "merge_events", struck)
+    monkeypatch.setattr(RunFolder, "merge_events", interrupted)
     record = RunFolder(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt, match=r"^$"):
         with record.created(config), finished(record, config):

@@ -149,14 +149,14 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
 ) -> None:
     """As on another host: the supervisor knows no process, the workers know no supervisor's."""
     config = prepare(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, steps=1_000_000))[2]
-    workers, struck = list[Forked](), list[signal.Signals]()
+    workers, sent = list[Forked](), list[signal.Signals]()
 
     def start(node_spec: NodeSpec) -> None:
         workers.append(fork(worker_main, (replace(node_spec, supervisor=0), 1, config.to_toml())))
 
-    def strike(standings: dict[int, NodeProgress]) -> None:
-        if min(one.step for one in standings.values()) > 50 and not struck:
-            struck.append(kind)
+    def signal_once(standings: dict[int, NodeProgress]) -> None:
+        if min(one.step for one in standings.values()) > 50 and not sent:
+            sent.append(kind)
             os.kill(workers[1].pid, kind)
 
     send, models = SupervisorLink.send, list[object]()
@@ -167,7 +167,7 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
 
     monkeypatch.setattr(SupervisorLink, "send", counted)
     folder = tmp_path / "run"
-    supervisor = Supervisor(2, Ipc(), 1.0, folder, start, lambda *given: None, strike)
+    supervisor = Supervisor(2, Ipc(), 1.0, folder, start, lambda *given: None, signal_once)
     try:
         outcome = supervisor.run()
         assert re.match(r"worker 1 has ended, or has not answered for 1 s at about step \d+", str(outcome.error))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flockstep.chaos.base import Failpoint
+from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.drivers.setup import prepare
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.resizing import resized_run
@@ -16,7 +18,6 @@ from flockstep.records import checkpoints as disk
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
-from support.failpoints import fired, plan_kill
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import Ended, RealRun
@@ -100,11 +101,13 @@ def test_a_run_goes_on_with_another_number_of_workers(strategy: str, workers: in
     few([("manifest.begun", 2), ("manifest.renamed", 3), ("shard.written", 2)], ("manifest.renamed", 3)),
 )
 def test_a_run_killed_while_it_changes_goes_on_from_before_or_after(point: str, workers: int, tmp_path: Path) -> None:
-    record = stopped(tmp_path, "all_reduce", 2, "--import", plan_kill(tmp_path, "coordinator", "never", 1))
+    record = stopped(
+        tmp_path, "all_reduce", 2, "--import", write_failpoint(tmp_path, Failpoint("launcher", "never", 1))
+    )
     old = record.read_config()
-    (tmp_path / "plan").write_text(f"coordinator {point} 1")
+    write_failpoint(tmp_path, Failpoint("launcher", point, 1))
     assert resumed(tmp_path, "-n", "3").code != 0
-    assert fired(tmp_path) == f"coordinator {point} 1"
+    assert signalled(tmp_path) is not None
     assert record.read_config() == old
     ended = resumed(tmp_path)
     assert ended.code == 0, ended.err

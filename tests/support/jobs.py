@@ -1,4 +1,4 @@
-"""Jobs for real runs that a test means to strike: they last until it is done, however busy the machine."""
+"""Jobs for real runs that a test disrupts: they last until it is done, however busy the machine."""
 
 from __future__ import annotations
 

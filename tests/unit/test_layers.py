@@ -20,7 +20,8 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report trackers planning experiments testing claims bench doctor jax lightning accelerate transformers keras cli
+    report trackers planning experiments testing chaos
+    claims bench doctor jax lightning accelerate transformers keras cli
 """
 LAYERS = ORDER.split()
 HEAVY = (

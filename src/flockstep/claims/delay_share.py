@@ -71,8 +71,8 @@ class ThroughputLoss:
 
 def measured(strategy: str, workers: int, fault: str, victim: int = VICTIM) -> ThroughputLoss:
     """Measure the loss caused by a fault of one worker."""
-    whole, struck = (paces(ends(strategy, workers, faults)) for faults in ((), (fault,)))
-    return ThroughputLoss(float(1 - struck[victim] / whole[victim]), float(1 - struck.sum() / whole.sum()))
+    whole, faulty = (paces(ends(strategy, workers, faults)) for faults in ((), (fault,)))
+    return ThroughputLoss(float(1 - faulty[victim] / whole[victim]), float(1 - faulty.sum() / whole.sum()))
 
 
 def lateness(strategy: str, workers: int, fault: str) -> tuple[float, float]:

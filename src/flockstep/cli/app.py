@@ -498,6 +498,43 @@ def report(
 
 
 @app.command(rich_help_panel=RUN)
+def chaos(
+    job: o.JobArgument,
+    strategy: Annotated[
+        list[str],
+        typer.Option("--strategy", "-s", help="A strategy; repeat the option for several.", autocompletion=o.STRATEGY),
+    ],
+    workers: o.Workers = 4,
+    minutes: Annotated[float, typer.Option(help="Minutes for the runs of all strategies together.")] = 5.0,
+    seed: o.Seed = 0,
+    steps: Annotated[
+        int | None, typer.Option(help="Local steps per worker (default: as many as a few seconds of training need).")
+    ] = None,
+    heartbeat: Annotated[
+        float, typer.Option(help="Seconds without an answer after which a node counts as lost.")
+    ] = 2.0,
+    on_bad_gradient: o.OnBadGradient = "stop",
+    disruption: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A disruption to cause once, in place of random ones; flockstep list disruptions shows all.",
+            autocompletion=o.completed("disruption"),
+        ),
+    ] = None,
+    imports: o.Imports = None,
+    out: o.Out = None,
+    as_json: o.Json = False,
+) -> None:
+    """Kill, stop and slow processes of real runs at random, resume the runs, and check invariants of their records."""
+    from flockstep.cli.chaos import run_chaos
+
+    place, given = o.folder(out, f"chaos-{job}"), disruption or []
+    run_chaos(
+        job, strategy, workers, minutes, seed, steps, heartbeat, on_bad_gradient, given, imports or [], place, as_json
+    )  # fmt: skip
+
+
+@app.command(rich_help_panel=RUN)
 def flight(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")], as_json: o.Json = False
 ) -> None:

@@ -34,6 +34,7 @@ ABOUT = {
     "compute": "how many seconds a gradient takes in virtual time",
     "network": "bandwidth and latency of the links in virtual time",
     "fault": "a fault to inject into virtual time",
+    "disruption": "what flockstep chaos does to the processes of a real run",
     "split": "how data is divided over workers",
     "tracker": "where `flockstep track` shows the curves of a run",
     "workload": "a built-in job: model, data and loss",

@@ -44,7 +44,7 @@ class FaultInjector:
         times = {(units.duration(end), fault.node) for fault in self._narrows for end in (fault.at, fault.until)}
         events = []
         for t, node in sorted(times):
-            factors = [fault.factor for fault in self._narrows if fault.node == node and fault.strikes(t)]
+            factors = [fault.factor for fault in self._narrows if fault.node == node and fault.active(t)]
             events.append((t, node, math.prod(factors)))
         return events
 
@@ -87,7 +87,7 @@ class WrongGradients:
         for fault, memory in zip(self._faults, self.memories, strict=True):
             if fault.hostile == hostile:
                 fault.watch(piece, memory, part)
-                if fault.strikes(step):
+                if fault.active(step):
                     fault.change(piece, memory, part)
 
 

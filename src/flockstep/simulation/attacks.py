@@ -41,7 +41,7 @@ class WrongGradient(Fault):
                 f"begin must be >= 0 and end after it, got {self.begin} and {self.end}; end=0 means forever"
             )
 
-    def strikes(self, step: int) -> bool:
+    def active(self, step: int) -> bool:
         """Whether gradient number `step` is wrong."""
         return self.begin <= step < (self.end or math.inf)
 
@@ -138,7 +138,7 @@ class Miscomputes(WrongGradient):
     end: int = 0
     element: int = 0
 
-    def strikes(self, step: int) -> bool:
+    def active(self, step: int) -> bool:
         return self.begin <= step < (self.end or self.begin + 1)
 
     def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:

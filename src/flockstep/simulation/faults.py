@@ -116,7 +116,7 @@ class Narrows(Fault):
     def check(self, cluster: Cluster) -> None:
         _takes_part(self.node, cluster)
 
-    def strikes(self, t: float) -> bool:
+    def active(self, t: float) -> bool:
         """Whether the link is narrow at second t."""
         until = units.duration(self.until) or math.inf
         return units.duration(self.at) <= t < until

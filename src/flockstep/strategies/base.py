@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from flockstep.codecs.base import Codec
 from flockstep.collectives.base import Collective
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
-from flockstep.messages import Notes
+from flockstep.messages import Message, Notes
 from flockstep.nodes import Cluster, Server, Worker
 from flockstep.strategies.resizing import FormerWorker, Resizing, keep
 from flockstep.strategies.traits import Clips as Clips
@@ -147,6 +147,16 @@ class Strategy(Component):
         if me.rank < len(former):
             keep(me.state, former[me.rank].state, rule.own)
         keep(me.state, former[0].state, rule.common)
+
+    def most_stale(self, workers: int) -> int | None:
+        """Largest staleness of an update on the record of a run of `workers` workers; None if there is no bound."""
+        return 0 if self.traits.delivery == "synchronous" else None
+
+    def mass(self, states: Iterable[Any], waiting: Iterable[Message]) -> tuple[int, int] | None:
+        """The mass of all workers' states and of the messages that are not read yet, and the mass that must be there;
+        None if the strategy conserves no mass.
+        """
+        return None
 
     def worker_state(self, me: Worker) -> Any:
         """Return the state object that a worker's program starts with."""

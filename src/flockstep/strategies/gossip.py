@@ -116,6 +116,10 @@ class Gossip(Strategy):
         share, rest = divmod(TOTAL_MASS, me.workers)
         return GossipState(share + (me.rank < rest))
 
+    def mass(self, states: Iterable[GossipState], waiting: Iterable[Message]) -> tuple[int, int]:
+        models = sum(message.note.mass for message in waiting if message.tag == "model")
+        return sum(state.mass for state in states) + models, TOTAL_MASS
+
     async def worker(self, me: Worker) -> None:
         """Absorb the models that have arrived, take a step, and with probability p send the model to a random peer."""
         state: GossipState = me.state

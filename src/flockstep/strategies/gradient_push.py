@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import searched
-from flockstep.messages import Note, Notes
+from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.resizing import FormerWorker, Resizing
@@ -106,6 +107,11 @@ class GradientPush(Strategy):
     def worker_state(self, me: Worker) -> PushSumState:
         """Return omega = 1 and a copy of the initial parameters."""
         return PushSumState(copied(me.params))
+
+    def mass(self, states: Iterable[PushSumState], waiting: Iterable[Message]) -> tuple[int, int]:
+        workers = list(states)
+        pushed = sum(message.note.mass for message in waiting if message.tag == "push")
+        return sum(state.mass for state in workers) + pushed, len(workers) * UNIT
 
     async def worker(self, me: Worker) -> None:
         """Compute the gradient at z, step x, push fractions of x and sum the received ones."""

@@ -77,7 +77,7 @@ class ParameterServer(Strategy):
         if self.filters and (isinstance(access, CancelStale) or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
                 "filters send withheld elements in a later push, so filters need feedback none and a consistency "
-                "that drops no gradients, got {self.feedback} and {self.consistency}; leave out the filters, or "
+                f"that drops no gradients, got {self.feedback} and {self.consistency}; leave out the filters, or "
                 "change one of these"
             )
         if not self.aggregation.linear:
@@ -149,6 +149,9 @@ class ParameterServer(Strategy):
     @property
     def servers(self) -> int:
         return self.shards
+
+    def most_stale(self, workers: int) -> int | None:
+        return self.consistency.most_stale(workers)
 
     def check(self, workers: int) -> None:
         self.consistency.check(workers)

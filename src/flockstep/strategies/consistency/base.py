@@ -82,6 +82,10 @@ class Consistency(Component):
         """Minimum number of live workers with which the run continues."""
         return 1
 
+    def most_stale(self, workers: int) -> int | None:
+        """Largest staleness of a gradient, in updates of the server; None if there is no bound."""
+        return 0 if self.delivery == "synchronous" else None
+
     @abstractmethod
     def full_step(self, workers: int) -> int:
         """Number of gradients c that make a full step; each gradient counts as 1/c, however many are applied

@@ -48,6 +48,12 @@ class StaleSynchronous(ClockRule):
         """Whether workers may die: True for s > 0, because a dead worker's clock no longer counts."""
         return self.s > 0
 
+    def most_stale(self, workers: int) -> int:
+        """Largest staleness: between a read at clock c and the application of its gradient, each other worker's
+        gradients with timestamps c - s to c + s may be applied, and the worker's own s gradients before.
+        """
+        return (2 * self.s + 1) * (workers - 1) + self.s if self.s else 0
+
     def full_step(self, workers: int) -> int:
         return workers if self.weight == "mean" else 1
 

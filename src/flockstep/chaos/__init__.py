@@ -1,0 +1,1 @@
+"""Random disruptions of real runs, and the invariants that are checked afterwards."""

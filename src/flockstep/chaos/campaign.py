@@ -1,0 +1,229 @@
+"""Random disruptions of real runs, one after the other, until the time is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flockstep import registry
+from flockstep.chaos.base import Disruption, Setting
+from flockstep.chaos.invariants import RunHistory, broken
+from flockstep.chaos.run import ChaosRun
+from flockstep.errors import ConfigurationError, RunError
+from flockstep.expression import to_text
+from flockstep.records.events import LostEvent
+from flockstep.records.folder import RunFolder
+
+PILOT = 100
+"""Steps of the run that measures how long a step takes."""
+LONG, MOST_STEPS = 3.0, 20_000
+"""Seconds that training without a disruption should take, so that it lasts until it is disrupted; most steps."""
+PATIENCE = 30.0
+"""A command hangs if it takes so many times the seconds of the baseline run, and a minute more."""
+
+
+@dataclass(frozen=True)
+class BaselineRun:
+    """A run that was not disrupted."""
+
+    seconds: float
+    """Seconds of the whole command."""
+    training: float
+    """Seconds of training, without the start of the processes and the end."""
+    steps: int
+    result: bytes
+
+    @property
+    def rate(self) -> float:
+        """Steps of all workers per second of training."""
+        return self.steps / self.training
+
+    def useful_seconds(self, seconds: float) -> float:
+        """Seconds of a disrupted run that count: all but those that the baseline run took for its start and its end."""
+        return max(self.training, seconds - (self.seconds - self.training))
+
+
+@dataclass(frozen=True)
+class ChaosTrial:
+    """A run that was disrupted, and how it ended."""
+
+    number: int
+    setting: Setting
+    disruption: Disruption
+    fired: bool
+    ended: str
+    seconds: float
+    steps: int
+    broken: tuple[str, ...]
+    folder: Path
+
+    @property
+    def command(self) -> str:
+        """The command that repeats the disruption."""
+        words = ["flockstep", "chaos", *self.setting.words, "--disruption", to_text(self.disruption)]
+        return shlex.join(words)
+
+    def document(self) -> dict[str, Any]:
+        """The trial as plain data, for JSON."""
+        return {
+            "number": self.number,
+            "strategy": str(self.setting.strategy),
+            "disruption": to_text(self.disruption),
+            "fired": self.fired,
+            "ended": self.ended,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "broken": list(self.broken),
+            "command": self.command,
+        }
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Useful steps per second of one strategy's runs."""
+
+    strategy: str
+    runs: int
+    baseline: float
+    disturbed: float
+
+    @property
+    def share(self) -> float:
+        """Steps per second with disruptions ÷ steps per second without."""
+        return self.disturbed / self.baseline
+
+
+def baseline_run(setting: Setting, place: Path) -> BaselineRun:
+    """Run without a disruption, and return what the run took.
+
+    Raises:
+        RunError: the run failed.
+    """
+    with ChaosRun(setting, place) as run:
+        run.begin()
+        summary = run.summary
+        if run.codes != [0] or summary is None:
+            raise RunError(f"{setting.strategy} fails without a disruption: {run.err.strip()[-500:]}")
+        result = RunFolder(run.folder).read_result()[0].tobytes()
+    shutil.rmtree(place)
+    return BaselineRun(run.seconds, summary.seconds, summary.steps, result)
+
+
+def long_enough(setting: Setting, place: Path) -> Setting:
+    """The setting with as many steps as training needs to last `LONG` seconds."""
+    with ChaosRun(dataclasses.replace(setting, steps=PILOT), place) as run:
+        run.begin()
+        summary = run.summary
+        if run.codes != [0] or summary is None:
+            raise RunError(f"{setting.strategy} fails without a disruption: {run.err.strip()[-500:]}")
+    shutil.rmtree(place)
+    steps = min(MOST_STEPS, max(PILOT, int(PILOT * LONG / max(summary.seconds, 1e-3))))
+    return dataclasses.replace(setting, steps=steps)
+
+
+def drawn(setting: Setting, number: int) -> Disruption:
+    """Draw disruption `number` of a run; the draws of a seed do not depend on time.
+
+    Raises:
+        ConfigurationError: no disruption applies to the run.
+    """
+    random = np.random.default_rng([setting.seed, number])
+    names = registry.names("disruption")
+    for place in random.permutation(len(names)):
+        kind: type[Disruption] = registry.load("disruption", names[place])
+        if (found := kind.drawn(random, setting)) is not None:
+            return found
+    raise ConfigurationError(f"no disruption applies to {setting.strategy}; choose another strategy")
+
+
+def trial(setting: Setting, disruption: Disruption, number: int, baseline: BaselineRun, place: Path) -> ChaosTrial:
+    """Disrupt one run, resume it if it must go on, and check the invariants; a failed run's folder is kept."""
+    expected, files = disruption.expected(setting), len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts itself
+    with ChaosRun(setting, place, disruption, PATIENCE * baseline.seconds + 60) as run:
+        run.begin()
+        fired, lost = disruption.fired(run), lost_in(run.folder)
+        if expected.resumes and run.codes[0] != 0 and not run.hangs:
+            run.resume()
+        summary, left = run.summary, run.left()
+        record = RunFolder(run.folder)
+        events = record.read_events() if summary is not None else []
+        result = record.read_result()[0].tobytes() if record.result_file.exists() else None
+        history = RunHistory(
+            setting, expected, events, summary, run.codes, fired, run.hangs, run.err, result, baseline.result, left,
+            run.folder, lost,
+        )  # fmt: skip
+        found = broken(history)
+    if (now := len(os.listdir("/proc/self/fd"))) > files:  # noqa: PTH208
+        found.append(f"nothing_left: {now - files} files are open that were not")
+    steps = 0 if summary is None else summary.steps
+    ended: str = "no summary" if summary is None else summary.status
+    ended += f", {len(lost)} lost" if lost else ""
+    ended += (", began again" if run.restarted else ", resumed") if len(run.codes) > 1 else ""
+    if not found:
+        shutil.rmtree(place)
+    return ChaosTrial(number, setting, disruption, fired, ended, run.seconds, steps, tuple(found), place)
+
+
+def lost_in(folder: Path) -> frozenset[int]:
+    """The nodes that a run has reported as lost so far."""
+    try:
+        return frozenset(one.node for one in RunFolder(folder).read_events() if isinstance(one, LostEvent))
+    except ConfigurationError:
+        return frozenset()
+
+
+def campaign(
+    settings: Sequence[Setting],
+    minutes: float,
+    place: Path,
+    steps: int | None = None,
+    disruptions: Sequence[Disruption] = (),
+    say: Callable[[str], object] = lambda text: None,
+) -> Iterator[ChaosTrial | Goodput]:
+    """Disrupt runs of each setting in turn until the time is over, and yield each trial, then each setting's goodput.
+
+    Args:
+        settings: the runs, one for each strategy.
+        minutes: time for all runs together, those without disruptions included; each setting has at least one trial.
+        place: a new folder for the runs.
+        steps: steps of each worker; None chooses a number with which training lasts some seconds.
+        disruptions: disruptions to cause once each, in place of random ones.
+        say: is told what is measured.
+
+    Raises:
+        RunError: a run fails without a disruption.
+        ConfigurationError: a disruption cannot happen in a run.
+    """
+    until = time.monotonic() + 60 * minutes
+    known: list[tuple[Setting, BaselineRun]] = []
+    for at, given in enumerate(settings):
+        say(f"{given.strategy} without a disruption")
+        fixed = None if steps is None else dataclasses.replace(given, steps=steps)
+        setting = fixed or long_enough(given, place / f"pilot-{at}")
+        for disruption in disruptions:
+            disruption.check(setting)
+        known.append((setting, baseline_run(setting, place / f"baseline-{at}")))
+    done: list[ChaosTrial] = []
+    number = 0
+    while len(disruptions) > number if disruptions else number == 0 or time.monotonic() < until:
+        for at, (setting, baseline) in enumerate(known):
+            if number and not disruptions and time.monotonic() >= until:
+                break
+            disruption = disruptions[number] if disruptions else drawn(setting, number * len(known) + at)
+            say(f"{setting.strategy}: {to_text(disruption)}")
+            done.append(trial(setting, disruption, number, baseline, place / f"{number}-{at}"))
+            yield done[-1]
+        number += 1
+    for setting, baseline in known:
+        own = [one for one in done if one.setting == setting]
+        seconds = sum(baseline.useful_seconds(one.seconds) for one in own)
+        yield Goodput(str(setting.strategy), len(own), baseline.rate, sum(one.steps for one in own) / seconds)

@@ -1,0 +1,44 @@
+"""A worker computes a gradient that is not finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Setting, middle, require_worker
+from flockstep.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class CorruptsGradient(Disruption):
+    """Worker `worker` computes NaN in its gradient number `step`, which `--on-bad-gradient skip` refuses."""
+
+    worker: int = 1
+    step: int = 20
+
+    @classmethod
+    def drawn(cls, random: np.random.Generator, setting: Setting) -> Self | None:
+        if setting.on_bad_gradient != "skip":
+            return None
+        return cls(int(random.integers(setting.workers)), middle(random, setting.steps))
+
+    def check(self, setting: Setting) -> None:
+        require_worker(self.worker, self.step, setting)
+        if setting.on_bad_gradient != "skip":
+            raise ConfigurationError(
+                f"corrupts_gradient needs a run that goes on, got --on-bad-gradient {setting.on_bad_gradient}; use skip"
+            )
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return ("--fault", f"miscomputes({self.worker}, begin={self.step})")
+
+    def fired(self, run: DisruptedRun) -> bool:
+        """Whether a gradient of the worker was refused."""
+        summary = run.summary
+        return summary is not None and any(one.rank == self.worker and one.refused for one in summary.per_worker)
+
+    def expected(self, setting: Setting) -> Expected:
+        return Expected(refused=1)

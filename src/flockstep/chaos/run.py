@@ -1,0 +1,182 @@
+"""A real run of `flockstep train` in processes of its own, which can be disrupted and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flockstep.chaos.base import Disruption, Setting
+from flockstep.chaos.failpoint import signalled, write_failpoint
+from flockstep.errors import ConfigurationError
+from flockstep.records.checkpoints import MANIFEST, folders
+from flockstep.records.folder import RunFolder
+from flockstep.records.summary import Summary
+
+COMMAND = (sys.executable, "-c", "from flockstep.cli import main; main()")
+POLL = 0.005
+"""Seconds between two looks at a run."""
+ENDS = 60.0
+"""Seconds that processes of a run that has ended may take to end, too."""
+
+
+class ChaosRun:
+    """A run in a folder; `flockstep resume` may continue it. All its processes are known by their TMPDIR."""
+
+    def __init__(self, setting: Setting, place: Path, disruption: Disruption | None = None, patience: float = 600.0):
+        """`patience`: seconds after which a command that has not ended counts as hanging."""
+        self.setting, self.place, self.folder = setting, place, place / "run"
+        self.count = 0
+        """Number of signals that a disruption from outside has sent."""
+        self.codes: list[int] = []
+        """Exit code of each command."""
+        self.hangs = False
+        self.restarted = False
+        """Whether the run began again because it had no complete checkpoint."""
+        self.seconds = 0.0
+        """Seconds of all commands together."""
+        self._disruption, self._patience = disruption, patience
+        place.mkdir(parents=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="fs-"))  # short: the path of a socket may not be long
+        self._command: subprocess.Popen[bytes]
+
+    def __enter__(self) -> ChaosRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill_all()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the command."""
+        return self._command.pid
+
+    @property
+    def going(self) -> bool:
+        """Whether the command runs."""
+        return self._command.poll() is None
+
+    @property
+    def signalled(self) -> int | None:
+        """Id of the process that has sent itself a signal; None if none has."""
+        return signalled(self.place)
+
+    @property
+    def summary(self) -> Summary | None:
+        """Summary of the run; None if it has none, or no configuration."""
+        with contextlib.suppress(ConfigurationError):
+            return RunFolder(self.folder).read_summary()
+        return None
+
+    @property
+    def err(self) -> str:
+        """Standard error of the commands so far."""
+        return (self.place / "err").read_text("utf-8", "replace")
+
+    def begin(self) -> None:
+        """Train from the start, and disrupt the run."""
+        self._start(self._train_words())
+        if self._disruption is not None:
+            self._disruption.act(self)
+        self._finish()
+
+    def resume(self) -> None:
+        """Continue the run from its newest checkpoint, or begin again if it has none."""
+        self.restarted = not any((one / MANIFEST).exists() for one in folders(self.folder))
+        self._start([*self._train_words(), "--overwrite"] if self.restarted else ["resume", str(self.folder)])
+        self._finish()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition is true, or the command has ended or hangs."""
+        until = time.monotonic() + self._patience
+        while self.going and not condition() and time.monotonic() < until:
+            time.sleep(POLL)
+
+    def steps(self, rank: int) -> int:
+        """Number of steps that a worker has written so far."""
+        with contextlib.suppress(OSError):
+            return (self.folder / "events" / f"worker-{rank}.jsonl").read_bytes().count(b'"type":"step"')
+        return 0
+
+    def process_of(self, name: str) -> int | None:
+        """Process id of a node such as worker-2; None if it does not run."""
+        return next((pid for pid in self.processes() if _content(f"/proc/{pid}/comm") == name.encode() + b"\n"), None)
+
+    def processes(self) -> list[int]:
+        """Ids of all live processes of the run."""
+        mark = f"\0TMPDIR={self._scratch}\0".encode()
+        everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+        return [pid for pid in everyone if mark in b"\0" + _content(f"/proc/{pid}/environ") + b"\0" and _alive(pid)]
+
+    def send(self, kind: signal.Signals, pid: int) -> bool:
+        """Send a signal; return whether the process was there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, kind)
+            return _alive(pid) or kind == signal.SIGKILL
+        return False
+
+    def kill_all(self) -> int:
+        """Kill all processes of the run; return their number."""
+        return sum(self.send(signal.SIGKILL, pid) for pid in self.processes())
+
+    def left(self) -> list[str]:
+        """What an ended run has left behind: processes, with their shared memory and open files, and sockets."""
+        until = time.monotonic() + ENDS
+        while (found := self.processes()) and time.monotonic() < until:
+            time.sleep(POLL)
+        processes = [f"process {pid} ({_content(f'/proc/{pid}/comm').decode().strip()})" for pid in found]
+        files = [*self._scratch.glob("flockstep-*"), *self._scratch.glob("pymp-*")]
+        return processes + [str(file) for file in files if not file.name.startswith("flockstep-kept-")]
+
+    def _train_words(self) -> list[str]:
+        setting, disruption = self.setting, self._disruption
+        words = ["train", *setting.words, "--out", str(self.folder)]
+        words += ["--evaluate-every", str(max(1, setting.steps // 4))]
+        if setting.resumes:
+            words += ["--checkpoint-every", str(setting.every)]
+        if disruption is not None:
+            words += disruption.words
+            if disruption.failpoint is not None:
+                words += ["--import", write_failpoint(self.place, disruption.failpoint)]
+        return words
+
+    def _start(self, words: list[str]) -> None:
+        environment = {**os.environ, "TMPDIR": str(self._scratch)}
+        self._began = time.monotonic()
+        with (self.place / "out").open("ab") as out, (self.place / "err").open("ab") as err:
+            self._command = subprocess.Popen(
+                [*COMMAND, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def _finish(self) -> None:
+        self.wait(lambda: False)
+        if self.going:
+            self.hangs = True
+            self.kill_all()
+        self.codes.append(self._command.wait())
+        self.seconds += time.monotonic() - self._began
+
+
+def _content(path: str) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(path).read_bytes()
+    return b""
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped; a zombie does not."""
+    state = _content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return bool(state) and state[0] not in (b"Z", b"X")
