@@ -28,7 +28,9 @@ class Saved:
     """Messages that have arrived and were not read; None after the end of a run, when all messages have been used."""
     sent: dict[Address, int] = field(default_factory=dict)
     gone: tuple[set[Address], ...] = ()
-    """The nodes that are dead, the nodes that have left, and the nodes whose leaving the program knows."""
+    """The nodes that are dead, the nodes that have left, and the nodes of which the program has been told that they
+    left.
+    """
     view: tuple[int, tuple[int, ...]] | None = None
     """Epoch and ranks of the workers that the node believes alive; None after the end of a run."""
     tasks: int = 0

@@ -40,7 +40,7 @@ class SampleReader:
         self._last: tuple[bytes, tuple[Any, Any]] = (b"-", (None, None))
         self.size = len(samples)
         if not self.size:
-            raise ConfigurationError(f"{name} must hold at least one sample, got none; check where it reads from")
+            raise ConfigurationError(f"{name} must hold at least one sample, got none; check its source")
         self._require_fixed()
 
     @property

@@ -171,7 +171,7 @@ def read_secret(file: Path | None) -> bytes:
         try:
             if file.stat().st_mode & 0o077:
                 raise ConfigurationError(
-                    f"other users can read the secret in {file}; allow only yourself: chmod 600 {file}"
+                    f"other users can read the secret in {file}; restrict access to yourself: chmod 600 {file}"
                 )
             text = file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:

@@ -57,7 +57,9 @@ class FlightRecorder:
         self._events.append((self._clock(), kind, peer, tag, step, nbytes))
 
     def taken(self, convert: Callable[[float], float] = lambda seconds: seconds) -> list[FlightEvent]:
-        """Return the events since the last call, oldest first; `convert` turns the clock's seconds into the run's."""
+        """Return the events since the last call, oldest first; `convert` converts seconds of the clock to seconds of
+        the run.
+        """
         found = [FlightEvent(convert(event[0]), *event[1:]) for event in self._events]
         self._events.clear()
         return found

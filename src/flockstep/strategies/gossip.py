@@ -105,7 +105,7 @@ class Gossip(Strategy):
 
     resizing = Resizing(
         replicas="own",
-        also="replicas count by their mass in the mean, and each worker then has an equal part of the whole mass",
+        also="the mean weighs replicas by their mass, and then all workers have equal masses",
     )
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:

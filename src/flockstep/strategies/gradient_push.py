@@ -97,9 +97,7 @@ class GradientPush(Strategy):
                 "all its weight away; leave out the weights of the topology, or let them sum to less than one"
             )
 
-    resizing = Resizing(
-        replicas="own", also="replicas count by their mass in the mean, and each worker then has the mass 1"
-    )
+    resizing = Resizing(replicas="own", also="the mean weighs replicas by their mass, and then each worker has mass 1")
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:
         return former.params, former.state.mass / UNIT
