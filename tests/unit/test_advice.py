@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,14 @@ def test_one_worker_where_links_are_hopeless(bandwidth: str) -> None:
     advice = advise(outlook(bandwidth))
     assert advice.choice.name == ALONE
     assert advice.sentences[0].startswith("Use one worker")
+
+
+def test_delays_count_in_steps_of_the_workers_that_compute_most() -> None:
+    """Half of the workers wait for a model for minutes; the others compute 1,000 gradients meanwhile."""
+    predicted = plan(replace(TASK, known_noise=35.0), cluster("10kbit"), strategies=("adpsgd",), further=False)
+    pairs = next(found for found in predicted.predictions if found.name == "adpsgd")
+    assert pairs.samples_per_second > 2 * predicted.alone.samples_per_second
+    assert advise(predicted).speedups[pairs.name] < 0.1
 
 
 @pytest.mark.parametrize(("bandwidth", "count"), [("100gbit", 8), ("25gbit", 8), ("100gbit", 32)])

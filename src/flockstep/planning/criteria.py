@@ -192,7 +192,7 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
     else:
         met = min(horizon(found, site), NEVER) - 1
         apart = APART * met / (met + HALF / (1 - momentum(site)))
-        depth, last = n * late, 2 * site.transit * n / max(found.seconds, LEAST) / DEPTH
+        depth, last = n * late, 2 * site.transit * n / usual_step(found, site) / DEPTH
     waits = is_synchronous(cell, traits)
     replicas = not is_central(cell) or (not waits and not found.strategy.servers_for(n))
     doubts = approximates(found) + (not waits) + replicas
@@ -216,8 +216,16 @@ def delay(found: StepPrediction, site: Site) -> float:
     The transit time over 1 - ρ, where ρ is the share of time in which a worker's card sends: the time in a queue whose
     jobs vary in size and arrival.
     """
-    busy = found.sent_bytes / site.link[1] / max(found.seconds, LEAST)
-    return site.transit / max(found.seconds, LEAST) / max(1 - busy, LEAST)
+    step = usual_step(found, site)
+    busy = found.sent_bytes / site.link[1] / step
+    return site.transit / step / max(1 - busy, LEAST)
+
+
+def usual_step(found: StepPrediction, site: Site) -> float:
+    """Seconds between two gradients of a worker, in the mean over all gradients, most of which come from workers that
+    wait little.
+    """
+    return max(found.workers * site.task.batch / max(found.samples_per_second, LEAST), LEAST)
 
 
 def momentum(site: Site) -> float:

@@ -85,7 +85,7 @@ class ScalablePrediction:
 
     def _moved(self, cost: Moved, site: Site, workers: int) -> StepPrediction:
         """The prediction under other circumstances; with other workers, bytes and staleness are those of the pace."""
-        moved = replace(self.found, workers=workers, seconds=cost.seconds)
+        moved = replace(self.found, workers=workers, seconds=cost.seconds, samples_per_second=cost.samples_per_second)
         if workers != self.found.workers:
             return replace(moved, sent_bytes=cost.sent_bytes, staleness=cost.staleness)
         return replace(moved, sent_bytes=self.found.sent_bytes * site.task.nbytes / self.site.task.nbytes)
