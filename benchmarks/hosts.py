@@ -26,6 +26,7 @@ from turns import Step, step_of, take_turns, write_figures
 
 import flockstep
 from flockstep.drivers.node_spec import spec_from_environment
+from flockstep.strategies.overlap_trial import TRIED
 from flockstep.workloads.digits import Digits
 
 WAYS = ("ddp", "flockstep")
@@ -87,6 +88,8 @@ def worker(out: Path, model: str, store: str, rounds: int) -> None:
     rank, workers = node_spec.address, node_spec.workers
     dist.init_process_group("gloo", init_method=f"tcp://{store}:{OTHER_PORT}", rank=rank, world_size=workers)
     ways = {name: Metered(build(name, model, rank)) for name in WAYS}
+    for _ in range(2 * TRIED + 1):  # until all_reduce has chosen when gradients travel
+        ways["flockstep"]()
     steps = {name: number_of_steps(step) for name, step in ways.items()}
     for way in ways.values():
         way.reset()

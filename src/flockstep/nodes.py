@@ -348,6 +348,10 @@ class Node:
         if address not in self.departed:
             self.deliver(Message(address, LEAVE, note={"lost": 1}))
 
+    def now(self) -> float:
+        """Seconds on this node's clock, virtual or real; only differences have a meaning."""
+        return self.port.clock()
+
     def record_update(
         self, source: Address | None, staleness: int | None = None, count: int = 1, weight: float | None = None
     ) -> None:

@@ -185,6 +185,9 @@ class Rendezvous:
 class Port(Protocol):
     """The driver's side of a node: moves its messages and writes its record."""
 
+    clock: Callable[[], float]
+    """Returns the seconds on the node's clock."""
+
     def send(self, to: Address, message: Message) -> None:
         """Send `message`, whose array does not change afterwards, without waiting."""
 

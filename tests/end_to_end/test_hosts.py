@@ -16,6 +16,7 @@ import pytest
 
 from flockstep.records.events import ClockEvent, EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.strategies.overlap_trial import TRIED
 from support.hosts import PORT, SECRET, Ended, Host, network, on_all
 from support.processes import PATIENCE, RealRun, wait_until
 from support.scripts import NUMPY
@@ -127,14 +128,18 @@ print("ended", len(handed), hashlib.sha256(values(model).numpy().tobytes()).hexd
 
 
 def test_gradients_of_a_script_cross_once_during_backward(two: list[Host], tmp_path: Path) -> None:
-    """The mean is that of one process, with equal bits on all ranks; buckets cross in lanes, once per host and step."""
+    """The mean is that of one process, with equal bits on all ranks; buckets cross in lanes, once per host and step.
+
+    All ranks choose the same of the two times at which gradients can travel.
+    """
     script, steps = tmp_path / "script.py", 30
     script.write_text(OVERLAPPED.format(steps=steps))
     ended = on_all(two, "launch", "-n", "4", script, first=["--out", tmp_path / "run"])
     require(ended, 0, 0)
     lines = {line for one in ended for line in re.findall(r"ended \d+ \w+", one.out)}
     assert len(lines) == 1, "every rank passed on as many parts, and ends with the same bits"
-    assert int(lines.pop().split()[1]) == steps - 1, "one of two buckets in every step but the first"
+    early = TRIED - 1, steps - TRIED - 1
+    assert int(lines.pop().split()[1]) in early, "one of two buckets in every step but the first, unless it came later"
     model = 4 * (400 * 600 + 600 + 600 * 600 + 600 + 600 * 10 + 10)
     for host in two:  # and headers, rank 0's first model, and snapshots of two workers; a ring sends 1.5 times as much
         assert steps * model <= host.sent("eth0") < 1.05 * steps * model + 8 * model

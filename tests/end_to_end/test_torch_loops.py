@@ -240,7 +240,8 @@ def test_a_loop_with_what_ddp_offers(
 
 
 REVISED = """
-from flockstep.strategies import all_reduce
+from flockstep.strategies import all_reduce, overlap_trial
+overlap_trial.TRIED = 16
 warnings.filterwarnings("ignore", "gradients were changed")
 for overlap in (True, False):
     all_reduce.SIZES = all_reduce.Bucketed(cap=0.00008, first=0.00004 if overlap else 1.0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from flockstep.arrays.schema import slices
 from flockstep.records.events import EvaluationEvent, UpdateEvent
-from flockstep.strategies import all_reduce
+from flockstep.strategies import all_reduce, overlap_trial
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.bucketed import Bucketed
 from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
@@ -153,3 +153,56 @@ def test_parts_that_travel_early_give_the_mean_and_are_sent_again_if_one_is_revi
         assert (late < early / 2) == (revised == 6), "whole gradients take fewer messages than four buckets"
         for step in sent:
             step.clear()
+
+
+@pytest.mark.parametrize("collective", ["ring", "by_host", "rabenseifner"])
+def test_the_bits_do_not_depend_on_when_gradients_travel(collective, monkeypatch):
+    """During the backward pass in all steps; in turn; and after it, where that seems faster."""
+    monkeypatch.setattr(all_reduce, "SIZES", Bucketed(cap=28e-6, first=12e-6))
+    found, late = [], []
+    for tried, slow in ((10**6, ""), (3, ""), (3, "during")):
+        monkeypatch.setattr(overlap_trial, "TRIED", tried)
+        strategy = Timed(AllReduce.parse(f"all_reduce({collective})").collective, slow=slow, late=late)
+        run = run_strategy(strategy, 3, STEPS)
+        assert equal_bits(run.result, *run.replicas)
+        found.append(run.result)
+        assert late == {10**6: [], 3: [*range(3, 6), *(range(6, STEPS) if slow else [])]}[tried]
+        late.clear()
+    assert equal_bits(*found)
+
+
+@dataclass(frozen=True)
+class Timed(AllReduce):
+    """As in a script's own loop, with a clock of its own for each worker."""
+
+    slow: str = ""
+    """"during": worker 0 finds steps slow whose gradients travel during the backward pass; "": the others."""
+    late: list[int] = field(default_factory=list)
+    """Steps of worker 0 whose gradients travel after the backward pass."""
+
+    async def worker(self, me):
+        gradient, seconds = me.gradient, [0.0]
+        me.overlaps, me.now = True, lambda: seconds[0]
+
+        def whole():
+            if me.rank == 0:
+                self.late.append(me.step)
+            seconds[0] += 5 if self.slow else 50
+            return gradient()
+
+        step = me.optimizer_step
+
+        def stepped(mean):
+            seconds[0] += 10 * (1 + me.rank)
+            step(mean)
+
+        me.gradient, me.optimizer_step = whole, stepped
+        if me.rank == 0 and self.slow:
+            parts = me.gradient_parts
+
+            def in_parts(*arguments, **options):
+                seconds[0] += 500
+                return parts(*arguments, **options)
+
+            me.gradient_parts = in_parts
+        await super().worker(me)

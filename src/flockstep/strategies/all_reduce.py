@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.namespace import empty
+from flockstep.arrays.namespace import empty, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -19,9 +19,10 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.bucketed import Bucketed, buckets
 from flockstep.strategies.encoding import codec_for, encoded
+from flockstep.strategies.overlap_trial import OverlapTrial
 from flockstep.strategies.resizing import Resizing
 
-SIZES = Bucketed(cap=4.0, first=1.0)
+SIZES = Bucketed(cap=8.0, first=1.0)
 """Sizes of the buckets in which gradients travel while they are computed."""
 
 
@@ -31,6 +32,9 @@ class AllReduceState:
 
     memory: Any = None
     overlaps: bool = True
+    """Whether gradients may travel while they are computed, since the script has changed none of them."""
+    trial: OverlapTrial = field(default_factory=OverlapTrial)
+    """Whether that takes less time."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,9 @@ class AllReduce(Strategy):
     the bytes of one encoding.
 
     In a script's own loop with PyTorch, where not all workers share memory, gradients without a codec travel in buckets
-    while the backward pass runs, from the second step on. A script may still change its gradients before `step()`: the
-    workers then exchange them again, and from then on in `step()` alone.
+    while the backward pass runs, from the second step on, or after it if that takes less time: the workers time both
+    ways, and exchange the same buckets either way, so that the bits do not depend on the choice. A script may still
+    change its gradients before `step()`: the workers then exchange them again, and from then on in `step()` alone.
     """
 
     collective: Collective = field(default_factory=ByHost)
@@ -65,18 +70,25 @@ class AllReduce(Strategy):
 
     async def worker(self, me: Worker) -> None:
         kept: AllReduceState = me.state
-        scratch = None
+        scratch, before = None, me.now()
         while me.training:
+            tried = me.overlaps and kept.overlaps and me.params.nbytes > SIZES.first * 1e6
             if self.codec != Identity() or self.feedback != NoFeedback():
                 gradient = await self._mean(me, await me.gradient())
-            elif me.overlaps and kept.overlaps and me.params.nbytes > SIZES.first * 1e6:
+            elif not tried:
+                gradient = await me.gradient()
+                await self.collective.average(me, gradient)
+            elif kept.trial.next or not me.step:
                 scratch = empty(me.params, len(me.params) + 1) if scratch is None else scratch
                 gradient = await self._overlapped(me, scratch)
             else:
                 gradient = await me.gradient()
-                await self.collective.average(me, gradient)
+                for piece in buckets(len(me.params), me.params.itemsize, SIZES):
+                    await self.collective.average(me, gradient[piece])
             me.record_round()
             me.optimizer_step(gradient)
+            if tried and kept.overlaps:
+                before = await self._timed(me, before)
 
     async def _overlapped(self, me: Worker, sent: FlatArray) -> FlatArray:
         """Return the mean of all workers' gradients, exchanged in buckets while the rest of them is computed.
@@ -100,6 +112,17 @@ class AllReduce(Strategy):
             mean[:] = gradient
             await self.collective.average(me, mean)
         return mean
+
+    async def _timed(self, me: Worker, before: float) -> float:
+        """Count the step that began at `before`, and choose when gradients travel if it is due; return the time."""
+        kept: AllReduceState = me.state
+        if kept.trial.stepped(me.now() - before):
+            times = zeros(me.params, 2, dtype="float32")
+            times[0], times[1] = kept.trial.during, kept.trial.after
+            await self.collective.average(me, times)
+            kept.trial.choose(float(times[0]), float(times[1]))
+        kept.trial = kept.trial.renewed()
+        return me.now()
 
     async def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
         """Return the mean of all workers' decoded gradients."""
