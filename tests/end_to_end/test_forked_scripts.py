@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scripts are for
 
 AFRESH = """
 from flockstep.launchers import script_forker
-script_forker.top_imports = lambda script: []
+script_forker.top_imports = lambda *_: []
 """
 """For a command: each worker's script starts in a fresh interpreter."""
 

@@ -89,6 +89,10 @@ def test_a_script_that_imports_torch_first_is_forked(tmp_path: Path) -> None:
         ("raise SystemExit", "", {}),
         (TORCH + "import beside", "x = 1", {}),
         (TORCH, "", {"PYTHONPROFILEIMPORTTIME": "1"}),
+        (TORCH + "kept = open(__file__)", "", {}),
+        (TORCH + "import mmap; kept = mmap.mmap(-1, 4096)", "", {}),
+        (TORCH + "import signal; signal.setitimer(signal.ITIMER_REAL, 1000)", "", {}),
+        (TORCH + "import os, time; os.fork() or time.sleep(1) or os._exit(0)", "", {}),
     ],
 )  # fmt: skip
 def test_a_script_starts_afresh_where_a_fork_would_differ(
@@ -112,6 +116,21 @@ def test_a_customization_that_reads_the_rank_is_run_by_each_worker(text: str, ex
     (tmp_path / "site" / "sitecustomize.py").write_text(f"import os\n{text}\n")
     path = search_path(tmp_path / "site", tmp_path / "a" / "installed")
     assert forked(tmp_path / "a", PYTHONPATH=path) == expected
+
+
+def test_a_customization_that_changes_the_path_changes_that_of_each_worker(tmp_path: Path) -> None:
+    """Processes that a worker starts must not find the folder with which its own imports were done."""
+    (tmp_path / "site").mkdir()
+    text = "import os\nos.environ['PYTHONPATH'] += ':/more'\n"
+    text += "os.environ['SEEN'] = str('FLOCKSTEP_PRELOAD' in os.environ)\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(text)
+    path = search_path(tmp_path / "site", tmp_path / "a" / "installed")
+    script = SCRIPT + "import os\nprint(os.environ['PYTHONPATH'], os.environ['SEEN'])\n"
+    with workers(tmp_path / "a", script=script, PYTHONPATH=path) as (_, scripts):
+        for one in scripts:
+            assert one is not None
+            assert ended(one) == 0
+            assert one.stdout.read().decode() == f"{path}:/more False\n"
 
 
 def test_exit_codes_and_signals_are_those_of_the_script(tmp_path: Path) -> None:
@@ -160,6 +179,8 @@ def test_a_script_of_one_worker_is_not_forked(tmp_path: Path) -> None:
         ("import secrets\nimport torch\n", []),
         ("if True:\n    import torch\n", []),
         ("import torch\nfrom", []),
+        ("import torch\nx = " + "+".join(["1"] * 100_000), []),
+        ("import torch\nx = '\0'", []),
         ("", []),
     ],
 )  # fmt: skip
@@ -168,3 +189,11 @@ def test_what_a_script_imports_first(text: str, imports: list[str], tmp_path: Pa
     (tmp_path / "beside.py").touch()
     (tmp_path / "secrets.py").touch()  # hides a module of the standard library
     assert top_imports(tmp_path / "script.py") == imports
+
+
+def test_a_module_that_hides_one_of_the_standard_library_ends_the_list(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import secrets\nimport torch\n")
+    (tmp_path / "path").mkdir()
+    assert top_imports(tmp_path / "script.py", [str(tmp_path / "path")]) == ["torch"]
+    (tmp_path / "path" / "secrets.py").touch()
+    assert top_imports(tmp_path / "script.py", [str(tmp_path / "path")]) == []

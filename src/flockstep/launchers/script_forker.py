@@ -69,7 +69,8 @@ class ScriptForker:
         self._ready = self._over = False
         self._left: list[tuple[int, int, int, int]] = []
         """Pipes of the workers not yet forked: ends for reading, here, and ends for writing, in the process."""
-        imports = top_imports(script) if workers > 1 and sys.platform == "linux" else []
+        path = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        imports = top_imports(script, path) if workers > 1 and sys.platform == "linux" else []
         if imports:
             self._start([str(script.resolve().parent)], imports, command, environment, workers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -13,7 +14,7 @@ HEAVY = "torch"
 """Package without which a preload is not worth a process."""
 
 
-def top_imports(script: Path) -> list[str]:
+def top_imports(script: Path, path: Sequence[str] = ()) -> list[str]:
     """Return the imports with which a script begins, as far as they are of `FORKABLE` packages.
 
     Modules of the standard library are passed over. The first other statement, and the first import of any other
@@ -21,6 +22,7 @@ def top_imports(script: Path) -> list[str]:
 
     Args:
         script: path of a Python file.
+        path: folders that Python searches before the standard library, besides the script's own.
 
     Returns:
         For each import the module, and after it the names that are imported from it, separated by spaces; empty if the
@@ -28,16 +30,16 @@ def top_imports(script: Path) -> list[str]:
     """
     try:
         statements = ast.parse(script.read_bytes()).body
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return []
-    found: list[str] = []
+    found, folder = list[str](), str(script.resolve().parent)
     for statement in statements:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue
         imports = _of(statement)
         for words in imports:
             name = words.split()[0].partition(".")[0]
-            if PathFinder.find_spec(name, [str(script.resolve().parent)]) is not None:
+            if PathFinder.find_spec(name, [folder, *(path if name not in FORKABLE else ())]) is not None:
                 return _worth(found)
             if name in FORKABLE:
                 found.append(words)

@@ -20,8 +20,10 @@ NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 DIFFERENT = ("RANK", "LOCAL_RANK", NODE_SPEC)
 """Variables that differ between workers."""
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-THREADS = "/proc/self/task"
-MAPS, DEVICE = "/proc/self/maps", b"/dev/nvidia"
+THREADS, FILES, MAPS = "/proc/self/task", "/proc/self/fd", "/proc/self/maps"
+TIMERS = (_signal.ITIMER_REAL, _signal.ITIMER_VIRTUAL, _signal.ITIMER_PROF)
+SHARED = b"rw-s"
+"""Access of memory that forked processes would share, such as that of a device."""
 
 
 class Declined(Exception):
@@ -60,6 +62,16 @@ def started_with() -> dict[str, str]:
     with open("/proc/self/environ", "rb") as file:
         entries = os.fsdecode(file.read()).split("\0")[:-1]
     return {entry.partition("=")[0]: entry.partition("=")[2] for entry in entries}
+
+
+def as_without_this_file(begun: dict[str, str]) -> None:
+    """Set the environment, and what `begun` says of it, to what it is in a fresh interpreter of this script."""
+    path = begun["PYTHONPATH"].partition(os.pathsep)[2]
+    for environment in (os.environ, begun):
+        del environment[PIPES]
+        environment["PYTHONPATH"] = path
+        if not path:
+            del environment["PYTHONPATH"]
 
 
 def usual_customization() -> BaseException | None:
@@ -102,16 +114,32 @@ def preload(folder: str, imports: list[str]) -> None:
             raise Declined(f"{name} is a module of the script's folder")
 
 
-def require_forkable() -> None:
-    """Raise `Declined` if a fork of this process would differ from a fresh interpreter."""
+def require_forkable(pipes: set[int]) -> None:
+    """Raise `Declined` if a fork of this process, which has the open files `pipes`, would differ from a fresh
+    interpreter.
+    """
     if EnvironmentWatch.asked:
         raise Declined("a module reads variables that differ between workers")
     if len(os.listdir(THREADS)) > 1 or sys.gettrace() or sys.getprofile():
         raise Declined("the process has threads, or is traced")
+    if any(_signal.getitimer(timer)[0] for timer in TIMERS) or has_children():
+        raise Declined("a module has set a timer or started a process, which a forked process would not have")
+    opened = set(map(int, os.listdir(FILES))) - {0, 1, 2} - pipes
+    opened = {file for file in opened if os.path.lexists(f"{FILES}/{file}")}  # the list itself was one
     with open(MAPS, "rb") as file:
-        if DEVICE in file.read():
-            raise Declined("CUDA has been initialised")
+        shared = any(line.split()[1] == SHARED for line in file)
+    if opened or shared:
+        raise Declined("a module has opened files, or maps memory or a device, which forked processes would share")
     os.close(os.pidfd_open(os.getpid()))  # the launcher needs this
+
+
+def has_children() -> bool:
+    """Whether this process has a child process."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def draw_anew() -> None:
@@ -174,6 +202,7 @@ def main() -> BaseException | None:
     mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP))
     begun = started_with()
     request, report = map(int, begun[PIPES].split())
+    as_without_this_file(begun)
     os.environ.__class__ = EnvironmentWatch
     try:
         folder, count, *rest = read(request)
@@ -185,7 +214,7 @@ def main() -> BaseException | None:
         import ctypes
 
         ctypes.CDLL(None).fflush(None)
-        require_forkable()
+        require_forkable(pipes | {request, report})
     except BaseException:  # noqa: BLE001 - even SystemExit
         os._exit(1)  # the launcher starts fresh interpreters, which show what is wrong
     os.environ.__class__ = EnvironmentWatch.__mro__[1]
