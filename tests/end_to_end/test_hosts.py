@@ -18,6 +18,7 @@ from flockstep.records.events import ClockEvent, EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.overlap_trial import TRIED
 from support.hosts import PORT, SECRET, Ended, Host, network, on_all
+from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
 from support.scripts import NUMPY
 
@@ -416,6 +417,29 @@ def test_a_coordinator_that_never_comes_and_hosts_that_never_come(two: list[Host
     first = Ended.of(two[0].start("launch", "--node-rank", "0", "--out", tmp_path / "run", *where))
     assert first.code == 2
     assert "node 1 of 2 did not join within 1 s" in first.err
+
+
+UNREACHABLE = {
+    "no route": (1, ["ip", "route", "del", "10.77.0.0/24"]),
+    "a firewall that drops": (0, ["ip", "route", "add", "blackhole", "10.77.0.2"]),
+    "a cut cable": (1, ["ip", "link", "set", "eth0", "down"]),
+}
+
+
+@pytest.mark.parametrize("reason", few(list(UNREACHABLE), "no route", "a firewall that drops"))
+def test_a_coordinator_that_cannot_be_reached_is_told_on_both_hosts(
+    reason: str, two: list[Host], tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import flockstep\n")
+    on, words = UNREACHABLE[reason]
+    two[on].run(*words)
+    ended = on_all(two, "launch", "-n", "2", "--timeout", "2", script, first=["--out", tmp_path / "run"])
+    assert [one.code for one in ended] == [2, 2]
+    assert "node 1 of 2 did not join within 2 s" in ended[0].err
+    assert re.search(f"no coordinator answered at {two[0].address}:{PORT} within 2 s.* the route", ended[1].err)
+    assert not (tmp_path / "run").exists()
+    assert not any(host.processes() for host in two)
 
 
 def separately(hosts: list[Host], *arguments: str | Path, out: Path) -> list[Ended]:
