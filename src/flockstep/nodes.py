@@ -600,8 +600,18 @@ class Worker(Peer):
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self.stepper.lr
+        """Learning rate of the next step.
+
+        Raises:
+            ConfigurationError: it cannot be read, because it is that of another library's optimizer.
+        """
+        rate = self.stepper.lr
+        if math.isnan(rate):
+            raise ConfigurationError(
+                "the strategy needs the learning rate, which cannot be read from an optax optimizer; use for example "
+                'optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "sgd(lr=0.1)"'
+            )
+        return rate
 
     @types.coroutine
     def gradient(self) -> Generator[Effect, Any, Array]:

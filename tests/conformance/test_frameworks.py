@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +52,29 @@ def _doubles() -> Iterator[None]:
 @cache
 def trained(framework: str, strategy: str) -> np.ndarray:
     return run_strategy(strategy, 4, 12, job=job(framework), engine=make_engine).result
+
+
+OPTAX: dict[str, Callable[[Any], Any]] = {
+    "adam(lr=0.05)": lambda optax: optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(0.05)),
+    "sgd(lr=0.2, momentum=0.9)": lambda optax: optax.inject_hyperparams(optax.sgd)(learning_rate=0.2, momentum=0.9),
+}
+"""Expression → the same optimizer of optax."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    few(
+        product(["all_reduce", "local_sgd(period=4)", "gossip", "easgd", "dpsgd"], OPTAX),
+        ("local_sgd(period=4)", "adam(lr=0.05)"),
+        ("easgd", "sgd(lr=0.2, momentum=0.9)"),
+    ),
+)
+def test_an_optimizer_of_optax_is_the_expression_up_to_rounding(strategy: str, text: str) -> None:
+    """Virtual time, with servers that have no optimizer (easgd)."""
+    optax = pytest.importorskip("optax")
+    jobs = replace(job("numpy"), optimizer=text), replace(job("jax"), optimizer=OPTAX[text](optax))
+    expected, found = (run_strategy(strategy, 4, 12, job=each, engine=make_engine).result for each in jobs)
+    assert np.abs(found - expected).max() <= 1e-7 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -116,15 +116,28 @@ flockstep.jax.distribute(start, optimizer, "all_reduce", optimizer_state=state)
     assert "got different states on ranks" in ended.err
 
 
-def test_a_job_trains_as_in_virtual_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    few(
+        [
+            ("bsp", "'sgd(lr=0.5)'"),
+            ("local_sgd(period=4)", "optax.chain(optax.clip(0.5), optax.adamw(0.1))"),
+            ("local_sgd(period=4)", "optax.adamw(optax.linear_schedule(0.1, 0.0, 20))"),
+        ],
+        ("bsp", "'sgd(lr=0.5)'"),
+        ("local_sgd(period=4)", "optax.chain(optax.clip(0.5), optax.adamw(0.1))"),
+    ),
+)
+def test_a_job_trains_as_in_virtual_time(strategy: str, optimizer: str, tmp_path: Path) -> None:
     support = Path(__file__).parents[1]
     (tmp_path / "own.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(support)!r})\nfrom support.jax_jobs import job\n"
+        f"import sys\nsys.path.insert(0, {str(support)!r})\nimport optax\nfrom support.jax_jobs import job as made\n"
+        f"def job():\n    return made(optimizer={optimizer})\n"
     )
     losses = []
     for words in (["simulate"], ["train"]):
         folder = tmp_path / words[0]
-        run = [*words, str(tmp_path / "own.py"), "-s", "bsp", "-n", "2", "--steps", "20", "--lr", "0.5", "--json"]
+        run = [*words, str(tmp_path / "own.py"), "-s", strategy, "-n", "2", "--steps", "20", "--json"]
         ended = RealRun(run, folder).end(400)
         assert ended.code == 0, ended.err
         assert ended.summary is not None

@@ -10,11 +10,14 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
 
-from flockstep.errors import ConfigurationError  # noqa: E402
+from flockstep.drivers.state import from_bytes, to_bytes  # noqa: E402
+from flockstep.errors import ConfigurationError, FlockstepError  # noqa: E402
 from flockstep.frameworks.base import Data, DistillationTargets  # noqa: E402
 from flockstep.frameworks.jax import JaxEngine, JaxModel  # noqa: E402
 from flockstep.frameworks.job import make_engine  # noqa: E402
+from flockstep.testing.strategies import run_strategy  # noqa: E402
 from support.jax_jobs import apply, apply_with_noise, cross_entropy, data, init, job, squares  # noqa: E402
 
 
@@ -129,7 +132,11 @@ def test_random_numbers_depend_on_seed_replica_and_step_alone() -> None:
         ({"loss": None}, "needs a loss"),
         ({"loss": lambda outputs, y: outputs.sum(-1)}, r"must be a scalar, the mean over a batch, got shape \(8,\)"),
         ({"loss": lambda outputs, y: cross_entropy(outputs[:, :0], y[:3])}, "must work on its first batch, got"),
-        ({"optimizer": lambda params: None}, "the settings of optax's optimizers cannot be read"),
+        ({"optimizer": lambda params: None}, "must be an optax.GradientTransformation or an expression such as"),
+        (
+            {"optimizer": optax.add_noise(0.1, 0.5, key=jax.random.key(0))},
+            r"must hold numbers, got a random key at \.rng_key",
+        ),
         ({"model": lambda: JaxModel(lambda key: {"steps": jnp.zeros(2, "int32")}, apply)}, "steps must be an array of"),
         ({"model": lambda: JaxModel(lambda key: {"w": np.zeros(2)}, apply)}, "w is float64, which JAX would round"),
         ({"model": lambda: JaxModel(lambda key: {"w": 1.0}, apply)}, "w must be an array of .*, got float;"),
@@ -138,6 +145,55 @@ def test_random_numbers_depend_on_seed_replica_and_step_alone() -> None:
 def test_what_cannot_be_trained_is_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         make_engine(job(**changed), 0)
+
+
+def stepped(engine: JaxEngine, optimizer: Any, state: Any, params: np.ndarray, steps: range) -> None:
+    gradient = np.empty_like(params)
+    for step in steps:
+        engine.gradient(params, np.arange(8) + step, gradient)
+        optimizer.step(params, gradient, state, optimizer.lr)
+
+
+def test_a_saved_state_of_optax_goes_on_with_the_same_bits() -> None:
+    given = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(optax.cosine_decay_schedule(0.1, 6)))
+    engine = make_engine(job(optimizer=given), 3)
+    assert isinstance(engine, JaxEngine)
+    whole, halves = engine.initial(), engine.initial()
+    stepped(engine, engine.optimizer, engine.optimizer.init(whole), whole, range(6))
+    state = engine.optimizer.init(halves)
+    stepped(engine, engine.optimizer, state, halves, range(3))
+    begun_anew = halves.copy()
+    stepped(engine, engine.optimizer, from_bytes(to_bytes(state)), halves, range(3, 6))
+    assert np.array_equal(whole, halves)
+    stepped(engine, engine.optimizer, engine.optimizer.init(begun_anew), begun_anew, range(3, 6))
+    assert not np.array_equal(whole, begun_anew)
+
+
+def test_a_learning_rate_of_optax_can_be_set_only_where_optax_tells_it() -> None:
+    told = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    engines = [make_engine(job(optimizer=each), 3) for each in (told, "sgd(lr=0.5)")]
+    models = [engine.initial() for engine in engines]
+    for engine, params in zip(engines, models, strict=True):
+        assert isinstance(engine, JaxEngine)
+        optimizer = engine.optimizer.with_lr(0.5)
+        stepped(engine, optimizer, optimizer.init(params), params, range(2))
+    assert engines[0].optimizer.lr == pytest.approx(0.1)
+    assert close(*models)
+    for own in (optax.sgd(0.1), optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0, 9))):
+        with pytest.raises(ConfigurationError, match=r"the learning rate 0.5 cannot be set, because"):
+            make_engine(job(optimizer=own), 3).optimizer.with_lr(0.5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("ps(ssp(2))", "updates slices of the parameters, got an optax optimizer, which needs whole layers"),
+        ("decoupled_momentum", "needs the learning rate, which cannot be read from an optax optimizer"),
+    ],
+)
+def test_strategies_that_optax_cannot_serve_refuse_it(strategy: str, said: str) -> None:
+    with pytest.raises(FlockstepError, match=said):
+        run_strategy(strategy, 2, 3, job=job(optimizer=optax.sgd(0.1)), engine=make_engine)
 
 
 def test_targets_that_jax_would_cut_off_are_refused() -> None:

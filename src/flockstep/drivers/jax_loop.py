@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from flockstep.drivers.flat_loop import FiniteGuard, require_elementwise
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.jax_optax import FlatOptax
 from flockstep.frameworks.jax_tree import FlatTree, Tree
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
@@ -152,51 +154,29 @@ class Trainer:
 
 
 class OptaxStepper:
-    """An optax optimizer as a worker's stepper, compiled as one function of the flat arrays."""
+    """An optax optimizer as a worker's stepper."""
 
     def __init__(self, optimizer: Any, tree: FlatTree, params: FlatArray):
-        def stepped(params: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
-            before = tree.unflatten(params, narrow=False)
-            updates, state = optimizer.update(tree.unflatten(gradient, narrow=False), state, before)
-            return tree.flatten(optax.apply_updates(before, updates)), state
-
         self.state: Any = None
         """State of the optax optimizer, a pytree."""
-        self._stepped = jax.jit(stepped)
-        nothing = np.zeros_like(params)
-
-        def next_lr(state: Any) -> Any:
-            """The state holds the rate of the last step; a step from there, of which only the rate is computed, has the
-            next one.
-            """
-            return stepped(nothing, nothing, state)[1].hyperparams["learning_rate"]
-
-        self._next_lr = jax.jit(next_lr)
-        self._init = jax.jit(lambda params: optimizer.init(tree.unflatten(params, narrow=False)))
+        self._optax = FlatOptax(optimizer, tree)
         self.reset(params)
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step, if the optimizer is one of `optax.inject_hyperparams`.
-
-        Raises:
-            ConfigurationError: it is another one, whose learning rate cannot be read.
-        """
+        """Learning rate of the next step, if the optimizer is one of `optax.inject_hyperparams`; otherwise NaN."""
         if "learning_rate" not in getattr(self.state, "hyperparams", {}):
-            raise ConfigurationError(
-                "the strategy needs the learning rate, which cannot be read from an optax optimizer; use for example "
-                'optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "sgd(lr=0.1)"'
-            )
-        return float(self._next_lr(self.state))
+            return math.nan
+        return float(self._optax.next_lr(self.state))
 
     def step(self, params: FlatArray, gradient: FlatArray) -> None:
         """Update `params` (K,) in place with `gradient` (K,)."""
-        new, self.state = self._stepped(params, gradient, self.state)
+        new, self.state = self._optax.stepped(params, gradient, self.state)
         params[:] = np.asarray(new)  # waits for the result: `gradient` may change afterwards
 
     def reset(self, params: FlatArray) -> None:
         """Initialize the optimizer's state anew from the current parameters."""
-        self.state = jax.block_until_ready(self._init(params.copy()))
+        self.state = jax.block_until_ready(self._optax.init(params.copy()))
 
 
 def _require_own_steps(strategy: Strategy) -> None:

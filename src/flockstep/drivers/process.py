@@ -42,7 +42,7 @@ def run_worker(
         member = guard.member = Member(node_spec, engine.schema, largest, plan.strategy.notes, plan.strategy.sums)
         params = engine.home()
         _warm_up(engine, params, plan, node_spec.address)
-        _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)
+        _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer.on_servers), params)
         stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
         stepper.lr = plan.lr_at(0)
         worker = plan.worker(engine, node_spec.address, params, stepper)

@@ -143,7 +143,7 @@ def _worker(engine: Engine, plan: Plan, rank: int, replica: FlatArray, former: S
 def _server(engine: Engine, plan: Plan, index: int, common: FlatArray, former: Saved) -> Saved:
     """The state of a server: its optimizer goes on, its program begins anew."""
     strategy = plan.strategy
-    node = make_server(strategy, plan.cluster, index, common, engine.schema, plan.seed, plan.optimizer)
+    node = make_server(strategy, plan.cluster, index, common, engine.schema, plan.seed, plan.optimizer.on_servers)
     node.optimizer_state, node.state = copy.deepcopy(former.optimizer), copy.deepcopy(former.state)
     node.state = strategy.master_state(node)
     keep(node.state, former.state, strategy.resizing.server)

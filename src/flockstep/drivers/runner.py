@@ -314,11 +314,9 @@ class Runner:
         """
         what = f"the loss of {node_name(node.address)} is {loss} at step {node.run_step}"
         if node.bad_gradients.action == "stop":
-            raise Diverged(f"{what}; lower the learning rate, now {node.lr:g}")
+            raise Diverged(f"{what}; lower the learning rate{_now(node)}")
         if node.bad_gradients.action == "skip" and first_not_finite(node.params) >= 0:
-            raise Diverged(
-                f"{what}, and its parameters are not finite either; lower the learning rate, now {node.lr:g}"
-            )
+            raise Diverged(f"{what}, and its parameters are not finite either; lower the learning rate{_now(node)}")
         return f"{what}; lower the learning rate, or fix the samples or the loss"
 
     def _check(
@@ -527,6 +525,11 @@ class Runner:
             if slept:
                 metrics.spent("wait", now - slept, now)
         self._since = now
+
+
+def _now(node: Worker) -> str:
+    """The learning rate for a message, if it is known."""
+    return "" if math.isnan(node.stepper.lr) else f", now {node.stepper.lr:g}"
 
 
 def _nowhere(to: Address, message: Message) -> None:

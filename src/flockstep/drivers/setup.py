@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -158,7 +159,7 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
         raise ConfigurationError(f"until_target needs a target, and {job.name} has none; give one with --target")
     optimizer = engine.optimizer
     if config.lr is not None:
-        optimizer = dataclasses.replace(optimizer, lr=config.lr)  # type: ignore[type-var]
+        optimizer = optimizer.with_lr(config.lr)
     least = 1 if config.epochs else job.least_steps
     steps = config.steps or max(least, steps_for(job.epochs, engine.train_size, config.workers, job.batch))
     timetable = _timetable(config, job, optimizer.lr, engine.train_size, steps)
@@ -178,7 +179,7 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
         steps=steps,
         epochs=float(job.epochs if timetable is None else timetable.epochs),
         batch=job.batch,
-        lr=optimizer.lr,
+        lr=None if math.isnan(optimizer.lr) else optimizer.lr,
         evaluate_every=float(every),
         metric=job.metric if isinstance(job.metric, str) else getattr(job.metric, "__name__", "metric"),
         higher_is_better=job.higher_is_better,
@@ -206,6 +207,11 @@ def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: i
     if config.schedule is None:
         return None
     schedule = Schedule.parse(config.schedule)
+    if math.isnan(lr):
+        raise ConfigurationError(
+            f"the schedule {schedule} needs a learning rate to change, and that of this optax optimizer is its own; "
+            "use for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or a schedule of optax"
+        )
     facts = lr, job.batch, config.workers, train_size
     if config.steps and config.epochs is None:
         return Timetable.over_steps(schedule, *facts, config.steps)

@@ -275,7 +275,7 @@ class Simulation:
     def _make_server(self, index: int) -> Server:
         plan, engine = self.plan, self._engine
         facts = plan.strategy, plan.cluster, index, engine.initial(), engine.schema, plan.seed
-        made = make_server(*facts, plan.optimizer)
+        made = make_server(*facts, plan.optimizer.on_servers)
         made.hosts = self._hosts
         made.bad_gradients = plan.bad_gradients
         return made

@@ -71,8 +71,8 @@ class Job:
         model: function that builds one replica, a `torch.nn.Module`, a `flockstep.jax.JaxModel` or a
             `flockstep.frameworks.numpy.Model`.
         data: function that returns the training and test samples.
-        optimizer: an `Optimizer`, an expression such as "sgd(lr=0.1)", or a function params → torch optimizer of a
-            known class. Numpy and JAX models need one of the first two.
+        optimizer: an `Optimizer` or an expression such as "sgd(lr=0.1)"; for a torch model also a function params →
+            torch optimizer of a known class, and for a JAX model an optax optimizer, where workers step.
         loss: function (outputs, targets) → mean loss of a batch; None for a model with its own loss.
         metric: function (outputs, targets) → mean over a batch, or "accuracy".
         higher_is_better: whether larger values of the metric are better.
@@ -88,7 +88,7 @@ class Job:
 
     model: Callable[[], Any]
     data: Callable[[], Data]
-    optimizer: Optimizer | str | Callable[..., Any]
+    optimizer: Optimizer | str | Any
     loss: Callable[[Any, Any], Any] | None = None
     metric: str | Callable[[Any, Any], float] = "accuracy"
     higher_is_better: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,19 +60,13 @@ class JaxEngine(Engine):
             raise ConfigurationError(
                 f"the job {job.name!r} needs a loss for its JAX model; pass loss=a function (outputs, targets) → scalar"
             )
-        if not isinstance(job.optimizer, (Optimizer, str)):
-            raise ConfigurationError(
-                f'the optimizer of a JAX job must be an expression such as "adam(lr=0.001)", got one of type '
-                f"{type(job.optimizer).__name__}; the settings of optax's optimizers cannot be read, and "
-                "servers need them"
-            )
         self._model, self._loss, self._seed = built, job.loss, seed
         start = built.init(jax.random.key(seed % 2**63))
         self._tree = FlatTree(start)
         self.schema = self._tree.schema
         self._start = np.empty(self.schema.size, self.schema.dtype)
         self._tree.write(start, self._start)
-        self.optimizer = Optimizer.parse(job.optimizer)
+        self.optimizer = _optimizer_of(job, self._tree, self._start)
         self.higher_is_better = job.higher_is_better
         self._data = converted(job.data(), self.schema.dtype)
         self._data = Data(**{name: _kept(name, values) for name, values in vars(self._data).items()})
@@ -182,6 +177,26 @@ class JaxEngine(Engine):
                 f"the job {job.name!r} must work on its first batch, got {type(error).__name__}: {first}; fix its "
                 f"model, loss or data"
             ) from error
+
+
+def _optimizer_of(job: Job, tree: FlatTree, start: FlatArray) -> Optimizer:
+    """The job's optimizer for the parameters `start` (K,) of `tree`.
+
+    Raises:
+        ConfigurationError: it is neither an expression nor an optax optimizer that steps this tree.
+    """
+    given = job.optimizer
+    if isinstance(given, (Optimizer, str)):
+        return Optimizer.parse(given)
+    optax = sys.modules.get("optax")
+    if optax is None or not isinstance(given, optax.GradientTransformation):
+        raise ConfigurationError(
+            f"the optimizer of a JAX job must be an optax.GradientTransformation or an expression such as "
+            f'"adam(lr=0.001)", got one of type {type(given).__name__}; pass one of these'
+        )
+    from flockstep.frameworks.jax_optax import OptaxOptimizer
+
+    return OptaxOptimizer.of(given, tree, start)
 
 
 def _kept(name: str, values: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from flockstep.arrays.namespace import cast, namespace, rounded
@@ -46,6 +46,20 @@ class Optimizer(Component):
     elementwise: ClassVar[bool] = True
     """Whether a slice can be stepped by itself; if not, steps need `OptimizerState.tensors` and the whole model."""
     lr: float
+    """Learning rate; NaN if it belongs to another library's optimizer alone."""
+
+    @property
+    def on_servers(self) -> Optimizer:
+        """The form in which servers have this optimizer."""
+        return self
+
+    def with_lr(self, lr: float) -> Optimizer:
+        """Return this optimizer with another learning rate.
+
+        Raises:
+            ConfigurationError: the learning rate cannot be set.
+        """
+        return replace(self, lr=lr)  # type: ignore[type-var]
 
     @abstractmethod
     def init(self, params: FlatArray) -> OptimizerState:
