@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,30 +271,53 @@ def test_a_process_group_within_a_host_is_refused_over_several(two: list[Host], 
 
 def start_two(two: list[Host], tmp_path: Path, *arguments: str) -> list[Any]:
     """A long run on two hosts, of which the first step is done."""
-    where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "--heartbeat", "1"]
-    command = ["train", "softmax", "-n", "4", "--steps", "1000000", *where, *arguments]
+    where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "--heartbeat", "5"]
+    command = ["train", "softmax", "-n", "4", "--steps", "1000000", *where, *arguments]  # the last --steps counts
     processes = [two[1].start(*command, "--node-rank", "1")]
     processes.insert(0, two[0].start(*command, "--node-rank", "0", "--out", tmp_path / "run"))
     events = tmp_path / "run" / "events"
-    wait_until(
-        lambda: len(list(events.glob("*"))) >= 4 and all(file.stat().st_size for file in events.glob("*worker*")),
-        PATIENCE,
-        "all workers take steps",
-    )
+
+    def stepping() -> bool:
+        return len(list(events.glob("*"))) >= 4 and all(file.stat().st_size for file in events.glob("*worker*"))
+
+    wait_until(lambda: stepping() or any(one.poll() is not None for one in processes), PATIENCE, "all take steps")
+    assert stepping(), [Ended.of(process) for process in processes]
     return processes
 
 
 def test_a_host_that_vanishes_ends_the_run_with_a_sentence(two: list[Host], tmp_path: Path) -> None:
     """Its cable is cut: nothing says so but the silence."""
-    processes = start_two(two, tmp_path, "-s", "all_reduce")
+    processes = start_two(two, tmp_path, "-s", "all_reduce", "--link-timeout", "2")
     two[1].cut()
     ended = [Ended.of(process) for process in processes]
     require(ended, 1, 1)
-    assert re.search(r"node 1 \(.*\) is lost: no answer for 1 s", ended[0].err)
+    lost = r"is lost: no answer for 5 s, and no new connection for [0-9.]+ s \(the link timeout is 2 s\)"
+    assert re.search(rf"node 1 \(.*\) {lost}", ended[0].err)
     assert re.search(r"flockstep: worker [23] was lost with its host", ended[0].err)
-    assert "has not answered for 1 s; its host is stopped, or the network is down" in ended[1].err
+    away = r"has not answered for 5 s, and the link was down for [0-9.]+ s, longer than the link timeout of 2 s"
+    assert re.search(away, ended[1].err)
     assert summary(tmp_path / "run")["status"] == "failed"
     assert not any(host.processes() for host in two)
+
+
+@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.full)])
+def test_a_cable_that_is_out_for_a_while_changes_no_bit(two: list[Host], tmp_path: Path, seconds: int) -> None:
+    """The cable is out for longer than the heartbeat, while all workers take steps."""
+    arguments = ["-s", "all_reduce(ring)", "--steps", "1000", "--seed", "1", "--link-timeout", "90"]
+    processes = start_two(two, tmp_path, *arguments)
+    two[1].cut()
+    mend = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > mend, PATIENCE, "the cable is put in again")
+    assert all(process.poll() is None for process in processes), "the cut came before the end"
+    two[1].mend()
+    ended = [Ended.of(process) for process in processes]
+    require(ended, 0, 0)
+    assert re.search(r"node 1 \(.*\) is connected again after [0-9.]+ s \(no answer for 5 s\)", ended[0].err)
+    assert re.search(r"worker \d is connected to worker \d again after", ended[0].err + ended[1].err)
+    command = ["train", "softmax", "-n", "4", *arguments[:-2]]
+    alone = RealRun([*command, "--transport", "shared_memory"], tmp_path / "alone").end()
+    assert alone.summary is not None
+    assert alone.summary["hashes"] == summary(tmp_path / "run")["hashes"]
 
 
 @pytest.mark.full

@@ -112,6 +112,10 @@ class Host:
         """Take the network cable out."""
         self.run("ip", "link", "set", "eth0", "down")
 
+    def mend(self) -> None:
+        """Put the network cable in again."""
+        self.run("ip", "link", "set", "eth0", "up")
+
     def processes(self) -> list[str]:
         """Names of the processes that run on this host, besides its first one, sorted."""
         found = []

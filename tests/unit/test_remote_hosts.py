@@ -337,7 +337,7 @@ def test_what_was_queued_is_sent_although_its_process_is_busy() -> None:
 class SentMessages:
     """A channel that keeps what an agent sends."""
 
-    backlog, blocked, silent = 0, False, False
+    backlog, blocked, silent, connected = 0, False, False, True
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -231,6 +231,17 @@ def test_any_changed_byte_ends_the_connection(data: st.DataObject) -> None:
     assert at < 4 or raised.type is LinkForged  # of a record that has become longer the rest is awaited
 
 
+def test_nothing_of_a_changed_record_is_returned_later() -> None:
+    """A record that is longer than the room is decrypted elsewhere first."""
+    wire = Wire()
+    record = bytearray(wire.record(bytes(100)))
+    record[-1] ^= 1
+    wire.to_near.sendall(record + wire.record(bytes(100)))
+    for _ in range(2):
+        with pytest.raises(LinkForged, match="changed, dropped or repeated"):
+            wire.other.recv_into(memoryview(bytearray(10)))
+
+
 @pytest.mark.parametrize("order", [(1,), (0, 0), (1, 0), (0, 2)])
 def test_a_record_that_is_dropped_repeated_or_moved_ends_the_connection(order: tuple[int, ...]) -> None:
     wire = Wire()

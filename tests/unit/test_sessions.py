@@ -141,13 +141,13 @@ def proxied(
 
 
 CASES = [
-    *((fault, "tcp") for fault in ("cut", "close", "half_open", "delay")),
-    *((fault, "encrypted") for fault in ("cut", "half_open", "corrupt", "drop", "repeat", "reorder")),
+    *((fault, "tcp") for fault in ("cut", "close", "half_open", "late", "delay", "outage")),
+    *((fault, "encrypted") for fault in ("cut", "half_open", "late", "corrupt", "drop", "repeat", "reorder")),
 ]
 
 
 @pytest.mark.parametrize(
-    ("fault", "transport"), few(CASES, ("cut", "tcp"), ("half_open", "tcp"), ("corrupt", "encrypted"))
+    ("fault", "transport"), few(CASES, ("cut", "tcp"), ("half_open", "tcp"), ("late", "tcp"), ("corrupt", "encrypted"))
 )
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_messages_arrive_once_and_in_order_over_a_faulty_link(
@@ -155,7 +155,7 @@ def test_messages_arrive_once_and_in_order_over_a_faulty_link(
 ) -> None:
     """The sender changes an array as soon as it was sent; messages go both ways, of all sizes."""
     sizes = np.random.default_rng(seed).choice([0, 1, 100, 5_000, 20_000, 120_000], 60)
-    most = 1 if fault == "half_open" else 6
+    most = 1 if fault in ("half_open", "outage") else 6
     with proxied(make, transport, (fault,), seed, 400_000, most) as (first, second, proxy):
         for number, size in enumerate(map(int, sizes), 1):
             for bus, to in ((first, 1), (second, 0)):

@@ -151,6 +151,13 @@ TransportText = Annotated[
 Heartbeat = Annotated[
     float, typer.Option(help="Seconds of silence after which a process counts as lost.", rich_help_panel=PROCESSES)
 ]
+LinkTimeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds for which the connection between two hosts may be away before a process counts as lost.",
+        rich_help_panel=PROCESSES,
+    ),
+]
 StepTimeout = Annotated[
     float | None,
     typer.Option(
@@ -447,7 +454,7 @@ FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
-        *("transport", "heartbeat", "step_timeout", "checkpoint_every", "keep", "min_workers"),
+        *("transport", "heartbeat", "link_timeout", "step_timeout", "checkpoint_every", "keep", "min_workers"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
     "launch": ("min_workers",),

@@ -48,6 +48,7 @@ from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
+from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.shared_group import needed, room_for, warm_up
 from flockstep.transports.shared_memory import SharedMemory, host_here
 from flockstep.transports.wire import HANDED_ON, HOST_MEMORY, PROTOCOL, SenderIdentity
@@ -155,6 +156,8 @@ class NodeSpec:
     secret: str = dataclasses.field(default="", repr=False)
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 
+    link_timeout: float = LINK_TIMEOUT
+    """Seconds for which the connection to another host may be away before a node counts as lost."""
     checkpoint: str = ""
     """Folder of the checkpoint from which the node continues; empty if the run begins at its start."""
 
@@ -233,7 +236,7 @@ class Member:
                 Path("/proc/self/comm").write_text(name)
         name = name if node_spec.call == 1 else f"{name}.{node_spec.call}"
         self.line = links.Line(dataclasses.replace(me, notes=SAID), f"ipc://{folder / name}-line", node_spec.heartbeat)
-        self.bus = transport.bus(me, folder, name, node_spec.heartbeat)
+        self.bus = transport.bus(me, folder, name, node_spec.heartbeat, node_spec.link_timeout)
         self._reads_peers, self._me = transport.zero_copy, me
         self.closed = False
         self.memory: SharedMemory | None = None

@@ -24,12 +24,20 @@ from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.records.config import RunConfig
 from flockstep.transports.base import Transport
+from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
 BETWEEN_HOSTS = "tcp(memory=true)"
 """Transport of a run over several hosts: shared memory within a host, TCP between hosts."""
 HEARTBEAT = 5.0
 """Default heartbeat: seconds without an answer after which a node counts as lost."""
+
+
+def link_timeout_of(config: RunConfig) -> float:
+    """Seconds for which the connection between two hosts may be away."""
+    return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
+
+
 OWN = ("versions", "facts", "imports", "job")
 """Fields of a configuration whose texts may differ between hosts; if a field names files, the content of the files is
 compared.
@@ -96,12 +104,11 @@ class Gathering:
         Raises:
             ConfigurationError: it is not possible to listen there.
         """
-        own, heartbeat = self.ranks(config.workers), config.heartbeat or HEARTBEAT
+        own, times = self.ranks(config.workers), (config.heartbeat or HEARTBEAT, link_timeout_of(config))
         others = range(int(bool(own)), self.nodes)
         placement = {node: ranks for node, ranks in self.placement(config.workers).items() if node in others}
-        hosts = RemoteHosts(
-            self.meeting, others, placement, config.workers, settings, config.to_toml(), heartbeat, own=own
-        )
+        words = config.workers, settings, config.to_toml()
+        hosts = RemoteHosts(self.meeting, others, placement, *words, times[0], own=own, link_timeout=times[1])
         return stack.enter_context(hosts)
 
     def serve(
@@ -123,7 +130,9 @@ class Gathering:
             socket.gethostname(),
             settings,
         )
-        HostAgent(self.meeting, join, start_worker, start_server, config.heartbeat or HEARTBEAT, config.imports).run()
+        times = config.heartbeat or HEARTBEAT, link_timeout_of(config)
+        starts = start_worker, start_server
+        HostAgent(self.meeting, join, *starts, times[0], config.imports, link_timeout=times[1]).run()
 
 
 @dataclass(frozen=True)

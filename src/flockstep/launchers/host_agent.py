@@ -32,6 +32,8 @@ from flockstep.launchers.host_messages import (
     Open,
     Over,
     Refused,
+    Resume,
+    Resumed,
     ServerSpec,
     Start,
     Stopped,
@@ -48,9 +50,14 @@ from flockstep.transports.base import Transport
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.links import Control, LocalFrames
+from flockstep.transports.session import LINK_TIMEOUT, new_key
 
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
+CONNECTING = 5.0
+"""Most seconds of an attempt to connect to the coordinator at the start of the run."""
+AGAIN = 1.0
+"""Most seconds of an attempt to connect to the coordinator again, during which nothing is forwarded."""
 POLL = 0.05
 """Seconds between two checks of the processes."""
 GRACE = 3.0
@@ -73,12 +80,17 @@ class HostAgent:
         heartbeat: float,
         imports: tuple[str, ...] = (),
         say: Callable[[str], None] = on_stderr,
+        link_timeout: float = LINK_TIMEOUT,
     ):
         """`start_worker` returns the started process, or None if something else has started it; `imports`: files with
-        custom components, as they are called on this host.
+        custom components, as they are called on this host; `link_timeout`: seconds for which the connection to the
+        coordinator may be away.
         """
+        self._link_timeout = link_timeout
+        self._next_attempt = 0.0
+        """Time of the next attempt to connect again, in seconds of the monotonic clock."""
         self._meeting = meeting
-        self._join = join
+        self._join = msgspec.structs.replace(join, session=new_key())
         self._start_worker = start_worker
         self._start_server = start_server
         self._heartbeat = heartbeat
@@ -139,7 +151,7 @@ class HostAgent:
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         while True:
             try:
-                sock = self._meeting.connect(RETRY)
+                sock = self._meeting.connect(CONNECTING)
                 channel = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
                 return self._proved(channel)
             except OSError as error:
@@ -182,6 +194,8 @@ class HostAgent:
             reminder.remind(f"the coordinator at {self._meeting.where} to admit this host")
             self._meeting.wait(self._channel, RETRY)
             arrived = self._received()
+            if not self._channel.connected:
+                raise self._lost(self._channel.why)
             for at, (message, _) in enumerate(arrived):
                 if isinstance(message, Refused | Over):
                     raise ConfigurationError(
@@ -202,25 +216,81 @@ class HostAgent:
         Raises:
             RunError: the coordinator is gone.
         """
+        channel = self._channel
         try:
-            found = [(decoded(header), payloads) for header, payloads in self._channel.receive()]
+            found = [(decoded(header), payloads) for header, payloads in channel.receive()]
             with contextlib.suppress(PeerLost):  # what has arrived counts; the next call raises
-                self._channel.flush()
-        except (PeerLost, ProtocolError, ValueError) as error:
-            raise RunError(f"the connection to the coordinator at {self._meeting.where} is lost: {error}") from None
-        if self._channel.silent:
-            raise RunError(
-                f"the coordinator at {self._meeting.where} has not answered for {self._heartbeat:g} s; its host is "
-                "stopped, or the network is down"
-            )
+                channel.flush()
+        except PeerLost as error:
+            channel.interrupt(str(error), True)
+            return []
+        except (ProtocolError, ValueError) as error:
+            raise self._lost(str(error)) from None
+        if channel.silent:
+            channel.interrupt(f"the coordinator has not answered for {self._heartbeat:g} s", False)
         return found
+
+    def _lost(self, why: str) -> RunError:
+        return RunError(f"the connection to the coordinator at {self._meeting.where} is lost: {why}")
+
+    def _connect_again(self) -> None:
+        """Try to connect to the coordinator again, and go on with the session.
+
+        Raises:
+            RunError: the coordinator is gone, or has given this host up, or the link timeout is over.
+        """
+        channel, now = self._channel, time.monotonic()
+        if now < self._next_attempt:
+            return
+        try:
+            sock = self._meeting.connect(AGAIN)
+            fresh = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
+            try:
+                away = channel.resume(fresh, self._answered(fresh))
+            except (PeerLost, ProtocolError, ValueError):
+                fresh.close()
+                raise
+        except ConnectionRefusedError:
+            raise self._lost(f"{channel.why}, and nothing listens there any more") from None
+        except (OSError, PeerLost) as error:
+            if now - channel.down > self._link_timeout:
+                raise self._lost(
+                    f"{channel.why}, and the link was down for {now - channel.down:.1f} s, longer than the link "
+                    f"timeout of {self._link_timeout:g} s ({error})"
+                ) from None
+            self._next_attempt = time.monotonic() + RETRY
+        except (ProtocolError, ValueError) as error:
+            raise self._lost(str(error)) from None
+        else:
+            self._say(f"connected to the coordinator at {self._meeting.where} again after {away:.1f} s ({channel.why})")
+
+    def _answered(self, fresh: HostChannel) -> int:
+        """Name this host's session on a fresh connection; return the number of bytes that the coordinator has.
+
+        Raises:
+            PeerLost: the connection broke, or the coordinator does not answer in time.
+            ProtocolError: the coordinator has given this host up.
+        """
+        fresh.send(encoded(Resume(self._join.node, self._join.session, self._channel.received)))
+        until = time.monotonic() + self._heartbeat
+        while time.monotonic() < until:
+            fresh.flush()
+            self._meeting.wait(fresh, RETRY)
+            for header, _ in fresh.receive(1):
+                answer = decoded(header)
+                if isinstance(answer, Resumed):
+                    return answer.received
+                raise ProtocolError(answer.reason if isinstance(answer, Refused | Over) else "another answer")
+        raise PeerLost(f"no answer within {self._heartbeat:g} s")
 
     def _turn(self, seconds: float) -> None:
         """Forward what has arrived, within that time."""
         full = self._channel.backlog > BACKLOG
-        self._control.wait(
-            () if full else self._frames.values(), seconds, {self._channel.fileno(): self._channel.blocked}
-        )
+        if not self._channel.connected:
+            self._connect_again()
+        connected = self._channel.connected
+        also = {self._channel.fileno(): self._channel.blocked} if connected else {}
+        self._control.wait(() if full else self._frames.values(), seconds, also)
         for message, payloads in self._received():
             self._handle(message, payloads)
         for data in self._control.heard():

@@ -38,6 +38,23 @@ class Join(HostMessage, frozen=True):
     """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
     """Whether the agent reports the ends of processes that already ran on the host."""
+    session: str = ""
+    """Key of the session, by which the coordinator recognizes the agent when it connects again."""
+
+
+class Resume(HostMessage, frozen=True):
+    """The first message of a host agent that connects again after its connection broke."""
+
+    node: int
+    session: str
+    received: int
+    """Number of bytes that have arrived at the agent."""
+
+
+class Resumed(HostMessage, frozen=True):
+    """Message to a host agent that has connected again: the number of bytes that have arrived at the coordinator."""
+
+    received: int
 
 
 class Refused(HostMessage, frozen=True):
@@ -141,7 +158,7 @@ class Over(HostMessage, frozen=True):
 
 AnyHostMessage = (
     Join | Refused | Accepted | Waiting | Start | Open | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped
-    | Over
+    | Over | Resume | Resumed
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(AnyHostMessage)
 _encoder = msgspec.msgpack.Encoder()

@@ -33,6 +33,8 @@ from flockstep.launchers.host_messages import (
     Open,
     Over,
     Refused,
+    Resume,
+    Resumed,
     ServerSpec,
     Start,
     Stopped,
@@ -45,6 +47,7 @@ from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import Address
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.links import Buffer, Frames
+from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
 PROVING = 10.0
@@ -230,6 +233,7 @@ class RemoteHosts(OtherHosts):
         heartbeat: float,
         say: Callable[[str], None] = on_stderr,
         own: Sequence[int] = (),
+        link_timeout: float = LINK_TIMEOUT,
     ):
         """Listen for the agents of the other hosts.
 
@@ -240,6 +244,7 @@ class RemoteHosts(OtherHosts):
             settings: what every host must have set alike.
             config: the run's configuration as TOML.
             own: ranks of the coordinator's host.
+            link_timeout: seconds for which the connection to a host may be away before the host is lost.
 
         Raises:
             ConfigurationError: it is not possible to listen at the meeting's address.
@@ -253,6 +258,7 @@ class RemoteHosts(OtherHosts):
         self._heartbeat = heartbeat
         self._say = say
         self._own = own
+        self._link_timeout = link_timeout
         self._turned_away = ""
         """The connection that was refused last, with the reason."""
         self._listener = meeting.listen()
@@ -332,7 +338,7 @@ class RemoteHosts(OtherHosts):
         return frames
 
     def descriptors(self) -> dict[int, bool]:
-        channels = [host.channel for host in self._hosts.values() if not host.lost]
+        channels = [host.channel for host in self._hosts.values() if not host.lost and host.channel.connected]
         channels += [channel for _, channel in self._strangers]
         return {self._listener.fileno(): False, **{one.fileno(): one.blocked for one in channels}}
 
@@ -386,7 +392,7 @@ class RemoteHosts(OtherHosts):
     def _admit(self, begun: float, channel: HostChannel) -> None:
         """Let a host in that has said which one it is."""
         try:
-            arrived = channel.receive()
+            arrived = channel.receive(1)
             channel.flush()
             message = decoded(arrived[0][0]) if arrived else None
         except ValueError:
@@ -405,6 +411,9 @@ class RemoteHosts(OtherHosts):
             self._turn_away(begun, channel)
         if message is None:
             return
+        if isinstance(message, Resume):
+            self._resume(begun, channel, message)
+            return
         reason = self._objection(message) if isinstance(message, Join) else "the first message does not name a host"
         if reason is not None or not isinstance(message, Join):
             self._turn_away(begun, channel, reason or "")
@@ -414,6 +423,24 @@ class RemoteHosts(OtherHosts):
         self._where.update(dict.fromkeys(self._ranks_of(message), host))
         host.send(Accepted(self._config))
         channel.keep_alive()
+
+    def _resume(self, begun: float, channel: HostChannel, message: Resume) -> None:
+        """Go on with the session of a host whose agent has connected again."""
+        host = self._hosts.get(message.node)
+        if host is None or host.lost or not message.session or host.join.session != message.session:
+            self._turn_away(begun, channel, f"node {message.node} is not part of this run any more")
+            return
+        try:
+            channel.send(encoded(Resumed(host.channel.received)))
+            channel.flush()
+            away = host.channel.resume(channel, message.received)
+        except (PeerLost, ProtocolError) as error:
+            self._turn_away(begun, channel)
+            self._say(f"{host.title} cannot be connected again: {error}")
+            return
+        self._strangers.remove((begun, channel))
+        why = host.channel.why or "its agent opened a new connection"
+        self._say(f"{host.title} is connected again after {away:.1f} s ({why})")
 
     def _ranks_of(self, join: Join) -> Sequence[int]:
         return join.ranks if self._placement is None else self._placement[join.node]
@@ -451,15 +478,33 @@ class RemoteHosts(OtherHosts):
 
     def _serve(self, host: Host) -> None:
         """Handle the messages of a host."""
+        channel = host.channel
+        if not channel.connected:
+            self._require_return(host)
+            return
         try:
-            for header, payloads in host.channel.receive():
+            for header, payloads in channel.receive():
                 self._handle(host, decoded(header), payloads)
-            host.channel.flush()
-        except (PeerLost, ProtocolError, ValueError) as error:
+            channel.flush()
+        except PeerLost as error:
+            channel.interrupt(str(error), True)
+        except (ProtocolError, ValueError) as error:
             self._lose(host, str(error))
         else:
-            if host.channel.silent:
-                self._lose(host, f"no answer for {self._heartbeat:g} s")
+            if channel.silent:
+                channel.interrupt(f"no answer for {self._heartbeat:g} s", False)
+
+    def _require_return(self, host: Host) -> None:
+        """Give a host up whose agent has been away too long.
+
+        If only this end of the connection was closed, a living agent hears nothing for a heartbeat, and then connects
+        again.
+        """
+        channel = host.channel
+        limit = min(2 * self._heartbeat, self._link_timeout) if channel.closed else self._link_timeout
+        if (away := time.monotonic() - channel.down) > limit:
+            which = "twice the heartbeat" if limit < self._link_timeout else "the link timeout"
+            self._lose(host, f"{channel.why}, and no new connection for {away:.1f} s ({which} is {limit:g} s)")
 
     def _lose(self, host: Host, reason: str) -> None:
         """A host is gone, and with it all its processes."""

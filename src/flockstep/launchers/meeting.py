@@ -78,7 +78,7 @@ class Meeting:
         return address
 
     def connect(self, seconds: float) -> socket.socket:
-        """Connect to the coordinator, at each of its addresses in turn.
+        """Connect to the coordinator, at each of its addresses in turn, each within that time.
 
         Raises:
             ConfigurationError: the name does not resolve, or `own` is no address of this host.
@@ -87,7 +87,7 @@ class Meeting:
         self.resolved()
         own = (self.own, 0) if self.own else None
         try:
-            return socket.create_connection((self.host, self.port), max(seconds, 5.0), own)
+            return socket.create_connection((self.host, self.port), seconds, own)
         except OSError as error:
             if own is not None and error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigurationError(

@@ -21,7 +21,7 @@ from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.checkpoints import Checkpointer, require_one_machine, require_resumable
 from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
 from flockstep.launchers.entry import start_server
-from flockstep.launchers.gathering import HEARTBEAT, Gathering, named_content, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
@@ -321,6 +321,7 @@ def supervise(
             show,
             patience=None,
             step_timeout=config.step_timeout,
+            link_timeout=link_timeout_of(config),
             seed=config.seed,
             imports=config.imports,
             bad_gradients=config.bad_gradients,

@@ -51,6 +51,7 @@ from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
 from flockstep.transports.links import Control, Frames
+from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import PROTOCOL
 
@@ -138,6 +139,7 @@ class Supervisor:
         checkpoints: Checkpointer | None = None,
         least: int | None = None,
         epoch: int = 0,
+        link_timeout: float = LINK_TIMEOUT,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -155,7 +157,7 @@ class Supervisor:
         self.children: dict[Address, Child] = {}
         self._workers = workers
         self._transport = transport
-        self._heartbeat = heartbeat
+        self._heartbeat, self._link_timeout = heartbeat, link_timeout
         self._record = record
         self._start_worker = start_worker
         self._start_server = start_server
@@ -331,6 +333,7 @@ class Supervisor:
             bad_gradients=self._bad_gradients,
             secret=self._secret.hex(),
             call=self._number,
+            link_timeout=self._link_timeout,
             checkpoint="" if (resumed := self._resumed()) is None else str(resumed.folder),
         )
 

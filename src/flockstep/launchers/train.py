@@ -25,7 +25,7 @@ from flockstep.launchers.checkpoints import (
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
-from flockstep.launchers.gathering import HEARTBEAT, Gathering, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.node_progress import NodeProgress
@@ -281,6 +281,7 @@ def _train(
         start_server,
         show,
         step_timeout=config.step_timeout,
+        link_timeout=link_timeout_of(config),
         evaluation=evaluation,
         seed=config.seed,
         imports=config.imports,

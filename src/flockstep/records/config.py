@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
 import shlex
 import tomllib
@@ -36,6 +37,7 @@ _OPTIONS = (
     "target",
     "threads",
     "heartbeat",
+    "link_timeout",
     "step_timeout",
     "checkpoint_every",
     "keep",
@@ -43,7 +45,7 @@ _OPTIONS = (
     "max_gradient_norm",
 )
 _LAUNCH_OPTIONS = (
-    *("workers", "transport", "heartbeat", "step_timeout", "checkpoint_every", "keep"),
+    *("workers", "transport", "heartbeat", "link_timeout", "step_timeout", "checkpoint_every", "keep"),
     "max_gradient_norm",
 )
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
@@ -140,6 +142,8 @@ class RunConfig:
     """Threads of the numerical libraries in each process."""
     heartbeat: float | None = None
     """Seconds without an answer after which a node counts as lost."""
+    link_timeout: float | None = None
+    """Seconds for which the connection between two hosts may be away before a node counts as lost; None: 60."""
     step_timeout: float | None = None
     """Seconds a worker may take for one step, or for joining the run, before the run ends; None: no limit."""
     checkpoint_every: str | None = None
@@ -175,6 +179,11 @@ class RunConfig:
                 f"heartbeat must be >= 1 s and <= {LONGEST_HEARTBEAT} s, got {self.heartbeat:g}; 5 is usual"
             )
 
+        if self.link_timeout is not None and not 0 <= self.link_timeout < math.inf:
+            raise ConfigurationError(
+                f"link_timeout must be >= 0 s and finite, got {self.link_timeout:g}; 60 is usual, with 0 a node is "
+                "lost as soon as its connection breaks"
+            )
         _ = self.bad_gradients  # refuses what is invalid
         if self.step_timeout is not None and not self.step_timeout > 0:
             raise ConfigurationError(

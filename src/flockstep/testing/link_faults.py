@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import select
 import socket
@@ -12,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from threading import Event, Thread
 
-FAULTS = ("cut", "close", "half_open", "delay", "corrupt", "drop", "repeat", "reorder")
+FAULTS = ("cut", "close", "half_open", "late", "delay", "outage", "corrupt", "drop", "repeat", "reorder")
 """Faults of a link: `cut` resets both connections, `close` ends them in order, `half_open` forwards nothing more on a
-connection that stays open, `delay` holds bytes back for a while; the others change the bytes, as a link does that is
-not protected by TCP.
+connection that stays open, `late` closes the sender's end at once and delivers the last bytes after the next connection
+was opened, `delay` holds bytes back for a while, during an `outage` nothing is forwarded on any connection; the others
+change the bytes, as a link does that is not protected by TCP.
 """
 READ = 1 << 16
 """Largest number of bytes that are forwarded at a time."""
@@ -28,7 +30,8 @@ POLL = 0.02
 class FaultProxy:
     """Forwards the connections to one TCP address, with faults at random places of the streams.
 
-    The places are the same for the same seed and the same sizes of reads. `fired` counts the faults that were injected.
+    Every kind of fault has its turn before one is repeated. The places are the same for the same seed and the same
+    sizes of reads. `fired` counts the faults that were injected, each into bytes that were on their way.
     """
 
     def __init__(
@@ -39,20 +42,26 @@ class FaultProxy:
         every: int,
         most: int = 10,
         fire: Callable[[str], None] = lambda fault: None,
+        outage: float = 2.0,
     ):
         """Listen on a free port of the loopback address.
 
         Args:
             target: host and port to which connections are forwarded.
-            faults: names from `FAULTS`, one of which is drawn each time.
+            faults: names from `FAULTS`.
             seed: seed of the places and kinds of faults.
             every: mean number of forwarded bytes between two faults.
             most: largest number of faults.
             fire: receives the name of each injected fault.
+            outage: seconds of an outage.
         """
         self.fired: Counter[str] = Counter()
-        self._target, self._faults, self._every, self._most, self._fire = target, faults, every, most, fire
+        self._target, self._every, self._most, self._fire = target, every, most, fire
         self._random = random.Random(seed)  # noqa: S311 - places of faults, no secrets
+        self._order = self._random.sample(faults, len(faults))
+        self._outage = outage
+        self._opened = 0
+        """Number of connections that were forwarded."""
         self._left = self._drawn()
         self._over, self.down = Event(), Event()
         """`down`: while set, no connection is forwarded, and no bytes."""
@@ -84,10 +93,10 @@ class FaultProxy:
     def _carry(self, near: socket.socket) -> None:
         """Forward one connection until it ends."""
         with near, socket.socket() as far:
-            while self.down.is_set() and not self._over.is_set():
-                time.sleep(POLL)
+            self._wait(lambda: not self.down.is_set())
             with contextlib.suppress(OSError):
                 far.connect(self._target)
+                self._opened += 1
                 for one in (near, far):
                     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while not self._over.is_set() and self._pass_on(near, far):
@@ -111,23 +120,22 @@ class FaultProxy:
             to.sendall(data)
             return True
         self._left = self._drawn()
-        fault = self._random.choice(self._faults)
+        fault = self._order[self.fired.total() % len(self._order)]
         self.fired[fault] += 1
         self._fire(fault)
         at = self._random.randrange(len(data))
-        if fault in ("cut", "close", "half_open"):
-            to.sendall(data[:at])
-            if fault == "half_open":
-                while not self._over.is_set() and _is_open(source) and _is_open(to):
-                    time.sleep(POLL)
-            elif fault == "cut":
-                for one in (source, to):
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if fault in ("cut", "close", "half_open", "late"):
+            self._end(fault, data, at, source, to)
             return False
+        if fault == "outage":
+            self.down.set()
+            self._wait(lambda: False, self._outage)
+            self.down.clear()
         if fault == "delay":
             time.sleep(DELAY)
         changed = {
             "delay": data,
+            "outage": data,
             "corrupt": data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :],
             "drop": data[:at],
             "repeat": data[:at] + data,
@@ -135,6 +143,26 @@ class FaultProxy:
         }
         to.sendall(changed[fault])
         return True
+
+    def _end(self, fault: str, data: bytes, at: int, source: socket.socket, to: socket.socket) -> None:
+        """Forward the first `at` bytes, and end the connection."""
+        to.sendall(data[:at])
+        if fault == "half_open":
+            self._wait(lambda: not (_is_open(source) and _is_open(to)))
+        elif fault == "late":
+            opened = self._opened
+            source.close()
+            self._wait(lambda: self._opened > opened)
+            to.sendall(data[at:])
+        elif fault == "cut":
+            for one in (source, to):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def _wait(self, condition: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Wait until the condition holds, at most that time, or until the proxy is closed."""
+        until = time.monotonic() + seconds
+        while not (self._over.is_set() or condition() or time.monotonic() > until):
+            time.sleep(POLL)
 
 
 def _is_open(sock: socket.socket) -> bool:

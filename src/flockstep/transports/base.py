@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from flockstep.expression import Component
 from flockstep.transports.bus import Bus
+from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import SenderIdentity
 
@@ -43,14 +44,22 @@ class Transport(Component):
         """
         return
 
-    def bus(self, me: SenderIdentity, directory: Path, name: str, heartbeat: float = 5.0) -> Bus:
+    def bus(
+        self,
+        me: SenderIdentity,
+        directory: Path,
+        name: str,
+        heartbeat: float = 5.0,
+        link_timeout: float = LINK_TIMEOUT,
+    ) -> Bus:
         """Create a bus for the node `me`, called `name`; `directory` is private to the run.
 
-        The failure of a peer's host is detected within `heartbeat` seconds, at least 2.
+        A connection to another host that is silent for `heartbeat` seconds is opened again. The peer is unreachable
+        once the connection has been away for `link_timeout` seconds.
         """
         from flockstep.transports.streams import StreamBus
 
-        return StreamBus(me, self.listen(directory, name), self.zero_copy, self.encrypts, heartbeat)
+        return StreamBus(me, self.listen(directory, name), self.zero_copy, self.encrypts, heartbeat, link_timeout)
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:

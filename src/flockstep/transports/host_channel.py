@@ -1,13 +1,17 @@
 """A channel between the coordinator of a run and the agent of a host: messages over one authenticated connection.
 
-A message is a header of at most `MAX_HEADER` bytes and up to two payloads, each preceded by its length. Both ends send
-an empty message, a beat, after a time without another, so that each notices when the other stops. A thread sends the
-beats, because the process may be busy starting others or writing files.
+A message is a header of at most `MAX_HEADER` bytes and up to two payloads, each preceded by its length, and the number
+of bytes that have arrived from the other end. Both ends send an empty message, a beat, after a time without another, so
+that each notices when the other stops. A thread sends the beats, because the process may be busy starting others or
+writing files.
+
+A channel is a session: it goes on over another connection if its connection breaks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import struct
 import threading
@@ -17,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 from flockstep.errors import PeerLost, ProtocolError
 from flockstep.transports.sealed import SealedSocket
+from flockstep.transports.session import ACKNOWLEDGED, Session
 
 MAX_HEADER = 1 << 20
 """Largest size of a header in bytes."""
@@ -26,7 +31,7 @@ READ = 1 << 22
 """Number of bytes after which `receive` returns even if more bytes have arrived, so that one host cannot monopolize the
 coordinator.
 """
-_PREFIX = struct.Struct("<IQQ")
+_PREFIX = struct.Struct("<IQQQ")
 _ABSENT = (1 << 64) - 1
 
 
@@ -54,6 +59,11 @@ class HostChannel:
         self.own: str = sock.getsockname()[0]
         """Address of this end."""
         self._socket = SealedSocket(sock, secret, connects, encrypts=True)
+        self._session = Session("")
+        self.down = math.inf
+        """Time at which the connection broke; infinite while there is a connection."""
+        self.why, self.closed = "", False
+        """Reason for which the connection broke, and whether the other end closed it."""
         self._heartbeat = heartbeat
         self._now = now
         self._out: deque[memoryview] = deque()
@@ -85,25 +95,61 @@ class HostChannel:
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait to be encrypted and sent."""
+        """Bytes that wait to be encrypted and sent, or that the other end has not acknowledged."""
         with self._lock:
-            return sum(part.nbytes for part in self._out)
+            return sum(part.nbytes for part in self._out) + self._session.unacknowledged
+
+    @property
+    def connected(self) -> bool:
+        """Whether the channel has a connection."""
+        return self.down == math.inf
 
     @property
     def blocked(self) -> bool:
         """Whether bytes wait until the socket accepts more."""
-        return self._socket.blocked or bool(self._out and self.established)
+        return self.connected and (self._socket.blocked or bool(self._out and self.established))
 
     @property
     def silent(self) -> bool:
         """Whether the other end has sent nothing for as long as the heartbeat."""
-        return self._now() - self._heard > self._heartbeat
+        return self.connected and self._now() - self._heard > self._heartbeat
+
+    @property
+    def received(self) -> int:
+        """Number of bytes that have arrived."""
+        return self._session.received
+
+    def interrupt(self, why: str, closed: bool) -> None:
+        """The connection broke: messages are queued until `resume`. `closed`: whether the other end closed it."""
+        with self._lock:
+            self._socket.close()
+            self.down, self.why, self.closed = self._now(), why, closed
+
+    def resume(self, fresh: HostChannel, received: int) -> float:
+        """Go on over the connection of a fresh channel, at whose other end `received` bytes have arrived.
+
+        Returns:
+            The seconds without a connection.
+
+        Raises:
+            ProtocolError: the number of bytes is impossible.
+        """
+        with self._lock:
+            again = self._session.rewind(received)
+            self._out.extendleft(reversed(again))
+            self._socket.close()
+            self._socket, self.peer, self.own = fresh._socket, fresh.peer, fresh.own
+            away = self._now() - min(self.down, self._now())
+            self._sent = self._heard = self._now()
+            self.down = math.inf
+            return away
 
     def send(self, header: bytes, payloads: Sequence[bytes | bytearray | memoryview] = ()) -> None:
         """Queue a message; the payloads, at most two, must not change afterwards."""
         lengths = [memoryview(one).nbytes for one in payloads] + [_ABSENT] * (2 - len(payloads))
         with self._lock:
-            self._out.append(memoryview(_PREFIX.pack(len(header), *lengths) + header))
+            self._session.told = self._session.received
+            self._out.append(memoryview(_PREFIX.pack(len(header), *lengths, self._session.received) + header))
             self._out.extend(memoryview(one).cast("B") for one in payloads if memoryview(one).nbytes)
             self._sent = self._now()
 
@@ -115,14 +161,13 @@ class HostChannel:
         threading.Thread(target=self._beat, name="flockstep-beats", daemon=True).start()
 
     def _beat(self) -> None:
-        with contextlib.suppress(PeerLost):  # seen by who receives
-            while not self._closed.wait(self._heartbeat / 8):
-                with self._lock:
-                    if self._closed.is_set():
-                        return
-                    if not self._out and self._now() - self._sent > self._heartbeat / 4:
-                        self.send(b"")
-                    self.flush()
+        while not self._closed.wait(self._heartbeat / 8):
+            with self._lock, contextlib.suppress(PeerLost):  # seen by who receives
+                if self._closed.is_set():
+                    return
+                if self.connected and not self._out and self._now() - self._sent > self._heartbeat / 4:
+                    self.send(b"")
+                self.flush()
 
     def flush(self) -> None:
         """Send the queued bytes, as far as the socket accepts them.
@@ -131,19 +176,22 @@ class HostChannel:
             PeerLost: the connection is closed.
         """
         with self._lock:
+            if not self.connected:
+                return
             try:
                 self._socket.flush()
                 with contextlib.suppress(BlockingIOError):
                     while self._out:
                         taken = self._socket.sendmsg([self._out[0]])
+                        self._session.keep(self._out[0][:taken])
                         self._out[0] = self._out[0][taken:]
                         if not self._out[0].nbytes:
                             self._out.popleft()
             except OSError as error:
                 raise PeerLost(str(error)) from None
 
-    def receive(self) -> list[tuple[bytes, list[memoryview]]]:
-        """Return the messages that have arrived, each a header and its payloads; beats are left out.
+    def receive(self, most: float = math.inf) -> list[tuple[bytes, list[memoryview]]]:
+        """Return the messages that have arrived, at most `most`, each a header and its payloads; beats are left out.
 
         Raises:
             PeerLost: the connection is closed, or the other end does not know the secret.
@@ -152,7 +200,7 @@ class HostChannel:
         found: list[tuple[bytes, list[memoryview]]] = []
         read = 0
         try:
-            while read < READ:
+            while self.connected and read < READ and len(found) < most:
                 count = self._socket.recv_into(self._rooms[0][self._at :])
                 if not count and not found:
                     raise PeerLost("the other host closed the connection")
@@ -160,6 +208,7 @@ class HostChannel:
                     break
                 self._heard = self._now()
                 read += count
+                self._session.received += count
                 self._at += count
                 if self._at == self._rooms[0].nbytes:
                     self._advance(found)
@@ -168,13 +217,17 @@ class HostChannel:
         except OSError as error:
             if not found:
                 raise PeerLost(str(error)) from None
+        if self._session.received - self._session.told >= ACKNOWLEDGED:
+            self.send(b"")
         return found
 
     def _advance(self, found: list[tuple[bytes, list[memoryview]]]) -> None:
         """The first room is full: go on to the next, or complete the message."""
         room, self._at = self._rooms.pop(0), 0
         if room.obj is self._prefix:
-            header, *lengths = _PREFIX.unpack(self._prefix)
+            header, *lengths, arrived = _PREFIX.unpack(self._prefix)
+            with self._lock:
+                self._session.acknowledge(arrived)
             payloads = [length for length in lengths if length != _ABSENT]
             if header > MAX_HEADER or any(length > self._most for length in payloads):
                 raise ProtocolError(

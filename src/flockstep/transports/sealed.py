@@ -206,8 +206,8 @@ class _Opener:
             if size <= room.nbytes:
                 self._decrypt(room[:size])
                 return size
-            self._left = self._spare[:size]
-            self._decrypt(self._left)
+            self._decrypt(self._spare[:size])
+            self._left = self._spare[:size]  # of a record that was changed, nothing is ever returned
         count = min(room.nbytes, self._left.nbytes)
         room[:count], self._left = self._left[:count], self._left[count:]
         return count

@@ -14,6 +14,8 @@ from flockstep.errors import ProtocolError
 
 ACKNOWLEDGED = 1 << 18
 """Number of received bytes after which the other end is told how many bytes have arrived."""
+LINK_TIMEOUT = 60.0
+"""Default link timeout: seconds for which the connection between two hosts may be away before the other end is lost."""
 
 
 def new_key() -> str:

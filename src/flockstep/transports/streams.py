@@ -41,7 +41,7 @@ from flockstep.transports.addresses import connecting, host_of, is_loopback, lis
 from flockstep.transports.bus import Backlog, Bus, Traffic
 from flockstep.transports.copies import BufferPool
 from flockstep.transports.sealed import LinkForged, SealedSocket
-from flockstep.transports.session import ACKNOWLEDGED, Session, new_key, replace_end
+from flockstep.transports.session import ACKNOWLEDGED, LINK_TIMEOUT, Session, new_key, replace_end
 from flockstep.transports.shared_heap import NODES, SMALLEST, PeerMemory, SharedHeap, heap_room_for
 from flockstep.transports.wire import (
     GREETING,
@@ -93,8 +93,6 @@ TICK = 0.01
 """Seconds between two polls of the sockets while the program computes."""
 CHECKS = 4
 """Number of checks per heartbeat for silent connections; an end that has nothing to send acknowledges at each check."""
-LINK_TIMEOUT = 60.0
-"""Default link timeout: seconds for which the connection to a peer may be away before the peer is unreachable."""
 LONGEST_WAIT = 1.0
 """Longest time in seconds between two attempts to connect again to a peer whose connection broke."""
 _PREFIX = struct.Struct("<IQQ")
