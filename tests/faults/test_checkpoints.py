@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 import sys
@@ -23,7 +22,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
-from support.disks import small_disk
+from support.disks import fill, small_disk
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, wait_until
@@ -190,13 +189,6 @@ def test_every_strategy_resumes_from_a_checkpoint_or_refuses_to_write_one(name: 
         assert record.read_result()[0].tobytes() == whole.tobytes()
     elif traits.fixed_steps:
         assert record.read_summary().steps == 4 * 80
-
-
-def fill(file: Path) -> None:
-    """Take all the room on a disk."""
-    with contextlib.suppress(OSError), file.open("wb", buffering=0) as taken:
-        while True:
-            taken.write(b"0" * 512)
 
 
 def made(folder: Path, strategy: str = "all_reduce") -> Path:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +19,19 @@ from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.records import checkpoints as disk
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
+from support.disks import fill, small_disk
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun, wait_until
 from support.torch_scripts import write_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")
 
+RESUME = Path(__file__).parents[2] / "docs/how-to/resume.md"
+Uninterrupted = Callable[..., list[Any]]
 EPOCHS = 12
 STEPS = 10 * EPOCHS
 KILLS = [
+    ("all_reduce", "worker-1", "gradient.computed", 70),
     ("all_reduce", "worker-1", "state.before_copy", 2),
     ("all_reduce", "worker-0", "shard.written", 2),
     ("all_reduce", "worker-1", "shard.renamed", 2),
@@ -32,32 +40,44 @@ KILLS = [
     ("all_reduce", "launcher", "manifest.begun", 2),
     ("all_reduce", "launcher", "manifest.renamed", 2),
     ("all_reduce", "launcher", "checkpoint.complete", 2),
+    ("all_reduce", "worker-0", "gradient.computed", STEPS),
+    ("all_reduce", "launcher", "run.ended", 1),
+    ("ps(bsp)", "worker-0", "gradient.computed", 70),
     ("ps(bsp)", "server-0", "shard.written", 2),
     ("ps(bsp, shards=2)", "worker-1", "shard.written", 2),
+    ("local_sgd(8)", "worker-0", "gradient.computed", 70),
     ("local_sgd(8)", "worker-1", "shard.written", 2),
     ("local_sgd(8)", "launcher", "states.copied", 3),
     ("dpsgd(ring)", "launcher", "checkpoint.complete", 2),
     ("easgd_sync(period=4)", "launcher", "manifest.begun", 2),
+    ("easgd_sync(period=4)", "launcher", "run.ended", 1),
 ]
+"""Strategy, process, point of the code, and the number of times that the process reaches the point until it ends."""
 
 
-def begin(folder: Path, strategy: str, *more: str) -> RealRun:
-    words = ["launch", "-n", "2", "--checkpoint-every", "20", *more, write_script(folder)]
-    return RealRun([*words, strategy, str(EPOCHS)], folder / "run", torch=True)
+def begin(folder: Path, strategy: str, *more: str, epochs: int = EPOCHS, record: Path | None = None) -> RealRun:
+    words = ["launch", "-n", "2", *more, write_script(folder), strategy, str(epochs)]
+    return RealRun(words, record or folder / "run", torch=True)
 
 
-def resumed(folder: Path) -> Ended:
+def resumed(folder: Path, record: Path | None = None) -> Ended:
     (folder / "go").touch()
-    return RealRun(["resume"], folder / "run", torch=True).end()
+    return RealRun(["resume"], record or folder / "run", torch=True).end()
 
 
-def uninterrupted(folder: Path, strategy: str) -> list[Any]:
-    whole = folder / "whole"
-    whole.mkdir()
-    (whole / "go").touch()
-    ended = begin(whole, strategy).end()
-    assert ended.code == 0, ended.err
-    return outcome(whole)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """The outcome of a run that was not stopped, by strategy and number of epochs."""
+
+    @cache
+    def run(strategy: str, epochs: int = EPOCHS) -> list[Any]:
+        whole = tmp_path_factory.mktemp("whole")
+        (whole / "go").touch()
+        ended = begin(whole, strategy, epochs=epochs).end()
+        assert ended.code == 0, ended.err
+        return outcome(whole)
+
+    return run
 
 
 def outcome(folder: Path) -> list[Any]:
@@ -69,13 +89,43 @@ def same(ours: list[Any], theirs: list[Any]) -> bool:
     return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(ours, theirs, strict=True))
 
 
+def check_record(record: Path, steps: int) -> None:
+    """Every step of every worker is in the record once, in order."""
+    for rank in range(2):
+        events = RunFolder(record).read_events()
+        found = [event.step for event in events if isinstance(event, StepEvent) and event.rank == rank]
+        assert found == list(range(1, steps + 1))
+
+
+@pytest.mark.full
+def test_a_script_that_sigterm_stops_and_that_is_resumed_ends_with_the_bits_of_one_that_was_not_stopped(
+    tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    """No checkpoint is due before the signal."""
+    run = begin(tmp_path, "all_reduce")
+    run.wait_for_work(20)
+    run.fault(signal.SIGTERM, "main")
+    ended = run.end()
+    assert ended.code == 130
+    least = min(disk.newest(tmp_path / "run").manifest.steps.values())
+    assert f"; flockstep resume {(tmp_path / 'run').resolve()} continues from step {least}\n" in ended.err
+    again = resumed(tmp_path)
+    assert again.code == 0, again.err
+    assert again.summary is not None
+    assert again.summary["notes"][0].startswith(f"resumed from step {least}; ")
+    assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(2)] == [str(STEPS - least)] * 2
+    assert same(outcome(tmp_path), uninterrupted("all_reduce"))
+    check_record(tmp_path / "run", STEPS)
+
+
 @pytest.mark.parametrize(
     ("strategy", "who", "point", "number"), few(KILLS, ("all_reduce", "launcher", "manifest.begun", 2))
 )
 def test_a_script_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_was_not(
-    strategy: str, who: str, point: str, number: int, tmp_path: Path
+    strategy: str, who: str, point: str, number: int, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
-    run = begin(tmp_path, strategy, "--import", write_failpoint(tmp_path, Failpoint(who, point, number)))
+    kill = write_failpoint(tmp_path, Failpoint(who, point, number))
+    run = begin(tmp_path, strategy, "--checkpoint-every", "20", "--import", kill)
     assert run.end().code != 0
     assert signalled(tmp_path) is not None
     least = min(disk.newest(tmp_path / "run").manifest.steps.values())
@@ -84,18 +134,17 @@ def test_a_script_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_w
     assert again.summary is not None
     assert again.summary["notes"][0].startswith(f"resumed from step {least}; ")
     assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(2)] == [str(STEPS - least)] * 2
-    assert same(outcome(tmp_path), uninterrupted(tmp_path, strategy))
-    for rank in range(2):
-        events = RunFolder(tmp_path / "run").read_events()
-        steps = [event.step for event in events if isinstance(event, StepEvent) and event.rank == rank]
-        assert steps == list(range(1, STEPS + 1)), "every step is in the record once"
+    assert same(outcome(tmp_path), uninterrupted(strategy))
+    check_record(tmp_path / "run", STEPS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("strategy", "who"), [("all_reduce", "worker-1"), ("gossip(0.5)", "main"), ("asgd", "main")])
-def test_a_script_is_killed_between_two_checkpoints(strategy: str, who: str, tmp_path: Path) -> None:
+def test_a_script_is_killed_between_two_checkpoints(
+    strategy: str, who: str, tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
     """SIGKILL, not at a point of the code; asynchronous strategies lose no step of the checkpoint."""
-    run = begin(tmp_path, strategy)
+    run = begin(tmp_path, strategy, "--checkpoint-every", "20")
     wait_until(lambda: (tmp_path / "run/checkpoints/000003/manifest.json").exists(), PATIENCE, "three checkpoints")
     run.wait_for_work(70)
     run.fault(signal.SIGKILL, who)
@@ -107,4 +156,66 @@ def test_a_script_is_killed_between_two_checkpoints(strategy: str, who: str, tmp
         assert (tmp_path / f"steps-{rank}").read_text() == str(STEPS - steps[rank])
     assert RunFolder(tmp_path / "run").read_summary().steps == 2 * STEPS
     if strategy == "all_reduce":
-        assert same(outcome(tmp_path), uninterrupted(tmp_path, strategy))
+        assert same(outcome(tmp_path), uninterrupted(strategy))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+def test_after_a_full_disk_a_script_goes_on_from_the_previous_checkpoint(
+    kind: signal.Signals, tmp_path: Path, uninterrupted: Uninterrupted
+) -> None:
+    """The script trains on while the disk is full, and is then stopped."""
+    epochs = 30
+    with small_disk(tmp_path / "small", "2m") as place:
+        record, text = place / "run", "the previous checkpoint is kept: No space left on device"
+        run = begin(tmp_path, "all_reduce", "--checkpoint-every", "20", epochs=epochs, record=record)
+        wait_until(lambda: (record / "checkpoints/000001/manifest.json").exists(), PATIENCE, "a checkpoint")
+        fill(place / "filler")
+        wait_until(lambda: text in run.err or not run.going(), PATIENCE, "the full disk is told")
+        written, nodes = (tmp_path / "count-0").read_text(), run.working()
+        wait_until(lambda: (tmp_path / "count-0").read_text() != written or not run.going(), PATIENCE, "a step")
+        run.nodes = nodes
+        run.fault(kind, "main")
+        ended, least = run.end(), min(disk.newest(record).manifest.steps.values())
+        if kind == signal.SIGTERM:
+            assert ended.code == 130
+            assert "no checkpoint was taken at the end, because No space left on device; flockstep resume" in ended.err
+            assert f"continues from step {least}, the step of the previous checkpoint" in ended.err
+        (place / "filler").unlink()
+        again = resumed(tmp_path, record)
+        assert again.code == 0, again.err
+        assert same(outcome(tmp_path), uninterrupted("all_reduce", epochs))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ps(bsp)", "all_reduce"])
+def test_the_documented_script_saves_and_loads_model_optimizer_and_scheduler(strategy: str, tmp_path: Path) -> None:
+    """On two ranks: 24 steps, then the rest from the file of step 20, end as 40 steps without a stop."""
+    found = re.search(
+        r"^```python title=\"save_and_load.py\"\n(.*?)^```$", RESUME.read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert found is not None
+    program = found[1].replace("ps(bsp)", strategy) + 'torch.save(state_of(), f"end-{flockstep.rank()}.pt")\n'
+    program = program.replace("start = load()", f"{STATE_OF}\nstart = load()")
+    ends = []
+    for name, parts in [("whole", ["40"]), ("parts", ["24", "40"])]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "save_and_load.py").write_text(f"import os\nos.chdir({str(folder)!r})\n{program}")
+        for part in parts:
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            words = ["launch", "-n", "2", str(folder / "save_and_load.py"), part]
+            ended = RealRun(words, folder / "run", torch=True).end()
+            assert ended.code == 0, ended.err
+        ends.append([torch.load(folder / f"end-{rank}.pt") for rank in range(2)])
+        assert torch.load(folder / "state.pt")["step"] == 40
+    whole, parts = ends
+    assert same(whole, parts)
+    assert not torch.equal(whole[0][0], torch.zeros(1))
+
+
+STATE_OF = """
+def state_of():
+    rates = [torch.tensor([group["lr"] for group in optimizer.param_groups]), torch.tensor(scheduler.last_epoch)]
+    return [*(value.clone() for value in model.state_dict().values()), *rates]
+"""

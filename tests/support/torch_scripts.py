@@ -38,19 +38,20 @@ for epoch in range(saved["epoch"], EPOCHS):
             continue
         flockstep.checkpoint({"epoch": epoch, "batch": batch, "scheduler": scheduler.state_dict()})
         if not (HERE / "go").exists():
-            time.sleep(0.01)
+            time.sleep(0.03)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x + random.random() + np.random.random()), y)
         loss.backward()
         optimizer.step()
         scheduler.step()
         steps += 1
+        (HERE / f"count-{rank}").write_text(str(steps))
 optimizer.finish()
 momenta = [state["momentum_buffer"] for state in inner.state.values() if state]
 torch.save([*model.state_dict().values(), *momenta], HERE / f"end-{rank}")
 (HERE / f"steps-{rank}").write_text(str(steps))
 """
-"""Arguments: strategy, and epochs of 10 steps; a step takes at least 10 ms until the file `go` is there."""
+"""Arguments: strategy, and epochs of 10 steps; a step takes at least 30 ms until the file `go` is there."""
 
 
 def write_script(folder: Path) -> str:

@@ -52,6 +52,7 @@ from flockstep.nodes import BadGradients, BadGradientSettings, Cluster, Server, 
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
 from flockstep.records.events import DivergedEvent
+from flockstep.records.failpoints import reach
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import require_skippable
 
@@ -212,6 +213,7 @@ class Loop:
         try:
             if self._member is not None:
                 self._show_gradient()
+            reach("gradient.computed")
             self._runner.advance(self.gradients)
             if self._member is not None:
                 require_side_by_side()

@@ -126,7 +126,7 @@ def resume_script(
         RunError: the run failed; the record is complete up to the failure.
     """
     record = RunFolder(folder)
-    config = dataclasses.replace(record.read_config(), strategy=AS_THE_SCRIPT_SAYS)
+    config = _unnamed(record.read_config())
     if (was := config.versions.get(JOB_FILE)) is None:
         raise ConfigurationError(
             f"{folder} holds a run that flockstep launch did not start from a script, so it cannot be resumed; repeat "
@@ -166,7 +166,12 @@ def _checkpointer(
     if any(map(hosts.has, range(config.workers))):
         return None
     path, keep = record.path.resolve(), config.keep or KEEP
-    return Checkpointer(path, config.checkpoint_interval, keep, resumed, config=config.digest, scripts=True)
+    return Checkpointer(path, config.checkpoint_interval, keep, resumed, config=_unnamed(config).digest, scripts=True)
+
+
+def _unnamed(config: RunConfig) -> RunConfig:
+    """The configuration before the script has named its strategy."""
+    return dataclasses.replace(config, strategy=AS_THE_SCRIPT_SAYS)
 
 
 def launch_for(

@@ -45,6 +45,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.events import Event, HostsEvent, LostEvent, NodeEvent, StepEvent
+from flockstep.records.failpoints import reach
 from flockstep.records.flight import FlightEvent, FlightRecorder, append, decoded
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
@@ -207,6 +208,7 @@ class Supervisor:
             self._watch(result)
             if self.outcome.departure is not None:
                 return self.outcome
+            reach("run.ended")
         except FlockstepError as error:
             self.outcome.error = error
         except KeyboardInterrupt as stop:
