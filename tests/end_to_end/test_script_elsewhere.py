@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from flockstep.drivers.loop import FIRST
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks import torch_flat
+from flockstep.records.events import ScalarEvent, StepEvent
+from flockstep.records.folder import RunFolder
 from support.elsewhere import Elsewhere
 from support.matrix import few
 from support.processes import MEMORY, RealRun
@@ -39,6 +42,22 @@ for place in ("here", "elsewhere"):
     assert (type(optimizer.flat.params) is Elsewhere) == (place == "elsewhere")
     torch.save(values(model), f"{folder}/{{place}}-{{optimizer.loop.rank}}")
     torch_flat.native = lambda flat: flat.as_subclass(Elsewhere)
+"""
+
+
+COUNTED = """
+import sys, torch
+sys.path.insert(0, {support!r})
+from support.elsewhere import Elsewhere
+from support.torch_loops import start, step
+from flockstep.drivers import snapshot_sender
+from flockstep.frameworks import torch_flat
+snapshot_sender.NEWEST_FIRST = 1e9  # snapshots of the newest model are copies, too
+torch_flat.native = lambda flat: flat.as_subclass(Elsewhere)
+model, optimizer = start({strategy!r}, torch.nn.Sequential(torch.nn.Linear(4, 500), torch.nn.Linear(500, 2)), lr=0.001)
+for number in range(13):
+    step(model, optimizer, 100 * number + optimizer.loop.rank)
+optimizer.finish()
 """
 
 
@@ -77,6 +96,32 @@ def test_among_others(strategy: str, tmp_path: Path) -> None:
     ]
     for one, other in zip(*models, strict=True):  # products of matrices round by where in memory these lie
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "local"),
+    few([("local_sgd(period=3)", True), ("all_reduce", False)], ("local_sgd(period=3)", True)),
+)
+def test_the_record_counts_what_leaves_the_device_and_a_local_step_moves_nothing(
+    strategy: str, local: bool, tmp_path: Path
+) -> None:
+    """The first steps report a digest of their gradients, which is computed on the host."""
+    script = tmp_path / "script.py"
+    script.write_text(COUNTED.format(support=str(SUPPORT), strategy=strategy))
+    ended = RealRun(["launch", "-n", "2", *MEMORY, str(script)], tmp_path / "run", torch=True).end()
+    assert ended.code == 0, ended.err
+    totals, moved = {0: 0.0, 1: 0.0}, dict[tuple[int, int], float]()
+    now = dict(totals)
+    for event in RunFolder(tmp_path / "run").read_events():
+        if isinstance(event, ScalarEvent) and event.name == "device_bytes":
+            now[event.node] = event.value
+        elif isinstance(event, StepEvent):
+            moved[event.rank, event.step], totals[event.rank] = now[event.rank] - totals[event.rank], now[event.rank]
+    model = 4 * (4 * 500 + 500 + 500 * 2 + 2)
+    for rank in range(2):
+        for number in range(FIRST + 1, 13):
+            exchanged = not local or number % 3 == 1  # after the step before, whose event was written first
+            assert moved[rank, number] >= 2 * model if exchanged else moved[rank, number] == 0, (rank, number, moved)
 
 
 def test_changes_of_the_script_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_the_host_waits_for_a_device_once_before_a_step_and_once_after_it(dtype,
     guard.check()
     guard.note()
     assert guard.not_finite() is None
-    assert Counted.asked == ["tolist", "tolist"]
+    assert Counted.asked == ["equal", "__bool__"]  # for a truth value each
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "easgd(2)", "asgd", "bucketed"])

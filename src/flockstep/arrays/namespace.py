@@ -14,6 +14,16 @@ from flockstep.arrays.kernels import name_of, numpy_dtype
 from flockstep.arrays.schema import FlatArray
 
 
+class DeviceCopies:
+    """Counter of the bytes of arrays that this process has copied between the host's memory and a device."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
+DEVICE_COPIES = DeviceCopies()
+
+
 def namespace(array: Any) -> Any:
     """Return the module with the functions for `array`: numpy or torch; functions of the same name do the same
     in both.
@@ -47,7 +57,9 @@ def to_host(array: Any) -> npt.NDArray[Any]:
     """Return `array` as a numpy array; a copy if it is on another device."""
     if isinstance(array, np.ndarray):
         return array
-    array = array.detach().cpu()
+    given, array = array, array.detach().cpu()
+    if array.data_ptr() != given.data_ptr():
+        DEVICE_COPIES.nbytes += array.nbytes
     if name_of(array) == "bfloat16":
         bits: npt.NDArray[Any] = array.view(sys.modules["torch"].int16).numpy()
         return bits.view(numpy_dtype("bfloat16"))
@@ -59,7 +71,11 @@ def to_device_of(values: Any, array: Any) -> FlatArray:
     """Return `values` in the library, and on the device, of `array`; a tensor is returned unchanged."""
     if isinstance(array, np.ndarray):
         return values if isinstance(values, np.ndarray) else to_host(values)
-    return values if is_tensor(values) else to_tensor(values, array.device)
+    if is_tensor(values):
+        there: FlatArray = values
+        return there
+    DEVICE_COPIES.nbytes += values.nbytes  # a flat array in the host's memory is numpy's
+    return to_tensor(values, array.device)
 
 
 def to_tensor(values: npt.NDArray[Any], device: Any = "cpu") -> FlatArray:

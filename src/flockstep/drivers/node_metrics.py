@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.arrays.namespace import to_host
+from flockstep.arrays.namespace import DEVICE_COPIES, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address
 from flockstep.records.events import Event, NodeEvent, RefusedEvent, ScalarEvent, SpanEvent, StepEvent, UpdateEvent
@@ -28,7 +28,9 @@ class NodeMetrics:
     """Metrics of one node: running totals, and the totals at the last step. Times are in seconds."""
 
     def __init__(self, address: Address, emit: Emit | None, traffic: Traffic | None = None):
-        """`traffic`: the bus's own counters; without `emit`, no events are recorded."""
+        """`traffic`: the bus's own counters, if the node has a process of its own; without `emit`, no events are
+        recorded.
+        """
         self.address = address
         self.emit = emit
         self.traffic = traffic or Traffic()
@@ -39,6 +41,8 @@ class NodeMetrics:
         self.estimated_bytes = 0
         """Part of `traffic.sent_bytes` that is computed by a formula, because another library moved the bytes."""
         self._spans = 0 if emit is not None and address < SPAN_NODES else SPANS
+        self._copies = None if traffic is None else DEVICE_COPIES.nbytes
+        """Bytes copied between device and host until the last step, by the process of this node; None: not counted."""
         self._at_last_step = self._totals()
 
     def spent(self, kind: str, start: float, end: float) -> None:
@@ -66,6 +70,9 @@ class NodeMetrics:
         self.steps += 1
         if self.emit is None:
             return
+        if self._copies is not None and self._copies != DEVICE_COPIES.nbytes:
+            self._copies = DEVICE_COPIES.nbytes
+            self.scalar(t, "device_bytes", self._copies)
         compute, wait, comm, sent, received, out, into = self._at_last_step
         self._at_last_step = a, b, c, d, e, f, g = self._totals()
         self.emit(

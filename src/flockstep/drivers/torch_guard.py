@@ -35,11 +35,12 @@ class Guard:
         self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
         self._trained = {id(parameter) for parameter in flat.parameters}
         self._versions: list[int] = []
-        self._sums: list[int] = []
+        self._sums: Any = []
+        """Digest of each block: numbers, or a tensor on the parameters' device."""
         self._turn = 0
         self.unsent = False
         """Whether the script has loaded an optimizer state that servers or other ranks may lack."""
-        self._finite = True
+        self._finite: Any = True
         self.note()
 
     def check(self) -> None:
@@ -92,8 +93,8 @@ class Guard:
         self._versions = [parameter._version for parameter in self._flat.parameters]
         self._sums, self._finite = self._digests()
 
-    def _digests(self) -> tuple[list[int], bool]:
-        """Digests of all blocks, and whether all parameters are finite."""
+    def _digests(self) -> tuple[Any, Any]:
+        """Digests of all blocks, and whether all parameters are finite; tensors for parameters on a device."""
         params: Any = self._flat.params
         if isinstance(params, np.ndarray) and params.itemsize % 4 == 0 and not self._flat.narrow:
             from flockstep.arrays.kernels.numpy_digest import digests
@@ -102,8 +103,7 @@ class Guard:
             return sums, known if params.dtype == np.float32 else bool(_finite(params))
         blocks = map(self._block, range(-(-len(params) // BLOCK)))
         found, finite = map(list, zip(*map(_digest, blocks), strict=True))
-        numbers = _numbers([*found, *finite])
-        return numbers[: len(found)], all(numbers[len(found) :])
+        return _together(found), _together(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
 
     def not_finite(self) -> str | None:
         """Name of the first parameter with a value that was not finite at the last `note`; None if all were finite."""
@@ -118,10 +118,11 @@ class Guard:
         count = len(self._sums)
         looked = range(count) if every or count <= WINDOW else [(self._turn + i) % count for i in range(WINDOW)]
         self._turn = (self._turn + WINDOW) % max(count, 1)
-        for index, found in zip(looked, _numbers([_digest(self._block(i))[0] for i in looked]), strict=True):
-            if found != self._sums[index]:
-                return self._first_written(index) if every else index * BLOCK
-        return None
+        found, known = (_together([_digest(self._block(i))[0] for i in looked]), _chosen(self._sums, looked))
+        if _equal(found, known):  # one truth value leaves the device
+            return None
+        index = next(i for i, one, other in zip(looked, _numbers(found), _numbers(known), strict=True) if one != other)
+        return self._first_written(index) if every else index * BLOCK
 
     def _first_written(self, index: int) -> int:
         """First element of the first tensor, in or after a block, that torch has written to."""
@@ -222,12 +223,25 @@ def _weights(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(BLOCK).integers(1 << 32, size=BLOCK * 8) | 1).to(device)
 
 
-def _numbers(values: Sequence[Any]) -> list[int]:
-    """The values as plain numbers; values in tensors are copied from the device together."""
-    if values and isinstance(values[0], torch.Tensor):
-        there: list[int] = torch.stack([value.long() for value in values]).tolist()
-        return there
-    return list(map(int, values))
+def _together(values: Sequence[Any]) -> Any:
+    """The values as a list of numbers, or as a tensor on their device."""
+    return torch.stack(list(values)) if isinstance(values[0], torch.Tensor) else list(map(int, values))
+
+
+def _chosen(sums: Any, blocks: Sequence[int]) -> Any:
+    """The digests of the given blocks."""
+    if isinstance(sums, torch.Tensor):
+        return sums if len(blocks) == len(sums) else sums[list(blocks)]
+    return [sums[index] for index in blocks]
+
+
+def _equal(found: Any, known: Any) -> bool:
+    return torch.equal(found, known) if isinstance(found, torch.Tensor) else bool(found == known)
+
+
+def _numbers(values: Any) -> list[int]:
+    """Digests as plain numbers."""
+    return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
 def _finite(part: Any) -> Any:

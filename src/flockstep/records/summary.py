@@ -192,7 +192,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Sentences about the missing parts of the record, with the reasons."""
     scalars: dict[str, float] = {}
     """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
-    `rejected_connections`, if there are any, counts the connections that the nodes refused.
+    `rejected_connections`, if there are any, counts the connections that the nodes refused, and `device_bytes` the
+    bytes of arrays that processes of a real run copied between the host and a device such as a GPU.
     """
 
     @property
