@@ -270,6 +270,7 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "disruption": {
         "kills_worker": "flockstep.chaos.kills_worker:KillsWorker",
+        "kills_server": "flockstep.chaos.kills_server:KillsServer",
         "kills_writer": "flockstep.chaos.kills_writer:KillsWriter",
         "kills_launcher": "flockstep.chaos.kills_launcher:KillsLauncher",
         "kills_all": "flockstep.chaos.kills_all:KillsAll",

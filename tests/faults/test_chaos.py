@@ -15,6 +15,7 @@ from flockstep import registry
 from flockstep.chaos.base import Disruption, Expected, Setting
 from flockstep.chaos.campaign import BaselineRun, drawn
 from flockstep.chaos.invariants import INVARIANTS, RunHistory, broken
+from flockstep.chaos.kills_server import KillsServer
 from flockstep.cli.app import run as run_command
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
@@ -106,13 +107,19 @@ def test_each_planted_defect_is_found_by_its_invariant(tmp_path: Path) -> None:
     assert broken(replace(sound, hangs=True)) == ["ends_as_expected: a command did not end"]
 
 
+def kinds_for(setting: Setting) -> set[type]:
+    """All kinds of disruptions that a run with checkpoints and `--on-bad-gradient skip` can have."""
+    kinds = {registry.load("disruption", name) for name in registry.names("disruption")}
+    return kinds if setting.servers else kinds - {KillsServer}
+
+
 @pytest.mark.parametrize("strategy", ["all_reduce", "gossip", SSP])
 def test_the_draws_of_a_seed_are_the_same_and_all_kinds_come(strategy: str) -> None:
     setting = Setting("digits", Strategy.parse(strategy), 4, 200, 3, 2.0, "skip")
     found = [drawn(setting, number) for number in range(120)]
     assert found == [drawn(setting, number) for number in range(120)]
     assert found != [drawn(replace(setting, seed=4), number) for number in range(120)]
-    assert {type(one) for one in found} == {registry.load("disruption", name) for name in registry.names("disruption")}
+    assert {type(one) for one in found} == kinds_for(setting)
     for one in found:
         one.check(setting)
         assert Disruption.parse(str(one)) == one
@@ -132,6 +139,7 @@ def test_the_draws_of_a_seed_are_the_same_and_all_kinds_come(strategy: str) -> N
         ),
         ("kills_launcher('nowhere')", "no point of the launcher is called 'nowhere'"),
         ("kills_writer(-2)", "server 1 does not exist in this run"),
+        ("kills_server(1)", r"server 1 does not exist in a run of .* with 1 servers"),
     ],
 )
 def test_a_disruption_that_cannot_happen_is_refused(text: str, rule: str) -> None:
@@ -206,7 +214,7 @@ def test_every_disruption_of_a_real_run_fires_and_breaks_nothing(
     words = ["chaos", *setting.words, *given, "--out", str(tmp_path / "runs")]
     assert run_command(words) == 0, capfd.readouterr().out
     out = capfd.readouterr().out
-    assert out.count("  fired  ") == len(kinds) == len(registry.names("disruption"))
+    assert out.count("  fired  ") == len(kinds) == len(kinds_for(setting))
 
 
 def test_goodput_counts_the_seconds_of_a_restart() -> None:

@@ -40,11 +40,9 @@ KILLS = [
         ("all_reduce", "launcher", point, 2)
         for point in ("checkpoint.begun", "states.copied", "manifest.begun", "manifest.renamed", "checkpoint.complete")
     ),
-    ("ps(bsp)", "server-0", "state.before_copy", 2),
-    ("ps(bsp)", "server-0", "shard.written", 2),
     ("ps(bsp)", "worker-1", "gradient.computed", 70),
     ("local_sgd(8)", "worker-1", "shard.written", 2),
-    ("ps(bsp, shards=2, codec=topk(0.2), feedback=residual)", "server-1", "shard.renamed", 2),
+    ("ps(bsp, shards=2, codec=topk(0.2), feedback=residual)", "launcher", "manifest.renamed", 2),
     ("streaming_diloco(period=8, overlap=4)", "worker-0", "gradient.computed", 70),
 ]
 
@@ -78,7 +76,7 @@ def uninterrupted(folder: Path, strategy: str, faults: tuple[str, ...] = ()) -> 
 
 @pytest.mark.parametrize(
     ("strategy", "who", "point", "number"),
-    few(KILLS, ("all_reduce", "launcher", "manifest.begun", 2), ("ps(bsp)", "server-0", "shard.written", 2)),
+    few(KILLS, ("all_reduce", "launcher", "manifest.begun", 2), ("ps(bsp)", "worker-1", "gradient.computed", 70)),
 )
 def test_a_run_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_was_not(
     strategy: str, who: str, point: str, number: int, tmp_path: Path

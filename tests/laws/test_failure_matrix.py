@@ -130,7 +130,7 @@ def test_no_wrong_sum_is_used_whichever_message_is_lost(collective, nth):
         assert read
 
 
-def test_a_fault_that_does_not_strike_is_noticed(monkeypatch):
+def test_a_fault_that_does_not_happen_is_noticed(monkeypatch):
     monkeypatch.setattr(failures, "DEATH", 1e6)
     with pytest.raises(AssertionError, match="never noticed"):
         failures.dead_worker("gossip(p=0.5)")

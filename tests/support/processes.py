@@ -138,7 +138,7 @@ class RealRun:
             self.main = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
             )
-        self._started = self._struck = time.monotonic()
+        self._started = self._faulted = time.monotonic()
         RealRun.started.append(self)
 
     @property
@@ -200,7 +200,7 @@ class RealRun:
         pid = self.nodes.get(whom, self.main.pid)
         assert whom in ("main", "group", *self.nodes)
         assert alive(pid)
-        self._struck = time.monotonic()
+        self._faulted = time.monotonic()
         if whom == "group":
             os.killpg(pid, kind)
         else:
@@ -212,7 +212,7 @@ class RealRun:
     def end(self, seconds: float = PATIENCE) -> Ended:
         """Wait until the command has ended; no process and no socket of it may be left."""
         wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
-        took, limit = time.monotonic() - self._struck, max(PROMISE, self._struck - self._started)
+        took, limit = time.monotonic() - self._faulted, max(PROMISE, self._faulted - self._started)
         wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
         left = [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")]
         assert [folder for folder in left if not folder.name.startswith("flockstep-kept-")] == []

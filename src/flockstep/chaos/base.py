@@ -12,6 +12,7 @@ import numpy as np
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
+from flockstep.messages import node_name, server
 from flockstep.records.summary import Summary
 from flockstep.strategies.base import Strategy
 
@@ -111,6 +112,10 @@ class DisruptedRun(Protocol):
     def summary(self) -> Summary | None:
         """Summary of the run; None if it has none."""
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run has a complete checkpoint."""
+
     def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition is true, or the command has ended or hangs."""
 
@@ -173,6 +178,11 @@ def require_worker(worker: int, step: int, setting: Setting) -> None:
 def middle(random: np.random.Generator, steps: int) -> int:
     """A step in the middle of a run, after the first checkpoints and long before the end."""
     return int(random.integers(steps * 3 // 8, steps * 5 // 8))
+
+
+def after_server_death(index: int) -> Expected:
+    """How a run with checkpoints must end in which a server dies: by itself it goes on from the newest checkpoint."""
+    return Expected(says=f"{node_name(server(index))} was killed by SIGKILL")
 
 
 def after_death(worker: int, setting: Setting) -> Expected:

@@ -168,6 +168,8 @@ def trial(setting: Setting, disruption: Disruption, number: int, baseline: Basel
     ended: str = "no summary" if summary is None else summary.status
     ended += f", {len(lost)} lost" if lost else ""
     ended += (", began again" if run.restarted else ", resumed") if len(run.codes) > 1 else ""
+    if summary is not None and any(" continued from step " in note for note in summary.notes):
+        ended += ", continued from a checkpoint"
     if not found:
         shutil.rmtree(place)
     return ChaosTrial(number, setting, disruption, fired, ended, run.seconds, steps, tuple(found), place)

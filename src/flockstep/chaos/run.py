@@ -77,6 +77,11 @@ class ChaosRun:
         return None
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run has a complete checkpoint."""
+        return any((one / MANIFEST).exists() for one in folders(self.folder))
+
+    @property
     def err(self) -> str:
         """Standard error of the commands so far."""
         return (self.place / "err").read_text("utf-8", "replace")
@@ -90,7 +95,7 @@ class ChaosRun:
 
     def resume(self) -> None:
         """Continue the run from its newest checkpoint, or begin again if it has none."""
-        self.restarted = not any((one / MANIFEST).exists() for one in folders(self.folder))
+        self.restarted = not self.has_checkpoint
         self._start([*self._train_words(), "--overwrite"] if self.restarted else ["resume", str(self.folder)])
         self._finish()
 

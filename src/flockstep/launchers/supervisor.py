@@ -97,7 +97,7 @@ class Outcome:
 
 @dataclass
 class Departure:
-    """Workers that leave a run, or are lost, while the other workers continue."""
+    """Workers that leave a run, or are lost, while the other workers continue; no rank if a server is lost."""
 
     ranks: set[int]
     reason: str
@@ -141,6 +141,7 @@ class Supervisor:
         least: int | None = None,
         epoch: int = 0,
         link_timeout: float = LINK_TIMEOUT,
+        back_to: int | None = None,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -152,6 +153,8 @@ class Supervisor:
         receives the outcome of the call once its nodes have left, or the whole run has ended. `checkpoints` takes the
         run's checkpoints, and knows where the run begins. `least`: smallest number of workers with which the run goes
         on from a checkpoint; None: it does not. `epoch`: number of changes of the workers so far.
+        `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
+        server ends the run.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
@@ -168,7 +171,7 @@ class Supervisor:
         self._seed, self._imports = seed, imports
         self._condemned, self._leavers = dict[Address, str](), set[int]()
         self._bad_gradients = bad_gradients or BadGradients()
-        self._every = every
+        self._every, self._back_to = every, back_to
         self._begin_call, self._checkpoints, self._least = begin_call, checkpoints, least
         self._calls: list[Supervisor] = [self] if within is None else within._calls
         """Supervisors of the calls of `distribute` that the scripts have begun; the first one watches the processes."""
@@ -445,18 +448,31 @@ class Supervisor:
             return str(error)
         return ""
 
-    def _goes_on_without(self, address: Address, reason: str) -> bool:
-        """Whether the run goes back to its newest checkpoint after the loss of a worker that its strategy needs."""
-        strategy = self.outcome.strategy
-        if self._least is None or address < 0 or strategy is None or self._checkpoints is None:
+    def _goes_on_after(self, address: Address, reason: str) -> bool:
+        """Whether the run goes back to its newest checkpoint after the loss of a server, or of a worker that its
+        strategy needs.
+        """
+        newest = None if self._checkpoints is None else self._checkpoints.newest
+        if newest is None or self._done:
             return False
-        if strategy.traits.deaths(self._workers) >= len(self.outcome.lost) or self._done:
-            return False
-        if self._checkpoints.newest is None or self._why_not_with(len(self._view.ranks)):
+        if address < 0:
+            if self.outcome.departure is not None:  # servers are started again anyway
+                return True
+            some_died = len(self._view.ranks) < self._workers
+            if self._back_to is None or some_died or min(newest.steps.values()) < self._back_to:
+                return False
+        elif self._fewer_end_the_run():
             return False
         gone = set(range(self._workers)) - set(self._view.ranks)
         self.outcome.departure = Departure(gone, reason)
         return True
+
+    def _fewer_end_the_run(self) -> bool:
+        """Whether the run does not go back to a checkpoint with the workers that are left."""
+        strategy = self.outcome.strategy
+        if self._least is None or strategy is None or strategy.traits.deaths(self._workers) >= len(self.outcome.lost):
+            return True
+        return bool(self._why_not_with(len(self._view.ranks)))
 
     @property
     def _open_calls(self) -> list[Supervisor]:
@@ -818,11 +834,14 @@ class Supervisor:
                 refuse_unguarded(child)
             raise PeerLost(f"{reason} before the run started")
         self._view = self._view.without(address)
-        goes_on = self._goes_on_without(address, reason)
+        goes_on = self._goes_on_after(address, reason)
         if self._checkpoints is not None:
             self._checkpoints.end() if goes_on else self._checkpoints.lose(address)
         if goes_on:
             return
+        if self.outcome.departure is not None:
+            self.outcome.departure = None
+            raise PeerLost(reason)
         loss = self._losses[address] = NodeLost(address, reason, self._view)
         self._keep_own_flight()
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits

@@ -105,14 +105,15 @@ def train(
     return record.read_summary()
 
 
-class WorkersLeft(Interrupted):
-    """Workers have left a run, or are lost, and the processes of the other workers wait to continue."""
+class NodesLeft(Interrupted):
+    """Workers have left a run, or nodes are lost, and the processes of the other workers wait to continue."""
 
     def __init__(self, departure: Departure, supervisor: Supervisor, workers: int, epoch: int):
         """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
         super().__init__(departure.reason)
         self.supervisor, self.gone, self.epoch = supervisor, departure.ranks, epoch
         self.remaining = [rank for rank in range(workers) if rank not in departure.ranks]
+        self.others = "the other workers" if departure.ranks else "the workers, and new servers,"
 
 
 def require_departures(config: RunConfig, strategy: Strategy) -> None:
@@ -136,18 +137,20 @@ def require_departures(config: RunConfig, strategy: Strategy) -> None:
 
 
 def _with_departures(record: RunFolder, show: Show, begin: Callable[[], None]) -> None:
-    """Begin a run with `begin`, and continue it with the other workers whenever workers leave."""
+    """Begin a run with `begin`, and continue it with the remaining workers whenever workers leave, or servers are
+    lost.
+    """
     said: list[str] = []
     try:
         begin()
         return
-    except WorkersLeft as first:
-        left: WorkersLeft | None = first
+    except NodesLeft as first:
+        left: NodesLeft | None = first
     while left is not None:
         now, left = left, None
         try:
             _resume(record, show, len(now.remaining), said, now)
-        except WorkersLeft as again:
+        except NodesLeft as again:
             left = again
         finally:
             now.supervisor.close()
@@ -184,9 +187,7 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
     return record.read_summary()
 
 
-def _resume(
-    record: RunFolder, show: Show, workers: int | None, said: list[str], left: WorkersLeft | None = None
-) -> None:
+def _resume(record: RunFolder, show: Show, workers: int | None, said: list[str], left: NodesLeft | None = None) -> None:
     """Continue from the newest checkpoint with `workers` workers; None: as many as before.
 
     `said`: sentences for the record, to which this adds. `left`: the workers that have left, and the processes of the
@@ -210,7 +211,7 @@ def _resume(
     release()
     with record.resumed(checkpoint.manifest.seconds) as dropped:
         where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
-        said.append(f"resumed {where}" if left is None else f"{left}; the other workers continued {where}")
+        said.append(f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}")
         if left is not None:
             on_stderr(said[-1])
         if change is not None:
@@ -253,7 +254,7 @@ def _train(
     test: OwnData | None,
     resumed: Checkpoint | None = None,
     said: Sequence[str] = (),
-    left: WorkersLeft | None = None,
+    left: NodesLeft | None = None,
 ) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1, test)
     checkpoints = None
@@ -271,7 +272,9 @@ def _train(
         return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=transport.zero_copy)
 
     epoch = 0 if left is None else left.epoch + 1
-
+    back_to = None if config.checkpoint_every is None else 0
+    if back_to is not None and resumed is not None and left is not None and not left.gone:
+        back_to = min(resumed.manifest.steps.values()) + 1  # a server that is lost again and again ends the run
     supervisor = Supervisor(
         config.workers,
         transport,
@@ -291,6 +294,7 @@ def _train(
         checkpoints=checkpoints,
         least=config.min_workers,
         epoch=epoch,
+        back_to=back_to,
     )
     with finished(record, config) as notes:
         notes += said
@@ -309,7 +313,7 @@ def _train(
                 "could be evaluated; raise evaluate_every to evaluate less often"
             )
         if outcome.departure is not None:
-            raise WorkersLeft(outcome.departure, supervisor, config.workers, epoch)
+            raise NodesLeft(outcome.departure, supervisor, config.workers, epoch)
         if error is not None:
             raise error
         record.check_whole(outcome.nodes)

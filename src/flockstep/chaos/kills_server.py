@@ -1,0 +1,55 @@
+"""A server is killed."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from flockstep.chaos.base import (
+    DisruptedRun,
+    Disruption,
+    Expected,
+    Setting,
+    after_server_death,
+    middle,
+    require_worker,
+)
+from flockstep.errors import ConfigurationError
+from flockstep.messages import node_name, server
+
+
+@dataclass(frozen=True)
+class KillsServer(Disruption):
+    """SIGKILL ends server `index` after every worker has finished step `step`, and after a complete checkpoint."""
+
+    index: int = 0
+    step: int = 20
+
+    @classmethod
+    def drawn(cls, random: np.random.Generator, setting: Setting) -> Self | None:
+        if not setting.servers or not setting.resumes:
+            return None
+        return cls(int(random.integers(setting.servers)), middle(random, setting.steps))
+
+    def check(self, setting: Setting) -> None:
+        require_worker(0, self.step, setting)
+        if not 0 <= self.index < setting.servers:
+            raise ConfigurationError(
+                f"{node_name(server(self.index))} does not exist in a run of {setting.strategy} with {setting.servers} "
+                "servers; name another server, or choose a strategy with servers"
+            )
+
+    def act(self, run: DisruptedRun) -> None:
+        """Kill the server."""
+        run.wait(lambda: run.has_checkpoint and min(map(run.steps, range(run.setting.workers))) >= self.step)
+        if run.going and (pid := run.process_of(f"server-{self.index}")) is not None:
+            run.count += run.send(signal.SIGKILL, pid)
+
+    def fired(self, run: DisruptedRun) -> bool:
+        return run.count == 1
+
+    def expected(self, setting: Setting) -> Expected:
+        return after_server_death(self.index)
