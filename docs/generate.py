@@ -43,6 +43,7 @@ from flockstep.testing.strategies import Sent, run_strategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 import proofs
+import scenarios
 
 ROOT = Path(__file__).parents[1]
 ATTACKERS = ROOT / "benchmarks" / "attackers.json"
@@ -171,6 +172,12 @@ def failures() -> str:
 def _failure_cells(row: failure_matrix.FailureRow) -> Iterator[str]:
     lost = row.lost if isinstance(row.lost, str) else "; ".join(f"{_code(k)}: {v}" for k, v in row.lost.items())
     yield from (_code(row.strategy), row.delivery, row.equal, row.dead, lost, row.slow, row.why)
+
+
+def fault_scenarios() -> str:
+    """The faults that a run should survive, with the tests that hold them."""
+    heading = ("fault", "what happens", "bound", "measured", "tests")
+    return table(heading, [scenario.cells for scenario in scenarios.scenarios()])
 
 
 def components(noun: str) -> Callable[[], str]:
@@ -445,6 +452,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "claims": claims,
     "codec-sizes": codec_table,
     "failures": failures,
+    "fault-scenarios": fault_scenarios,
     "failure-words": lambda: table(("word", "what is observed"), list(failure_matrix.WORDS.items())),
     "commands": commands,
     "difference": difference,

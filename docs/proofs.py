@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flockstep import registry
@@ -48,7 +48,7 @@ def rows(root: Path = ROOT) -> list[tuple[str, str, str, str]]:
     known = proofs(root)
     nothing: dict[str, list[str]] = {mark: [] for mark in MARKS}
     return [
-        (noun, name, *(_linked(known.get(f"{noun}:{name}", nothing)[mark]) for mark in MARKS))
+        (noun, name, *(linked(known.get(f"{noun}:{name}", nothing)[mark]) for mark in MARKS))
         for noun in PROVED
         for name in (registry.names(noun) if noun in registry.nouns() else [])
     ]
@@ -72,7 +72,7 @@ def _marks(test: ast.FunctionDef) -> Iterator[tuple[str, str]]:
                 yield from ((mark, str(ast.literal_eval(argument))) for argument in decorator.args)
 
 
-def _linked(tests: list[str]) -> str:
+def linked(tests: Sequence[str]) -> str:
     """Links to the files, with the tests' names."""
     lines = []
     for test in tests:
