@@ -167,5 +167,5 @@ def test_every_network_has_links_that_can_be_narrow(network):
 
 
 def test_what_has_no_link_cannot_be_narrow():
-    with pytest.raises(ConfigurationError, match="no link of worker 1 that can become narrow"):
+    with pytest.raises(ConfigurationError, match="no link of worker 1 whose bandwidth can be reduced"):
         run_strategy("all_reduce", 2, 4, network="ideal", faults=["narrows(1, 10)"])

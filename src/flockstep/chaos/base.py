@@ -78,7 +78,7 @@ class Expected:
     """How the disrupted run must end."""
 
     codes: tuple[int, ...] = (0,)
-    """Exit codes of the first command that are allowed."""
+    """Allowed exit codes of the first command."""
     lost: frozenset[int] = frozenset()
     """The nodes that the run must report as lost."""
     resumes: bool = False

@@ -291,7 +291,7 @@ FAMILIES = (
         Expectation("at every synchronization", ("every …",)),
         Expectation("training continues with the mean of the remaining workers", SURVIVORS_GO_ON, NO_REPAIR),
         (Expectation("the round is averaged without the lost model", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
-        Expectation("no effect up to the synchronization, then all workers slow down", ("no effect for …",)),
+        Expectation("no effect until the next synchronization, then all workers slow down", ("no effect for …",)),
     ),
     Family(
         "Streaming DiLoCo",

@@ -28,7 +28,7 @@ Named = Annotated[
     typer.Option(
         "--cluster",
         "-c",
-        help="Name of a cluster in `flockstep list clusters`, or a TOML file such as flockstep calibrate writes.",
+        help="A name from `flockstep list clusters`, or a TOML file such as the one that `flockstep calibrate` writes.",
         show_default="laptop, or here after flockstep calibrate; with --check the cluster of the run",
     ),
 ]

@@ -351,14 +351,14 @@ class Runner:
             self.wrong_gradients.change(gradient, node.step, part, hostile=True)
 
     def needless(self) -> Message | None:
-        """The message that makes the awaited gradient needless, if it has arrived."""
+        """Return the message after which the awaited gradient is no longer needed, if it has arrived."""
         need = self.waiting
         if not isinstance(need, NeedGradient) or need.unless is None:
             return None
         return self.node.mailbox.take(Wanted(need.unless))
 
     def give_up(self, found: Message) -> None:
-        """Resume the program with the message that makes its gradient needless."""
+        """Resume the program with the message after which its gradient is no longer needed."""
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("needless",))
         self.partly = 0.0

@@ -117,5 +117,5 @@ def predicted(
     found = predict(task, shape, workers, strategies=strategies, length=length, say=say)
     if strategies and len(found.predictions) == 1:
         why = "; ".join(f"{name}: {reason}" for name, reason in found.refused)
-        raise ConfigurationError(f"no strategy of --strategy can be planned on {shape.name}: {why}")
+        raise ConfigurationError(f"none of the strategies can be planned on {shape.name}: {why}")
     return found

@@ -124,13 +124,13 @@ def _gives(expression: ast.expr | None, value: Any, namespace: Mapping[str, Any]
     if isinstance(value, enum.Enum) and isinstance(expression, (ast.Constant, ast.Name)):
         if _gives(expression, value.value, namespace, path):
             return True
-        raise _refused(path, "is another member than that of its source")
+        raise _refused(path, "is another member than the one in its source")
     data = _data(value, path)
     if data is not None:
         return expression is not None and data == _data_of_literal(expression, path)
     if expression is not None and (_known(expression, namespace) is value or _reads_no_values(expression, namespace)):
         return True
-    raise _refused(path, f"holds a {type(value).__name__} that may differ from that of its source")
+    raise _refused(path, f"holds a {type(value).__name__} that may differ from the value in its source")
 
 
 def _reads_no_values(expression: ast.expr, namespace: Mapping[str, Any]) -> bool:

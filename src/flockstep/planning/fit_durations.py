@@ -44,7 +44,10 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
         )
     mean = _short(float(times.mean()))
     if times.std() < STEADY * times.mean():
-        return Fit(ConstantTime(mean), f"constant, because {len(times)} durations differ by less than {STEADY:.1%}")
+        return Fit(
+            ConstantTime(mean),
+            f"constant, because the standard deviation of {len(times)} durations is below {STEADY:.1%} of their mean",
+        )
     logs = np.log(times)
     law = Lognormal(mean, _short(float(logs.std())))
     distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)

@@ -44,7 +44,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A snapshot that had not been evaluated; its path is the name of a file in the folder of the checkpoint."""
+    """A snapshot not yet evaluated at the checkpoint; its path is the name of a file in the checkpoint's folder."""
 
     snapshot: Snapshot
     sha256: str

@@ -247,7 +247,7 @@ class RunFolder:
                 )
 
     def holds_finished(self, config: RunConfig) -> bool:
-        """Whether the folder holds this run, finished, so that the run does not have to be repeated."""
+        """Whether the folder holds a finished run with this configuration, which need not be repeated."""
         return self.config_file.exists() and not self.unfinished and same_run(self.read_config(), config)
 
     @property

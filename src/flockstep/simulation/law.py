@@ -61,7 +61,7 @@ def late_of(law: ComputeModel, workers: int) -> float:
 
 @lru_cache(maxsize=512)
 def drawn(law: ComputeModel, workers: int, rounds: int, first: int = 0) -> tuple[float, float]:
-    """Mean seconds of a gradient, and mean delay of the slowest worker of a step, over rounds of a run with seed 0.
+    """Mean seconds of a gradient, and mean delay of the slowest worker of a step, over the rounds of a run with seed 0.
 
     Time spent waiting for a core is not included.
     """

@@ -116,8 +116,8 @@ class Fabric:
         ways = [self._route(*pair)[0] for other in others if other != node for pair in ((node, other), (other, node))]
         if not any(ways):
             raise ConfigurationError(
-                f"the network has no link of {node_name(node)} that can become narrow; use a network with a link for "
-                "each node, such as link('1gbit', '50us')"
+                f"the network has no link of {node_name(node)} whose bandwidth can be reduced; use a network with a "
+                "link for each node, such as link('1gbit', '50us')"
             )
         for index, hops in enumerate(ways):
             own = hops[0] if index % 2 == 0 else hops[-1]

@@ -89,7 +89,7 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost: str | dict[str, str]
     """Words for what happens when one message with an array is lost; by kind of message if the kinds differ."""
     slow: str
-    """Words for the effect on the other workers of a worker whose gradients take s times as long."""
+    """Words for what happens to the other workers when the gradients of one worker take s times as long."""
     why: str = ""
     """Explanation, above all of differences from the published method."""
 

@@ -59,10 +59,10 @@ class Handshake:
         """Number of bytes of the other end that `feed` expects next; 0 once both ends are proved."""
 
     def require_protocol(self, arrived: bytes) -> None:
-        """Check the bytes of the other end that have arrived against the beginning of a hello.
+        """Check that the bytes received from the other end are the beginning of a hello.
 
         Raises:
-            ProtocolError: the bytes do not begin a hello of this protocol.
+            ProtocolError: they are not the beginning of a hello of this protocol.
         """
         began = arrived[: len(self._name)]
         if not self._key and not self._name.startswith(began):
