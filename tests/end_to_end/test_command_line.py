@@ -64,6 +64,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "gossip is given 2 times; give every strategy once",
         ),
         (["launch", "nowhere.py"], "there is no script nowhere.py"),
+        (["launch", "--stps", "nowhere.py"], "flockstep launch has no option --stps"),
         (["list", "clustr"], "no kind or component is called 'clustr'; did you mean 'cluster'?"),
         (["list", "BigDl"], "no kind or component is called 'BigDl'; did you mean 'BigDL'?"),
         (["list", "stratgies"], "no kind or component is called 'stratgies'; did you mean 'strategies'?"),

@@ -160,7 +160,7 @@ def test_learning_rates_that_differ_are_told_of_once(capsys: pytest.CaptureFixtu
             draws.hear(rank, {"step": step, "gradient": str(rank), "lr": lr})
     errors = capsys.readouterr().err
     assert errors.count("different learning rates") == 1
-    assert "at step 2, 0.1 on worker 0 and 0.2 on worker 1, so their parameters diverge; load the state of" in errors
+    assert "at step 2, 0.1 on worker 0 and 0.2 on worker 1, so their parameters diverge; use one schedule" in errors
 
 
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbeat", "3600"]

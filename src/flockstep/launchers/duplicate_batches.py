@@ -51,8 +51,8 @@ class GradientFingerprints:
             self.rates_reported = True
             on_stderr(
                 f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} "
-                f"and {other[1]:g} on worker {other[0]}, so their parameters diverge; load the state of the "
-                "learning-rate scheduler on every rank, before or after distribute"
+                f"and {other[1]:g} on worker {other[0]}, so their parameters diverge; use one schedule on "
+                "all ranks, and in a script that resumes, load the scheduler's state on every rank"
             )
 
 

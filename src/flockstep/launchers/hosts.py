@@ -241,7 +241,7 @@ class RemoteHosts(OtherHosts):
             nodes: the hosts that have to come.
             placement: node → its ranks; None if the agents say which ranks they have.
             workers: workers of the whole run.
-            settings: what every host must have set alike.
+            settings: the settings that must be equal on all hosts.
             config: the run's configuration as TOML.
             own: ranks of the coordinator's host.
             link_timeout: seconds for which the connection to a host may be away before the host is lost.

@@ -228,7 +228,7 @@ def _digest_of(script: Path, arguments: Sequence[str]) -> str:
 
 
 def _settings(config: RunConfig, script: Path, arguments: Sequence[str]) -> dict[str, str]:
-    """What all hosts must have set alike."""
+    """Settings that must be equal on all hosts."""
     module = {"module": named_content(_file_of_module(arguments[0]))} if script == MODULE_ENTRY else {}
     return {**settings_of(config, arguments), **module}
 
@@ -240,6 +240,11 @@ def require_script(script: Path) -> None:
         ConfigurationError: there is no such file.
     """
     refuse_program()
+    if not script.is_file() and str(script).startswith("-"):
+        raise ConfigurationError(
+            f"flockstep launch has no option {script}; flockstep help launch shows its options, and options of the "
+            "script follow the script's path"
+        )
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
 
