@@ -39,24 +39,31 @@ DIFFERS_ALONE = {
 }
 
 
+numbers_of_workers = pytest.mark.parametrize(
+    "workers", [(1, 3), pytest.param((1, 2, 4), marks=pytest.mark.full)], ids=str
+)
+"""At every push fewer workers: what depends on their number are collectives and topologies, which have tests below."""
+
+
+@numbers_of_workers
 @pytest.mark.parametrize("name", registry.names("strategy"))
-def test_conforms(name):
+def test_conforms(name, workers):
     strategy = registry.load("strategy", name)()
-    check_strategy(strategy, alone_is_plain=name not in DIFFERS_ALONE)
+    check_strategy(strategy, workers, alone_is_plain=name not in DIFFERS_ALONE)
 
 
+@numbers_of_workers
 @pytest.mark.parametrize("name", registry.names("consistency"))
 @pytest.mark.parametrize("shards", [1, 3])
-def test_parameter_server_conforms_with_each_consistency(name, shards):
+def test_parameter_server_conforms_with_each_consistency(name, shards, workers):
     consistency = registry.load("consistency", name)()
     if shards > 1 and isinstance(consistency.access, CancelStale):
         with pytest.raises(CompositionError, match=f"got shards={shards}, use shards=1"):
             ParameterServer(consistency, shards=shards)
         return
     # Own steps that are added to a copy round once more.
-    check_strategy(
-        ParameterServer(consistency, shards=shards), alone_is_plain=not isinstance(consistency.access, CachedCopies)
-    )
+    plain = not isinstance(consistency.access, CachedCopies)
+    check_strategy(ParameterServer(consistency, shards=shards), workers, alone_is_plain=plain)
 
 
 @pytest.mark.parametrize("rule", ["backup(2)", "k_sync(2)", "k_batch_sync(3)", "k_async(3)", "k_batch_async(3)"])
@@ -81,6 +88,7 @@ def test_aliases_conform(alias):
     check_strategy(Strategy.parse(alias), workers=(1, 3), alone_is_plain=alias not in DIFFERS_ALONE)
 
 
+@numbers_of_workers
 @pytest.mark.parametrize(
     "text",
     [
@@ -95,10 +103,11 @@ def test_aliases_conform(alias):
         "partial(0.5, drop)",
     ],
 )
-def test_conforms_with_other_settings(text):
-    check_strategy(Strategy.parse(text))
+def test_conforms_with_other_settings(text, workers):
+    check_strategy(Strategy.parse(text), workers)
 
 
+@numbers_of_workers
 @pytest.mark.parametrize(
     "text",
     [
@@ -109,8 +118,8 @@ def test_conforms_with_other_settings(text):
         "ps(asynchronous, codec=half, feedback=residual, shards=5)",
     ],
 )
-def test_conforms_with_settings_that_differ_alone(text):
-    check_strategy(Strategy.parse(text), alone_is_plain=False)
+def test_conforms_with_settings_that_differ_alone(text, workers):
+    check_strategy(Strategy.parse(text), workers, alone_is_plain=False)
 
 
 @pytest.mark.parametrize("name", DIFFERS_ALONE)

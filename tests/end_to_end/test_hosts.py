@@ -129,6 +129,7 @@ print("ended", len(handed), hashlib.sha256(values(model).numpy().tobytes()).hexd
 """
 
 
+@pytest.mark.full
 def test_gradients_of_a_script_cross_once_during_backward(two: list[Host], tmp_path: Path) -> None:
     """The mean is that of one process, with equal bits on all ranks; buckets cross in lanes, once per host and step.
 

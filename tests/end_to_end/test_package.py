@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "flockstep"
 FILES = {
     str(path.relative_to(ROOT / "src"))
     for path in PACKAGE.rglob("*")
-    if path.is_file() and path.suffix not in (".pyc", ".nbi", ".nbc")
+    if path.is_file() and path.parent.name != "__pycache__"
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

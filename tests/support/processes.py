@@ -50,11 +50,12 @@ def search_path(*before: Path) -> str:
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
     """Wait for the condition; fail if it does not come true in time."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.005
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.03)  # to look at all processes of a machine takes milliseconds
 
 
 def content(path: str | Path) -> bytes:

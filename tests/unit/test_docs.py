@@ -368,6 +368,7 @@ def test_a_real_run_and_a_simulated_one_end_in_the_same_bits(tmp_path: Path) -> 
     assert (tmp_path / "one.html").stat().st_size > 100_000
 
 
+@pytest.mark.full
 def test_the_script_of_the_readme_runs_on_two_workers(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -430,7 +432,11 @@ def test_lateness_is_the_same_in_the_table_and_in_the_text() -> None:
     assert dict(zip(HEADINGS, cells(found, found.named("ensemble"), 1.0), strict=True))["staleness"] == "–"
 
 
-def test_a_plan_begins_with_its_advice_and_shows_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_begins_with_its_advice_and_shows_what_matters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = importlib.import_module("flockstep.cli.plan")
+    monkeypatch.setattr(command, "_outlook", functools.cache(command._outlook))  # one plan is shown twice
     words = ["plan", "vgg-a", "-c", "lab-1gbit", "-n", "2"]
     assert run(words) == 0
     short = capsys.readouterr().out

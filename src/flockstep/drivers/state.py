@@ -14,6 +14,7 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path, PosixPath
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from flockstep.arrays.namespace import is_tensor, to_host, to_tensor
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, ProtocolError
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = frozenset({bool, float, str, bytes, type(None)})
 _SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
 _MAPPINGS = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _LARGEST = 1 << 63
@@ -33,6 +34,7 @@ _UNREADABLE = (
     ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError, OverflowError, AssertionError
 )  # fmt: skip
 """Errors of numpy, torch and the classes of data for values that no state has."""
+_FIELD_NAMES: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 STRUCTURE = "structure"
 """Name of the array with the encoding of everything but the arrays."""
 NO_ARRAYS: Mapping[str, FlatArray] = {}
@@ -93,10 +95,11 @@ class _Writer:
         self._arrays = arrays
 
     def plain(self, value: Any, where: str) -> Any:
-        if type(value) is int and abs(value) >= _LARGEST:
-            return ["int", str(value)]
-        if type(value) in _PLAIN:
+        kind = type(value)
+        if kind in _PLAIN:
             return value
+        if kind is int:
+            return value if -_LARGEST < value < _LARGEST else ["int", str(value)]
         if id(value) in self._written:
             return ["again", self._written[id(value)][0]]
         number = len(self._written)
@@ -125,16 +128,18 @@ class _Writer:
         if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
             return [kind.__name__, number, [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)]]
         if kind.__name__ in _MAPPINGS and kind is _MAPPINGS[kind.__name__]:
-            pairs = [[self.plain(key, where), self.plain(one, f"{where}[{key!r}]")] for key, one in value.items()]
+            pairs = [
+                [self.plain(key, where), one if type(one) in _PLAIN else self.plain(one, f"{where}[{key!r}]")]
+                for key, one in value.items()
+            ]
             return [kind.__name__, number, pairs]
         if kind is PosixPath:
             return ["path", number, str(value)]
         if kind.__module__ == "torch" and kind.__name__ in ("device", "dtype"):
             return [kind.__name__, number, str(value).removeprefix("torch.")]
         if (names := field_names(kind)) and not _more(value, names):
-            parts = [
-                [name, self.plain(getattr(value, name), f"{where}.{name}")] for name in names if hasattr(value, name)
-            ]
+            held = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+            parts = [[name, one if type(one) in _PLAIN else self.plain(one, f"{where}.{name}")] for name, one in held]
             return ["data", number, kind.__module__, kind.__qualname__, parts]
         raise ConfigurationError(
             f"{where} is {kind.__module__}.{kind.__qualname__}, which cannot be saved: store only arrays, numbers, "
@@ -218,7 +223,8 @@ class _Reader:
         kind: Any = sys.modules[module]
         for part in name.split("."):
             kind = getattr(kind, part)
-        if not isinstance(kind, type) or not field_names(kind):
+        names = field_names(kind) if isinstance(kind, type) else ()
+        if not names:
             raise ProtocolError(f"{module}.{name} is not a data class")
         if issubclass(kind, msgspec.Struct):
             return kind(**{field: self.value(one) for field, one in parts})
@@ -227,7 +233,7 @@ class _Reader:
         made: Any = object.__new__(kind)
         self._read[number] = made
         for field, one in parts:
-            if field not in field_names(kind):
+            if field not in names:
                 raise ProtocolError(f"{module}.{name} has no field {field!r}")
             object.__setattr__(made, field, self.value(one))
         return made
@@ -272,6 +278,13 @@ def _require_plain_tensor(tensor: Any, where: str) -> None:
 
 def field_names(kind: type) -> tuple[str, ...]:
     """Names of the fields of a data class, a struct or a named tuple; empty for any other class."""
+    names = _FIELD_NAMES.get(kind)
+    if names is None:
+        names = _FIELD_NAMES[kind] = _find_field_names(kind)
+    return names
+
+
+def _find_field_names(kind: type) -> tuple[str, ...]:
     if issubclass(kind, tuple):
         return tuple(getattr(kind, "_fields", ()))
     if dataclasses.is_dataclass(kind):
@@ -283,5 +296,5 @@ def field_names(kind: type) -> tuple[str, ...]:
 
 def _more(value: Any, names: tuple[str, ...]) -> set[str]:
     """Names of attributes that are neither fields nor cached properties."""
-    more = set(getattr(value, "__dict__", ())) - set(names)
+    more = getattr(value, "__dict__", {}).keys() - names
     return {name for name in more if not isinstance(getattr(type(value), name, None), cached_property)}
