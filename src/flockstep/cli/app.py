@@ -175,6 +175,7 @@ def train(
     checkpoint_every: o.CheckpointEvery = None,
     keep: o.Keep = None,
     min_workers: o.MinWorkers = None,
+    max_workers: o.MaxWorkers = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
@@ -212,6 +213,18 @@ def resume(
     from flockstep.cli.runs import resume_one
 
     resume_one(folder, as_json, workers)
+
+
+@app.command(rich_help_panel=RUN)
+def join(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers to add.")] = 1,
+) -> None:
+    """Add workers to a run of flockstep train that is going on on this machine."""
+    from flockstep.launchers.join_requests import ask
+    from flockstep.records.folder import RunFolder
+
+    print(ask(RunFolder(folder), workers))
 
 
 @app.command(rich_help_panel=RUN)

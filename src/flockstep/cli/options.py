@@ -434,6 +434,15 @@ MinWorkers = Annotated[
         rich_help_panel=PROCESSES,
     ),
 ]
+MaxWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--max-workers",
+        min=1,
+        help="Largest number of workers with which the run continues when flockstep join adds workers.",
+        rich_help_panel=PROCESSES,
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)
 ]
@@ -454,10 +463,11 @@ FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
-        *("transport", "heartbeat", "link_timeout", "step_timeout", "checkpoint_every", "keep", "min_workers"),
+        *("transport", "heartbeat", "link_timeout", "step_timeout"),
+        *("checkpoint_every", "keep", "min_workers", "max_workers"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": ("min_workers",),
+    "launch": ("min_workers", "max_workers"),
 }
 
 

@@ -13,7 +13,7 @@ node → supervisor   "events" of the record, "waiting" for what, "done" or "fai
                     "snapshot", and its parameters in as many messages "part" as needed
 supervisor → node   "taken" for each part
 node → supervisor   "leave": a signal asks this worker to leave the run
-supervisor → node   "again": begin the run with other workers, or leave it
+supervisor → node   "again": wait until the run continues with other workers, take part in that run, or leave
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
                     "end": leave, with the resulting model if requested
 
@@ -187,16 +187,19 @@ AGAIN = "again"
 class BeginAgain(Exception):
     """The run continues with other workers: this process takes part by another node specification, or leaves."""
 
-    def __init__(self, node_spec: NodeSpec | None, config: str):
-        """`node_spec`: None if the process leaves; `config`: the run's configuration as TOML."""
+    def __init__(self, node_spec: NodeSpec | None, config: str, waits: bool):
+        """`node_spec`: None if the process leaves, or `waits` for another message; `config`: the run's configuration
+        as TOML.
+        """
         super().__init__("the run continues with other workers")
-        self.node_spec, self.config = node_spec, config
+        self.node_spec, self.config, self.waits = node_spec, config, waits
 
 
 def begin_again(message: Message) -> BeginAgain:
     """What a supervisor's message with the tag `AGAIN` stands for."""
     spec = str(message.note["spec"])
-    return BeginAgain(msgspec.json.decode(spec, type=NodeSpec) if spec else None, str(message.note["config"]))
+    node_spec = msgspec.json.decode(spec, type=NodeSpec) if spec else None
+    return BeginAgain(node_spec, str(message.note["config"]), bool(message.note["wait"]))
 
 
 class Member:
@@ -482,6 +485,23 @@ class Member:
             elif attend is not None:
                 attend(message)
 
+    def wait_for_again(self) -> BeginAgain:
+        """Leave the connections to the other nodes, and wait until the run continues with other workers.
+
+        Raises:
+            Interrupted: the run has ended instead.
+        """
+        early = deque(message for message in self._early if message.source == LAUNCHER)
+        self._close_bus(0.0)
+        while True:
+            message = early.popleft() if early else self._heard()
+            if message is None:
+                self.line.wait(PATIENCE)
+            elif message.tag == "stop":
+                raise stopped(message)
+            elif message.tag == AGAIN and not (again := begin_again(message)).waits:
+                return again
+
     def leave(self) -> None:
         """Leave the run that has ended; the link to the supervisor stays, for further calls of `distribute`."""
         self._close_bus(0.0)
@@ -542,6 +562,8 @@ class Member:
     def _checked(self, message: Message) -> Message:
         if message.source == LAUNCHER and message.tag == "stop":
             raise stopped(message)
+        if message.source == LAUNCHER and message.tag == AGAIN:
+            raise begin_again(message)
         if message.source == LAUNCHER and message.tag == "lost":
             raise PeerLost(message.note.reason)
         if message.source == LAUNCHER and message.tag == "left":

@@ -151,6 +151,20 @@ class _Guard:
         self.again: BeginAgain | None = None
 
 
+def _awaited(guard: _Guard, again: BeginAgain) -> BeginAgain | None:
+    """Wait for the message how this process takes part again; None if the process leaves."""
+    if guard.connection is not None:
+        guard.connection.leave(failed=False)
+        guard.connection = None
+    if again.waits and guard.member is not None:
+        try:
+            again = guard.member.wait_for_again()
+        except FlockstepError as error:
+            guard.code = error.exit_code
+            return None
+    return again if again.node_spec is not None else None
+
+
 @contextmanager
 def _guarded(node_spec: NodeSpec) -> Iterator[_Guard]:
     """Context manager that reports errors to the supervisor as a sentence."""
@@ -159,7 +173,7 @@ def _guarded(node_spec: NodeSpec) -> Iterator[_Guard]:
         with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows as a loss that is not finite
             yield guard
     except BeginAgain as again:
-        guard.again = again if again.node_spec is not None else None
+        guard.again = _awaited(guard, again)
     except Exception as error:  # noqa: BLE001 - the job's code may raise anything
         guard.code = error.exit_code if isinstance(error, FlockstepError) else 1
         failure = failure_of(

@@ -93,6 +93,7 @@ def run(
     checkpoint_every: str | int | None = None,
     keep: int | None = None,
     min_workers: int | None = None,
+    max_workers: int | None = None,
     out: Path | str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
@@ -128,7 +129,8 @@ def run(
         checkpoint_every: steps (500), or the time ("5min"), between two checkpoints; None for a checkpoint only if a
             signal stops the run.
         keep: number of checkpoints that are kept; None for 2.
-        min_workers: smallest number of workers with which the run goes on; None: no worker may leave.
+        min_workers: smallest number of workers with which the run continues; None: no worker may leave.
+        max_workers: largest number of workers with which the run continues; None: no worker may join.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
 
@@ -148,6 +150,7 @@ def run(
         imports=listed("imports", imports),
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
         min_workers=min_workers,
+        max_workers=max_workers,
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
 

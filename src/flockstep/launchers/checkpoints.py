@@ -135,8 +135,9 @@ class Checkpointer:
 
     def cut(self) -> None:
         """Take a checkpoint after which the nodes stay stopped, because the run continues with other workers."""
-        self._cutting = True
-        self.stop()
+        if not self._cutting:
+            self._cutting = True
+            self.stop()
 
     @property
     def is_cut(self) -> bool | None:
@@ -191,15 +192,11 @@ class Checkpointer:
         """
         if self.resumed is None:
             return []
-        items, ticks = [one.snapshot for one in self.resumed.manifest.pending], dict[float | None, float]()
-        for item in items:
-            ticks[item.tick] = max(item.seconds, ticks.get(item.tick, 0.0))
         found = []
-        for item in items:
-            if ticks[item.tick] not in evaluated:
-                folder.mkdir(mode=0o700, exist_ok=True)
-                place = shutil.copyfile(self.resumed.folder / item.path, folder / item.path)
-                found.append(msgspec.structs.replace(item, path=str(place)))
+        for item in self.resumed.manifest.unevaluated(evaluated):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            place = shutil.copyfile(self.resumed.folder / item.path, folder / item.path)
+            found.append(msgspec.structs.replace(item, path=str(place)))
         return found
 
     def _base_step(self) -> int:
@@ -312,11 +309,11 @@ class Checkpointer:
 
     def _give_up(self) -> None:
         """Let the nodes go on without a checkpoint."""
+        if self._cutting:
+            self._staying = self._cutting = False
         if self.busy:
             self._phase = "idle"
             disk.remove(self._folder)
-            if self._cutting:
-                self._staying = self._cutting = False
             self._let_go()
 
     def _let_go(self) -> None:
@@ -361,10 +358,10 @@ def require_checkpoints(strategy: Strategy) -> None:
 
 def require_one_machine(config: RunConfig) -> None:
     """Raise `ConfigurationError` if a run on several hosts is to take checkpoints, or workers may leave it."""
-    if config.min_workers is not None:
+    if config.min_workers is not None or config.max_workers is not None:
         raise ConfigurationError(
-            f"workers may leave only if all processes are on one machine, got min_workers={config.min_workers} and "
-            "several hosts; leave out --min-workers"
+            "workers may leave and join only if all processes are on one machine, got several hosts; leave out "
+            "--min-workers and --max-workers"
         )
     if config.checkpoint_every is not None:
         raise ConfigurationError(

@@ -63,7 +63,13 @@ class ResizedRun:
 
 
 def resized_run(
-    checkpoint: Checkpoint, engine: Engine, plan: Plan, config: RunConfig, workers: int, gone: Collection[int] = ()
+    checkpoint: Checkpoint,
+    engine: Engine,
+    plan: Plan,
+    config: RunConfig,
+    workers: int,
+    gone: Collection[int] = (),
+    evaluated: Collection[float] = (),
 ) -> ResizedRun:
     """Prepare a run to continue from a checkpoint with another number of workers; nothing is written.
 
@@ -74,6 +80,7 @@ def resized_run(
         config: the configuration of the run so far.
         workers: the number of workers from now on.
         gone: ranks of the workers that leave; by default those with the highest ranks.
+        evaluated: seconds of the evaluations in the record.
 
     Raises:
         ConfigurationError: the run cannot have that many workers, or the checkpoint is damaged.
@@ -89,7 +96,7 @@ def resized_run(
     states = resized_checkpoint(engine, plan, now, kept, order)
     steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
     notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
-    if lost := len({one.snapshot.tick for one in checkpoint.manifest.pending}):
+    if lost := len({one.tick for one in checkpoint.manifest.unevaluated(evaluated)}):
         notes.append(f"evaluations dropped, because their snapshots are of {config.workers} workers: {lost}")
     return ResizedRun(changed, now, config, states, tuple(notes))
 

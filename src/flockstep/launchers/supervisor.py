@@ -33,6 +33,7 @@ from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.health import Health
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
@@ -83,8 +84,8 @@ class Outcome:
     """The workers of each host; empty before all nodes have joined."""
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
-    departure: Departure | None = None
-    """The workers without which the run continues, whose processes still run; None if the run has ended."""
+    change: Change | None = None
+    """How the workers change while the run continues, whose processes still run; None if the run has ended."""
     nodes: set[Address] = field(default_factory=set)
     """Nodes whose events are written to files."""
 
@@ -96,11 +97,17 @@ class Outcome:
 
 
 @dataclass
-class Departure:
-    """Workers that leave a run, or are lost, while the other workers continue; no rank if a server is lost."""
+class Change:
+    """Workers that leave a run, are lost, or join it, while the other workers continue; no rank is gone if a server is
+    lost.
+    """
 
-    ranks: set[int]
+    gone: set[int]
     reason: str
+    joined: int = 0
+    """Number of workers that join."""
+    since: float = field(default_factory=time.monotonic)
+    """Time at which the nodes had stopped, in seconds of the monotonic clock."""
 
 
 class Supervisor:
@@ -115,6 +122,8 @@ class Supervisor:
     _condemned: dict[Address, str]
     """Workers to remove from the run, with the reason."""
     _went: float | None = None
+    """Time at which all nodes were ready, in seconds of the monotonic clock, less the seconds of the run before."""
+    began: float | None = None
     """Time at which all nodes were ready, in seconds of the monotonic clock."""
 
     def __init__(
@@ -139,6 +148,8 @@ class Supervisor:
         ended: Callable[[Outcome], None] = lambda outcome: None,
         checkpoints: Checkpointer | None = None,
         least: int | None = None,
+        most: int | None = None,
+        requests: JoinRequests | None = None,
         epoch: int = 0,
         link_timeout: float = LINK_TIMEOUT,
         back_to: int | None = None,
@@ -152,11 +163,12 @@ class Supervisor:
         first call and the number of the call, 2 for the second; for that one, `within` is the first, and `ended`
         receives the outcome of the call once its nodes have left, or the whole run has ended. `checkpoints` takes the
         run's checkpoints, and knows where the run begins. `least`: smallest number of workers with which the run goes
-        on from a checkpoint; None: it does not. `epoch`: number of changes of the workers so far.
+        on from a checkpoint; None: it does not. `most`: largest number of workers when workers join by `requests`;
+        None: workers may not join. `epoch`: number of changes of the workers so far.
         `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
         server ends the run.
         """
-        self.outcome = Outcome(workers)
+        self.outcome, self.requests = Outcome(workers), requests or JoinRequests(record)
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
         self.children: dict[Address, Child] = {}
         self._workers = workers
@@ -172,7 +184,7 @@ class Supervisor:
         self._condemned, self._leavers = dict[Address, str](), set[int]()
         self._bad_gradients = bad_gradients or BadGradients()
         self._every, self._back_to = every, back_to
-        self._begin_call, self._checkpoints, self._least = begin_call, checkpoints, least
+        self._begin_call, self._checkpoints, self._least, self._most = begin_call, checkpoints, least, most
         self._calls: list[Supervisor] = [self] if within is None else within._calls
         """Supervisors of the calls of `distribute` that the scripts have begun; the first one watches the processes."""
         self._number = 1 if within is None else len(self._calls) + 1
@@ -209,7 +221,8 @@ class Supervisor:
         try:
             self._start()
             self._watch(result)
-            if self.outcome.departure is not None:
+            if self.outcome.change is not None:
+                self._let_go(self.outcome.change)
                 return self.outcome
             reach("run.ended")
         except FlockstepError as error:
@@ -232,19 +245,26 @@ class Supervisor:
             many = f"{self._hosts.rejected} connections to the coordinator's port were rejected"
             self.outcome.warnings.append(many)
         self._clean_up()
+        self.requests.answer("the run ended before the workers took part", False)
         return self.outcome
+
+    def reaches(self, rank: int) -> bool:
+        """Whether the process of a worker is connected, so that it can take part again."""
+        return rank in self._links
 
     def begin_again(self, rank: int, node_spec: NodeSpec, config: str) -> Child:
         """Let the process of a worker take part by another node specification; return the process."""
-        self._links[rank].tell(AGAIN, {"spec": msgspec.json.encode(node_spec).decode(), "config": config})
+        self._links[rank].tell(AGAIN, {"spec": msgspec.json.encode(node_spec).decode(), "config": config, "wait": 0})
         return self.children.pop(rank)
 
-    def let_go(self) -> None:
-        """Tell all processes to leave that do not take part again: those of workers that leave, and the servers."""
-        staying = set(self._view.ranks) - self._leavers
+    def _let_go(self, change: Change) -> None:
+        """Let the workers that stay wait until the run continues, and let all other processes end."""
+        for address, child in self.children.items():
+            if address not in self._links:
+                child.kill()
         for address, link in self._links.items():
-            if address not in staying:
-                link.tell(AGAIN, {"spec": "", "config": ""})
+            stays = address >= 0 and address not in change.gone
+            link.tell(AGAIN, {"spec": "", "config": "", "wait": int(stays)})
 
     def close(self) -> None:
         """End the remaining processes of a run that continues with other workers, and close the connections."""
@@ -401,24 +421,54 @@ class Supervisor:
             self._poll()
             for one in list(self._calls):
                 one._turn(result)
-            self._look_for_departure()
-            if self.outcome.departure is not None:
+            self._look_for_change()
+            if self.outcome.change is not None:
                 return
             if time.monotonic() - shown > 0.25:
                 shown = time.monotonic()
                 self._show(self._current().standings)
                 owner.check(self._record)
+                self._look_for_requests()
         self._show(self._current().standings)
 
-    def _look_for_departure(self) -> None:
-        """Let the workers leave that a signal asks to, once the others have stopped with their states."""
-        if not self._leavers or self._checkpoints is None or self._over:
+    def _look_for_change(self) -> None:
+        """Let workers leave and join, once all nodes have stopped with their states."""
+        joined = self.requests.workers
+        if not (self._leavers or joined) or self._checkpoints is None or self._over or self._went is None:
             return
         if self._checkpoints.is_cut:
             names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
-            self.outcome.departure = Departure(set(self._leavers), f"{names} left, as SIGTERM asked")
+            left = f"{names} left, as SIGTERM asked" if names else ""
+            self._change(set(self._leavers), left, joined)
         elif self._checkpoints.is_cut is False:  # the run is about to end, or a node was lost
             self._leavers.clear()
+            self.requests.answer(f"no worker can join now, because {self._checkpoints.why_not}", False)
+
+    def _change(self, gone: set[int], left: str, joined: int) -> None:
+        """Continue without the workers that are gone, and with those that join; `left`: a clause about the former."""
+        reason = ", and ".join(filter(None, (left, self.requests.text if joined else "")))
+        self.outcome.change = Change(gone, reason, joined)
+
+    def _look_for_requests(self) -> None:
+        """Stop all nodes with their states if workers want to join the run."""
+        if self._most is None or self._went is None or self._checkpoints is None or self._over:
+            return
+        if self.requests.take(self._why_not_joined_by):
+            self._checkpoints.cut()
+
+    def _why_not_joined_by(self, workers: int) -> str:
+        """Why this number of workers cannot join now; empty if they can."""
+        if self._gone:
+            return (
+                f"no worker can join, because {node_name(min(self._gone))} was lost and no more checkpoints are taken"
+            )
+        if self._done:
+            return "no worker can join, because a worker has taken its last step"
+        total = len(self._view.ranks) - len(self._leavers) + workers
+        if self._most is not None and total > self._most:
+            return f"the number of workers must be <= --max-workers {self._most}, got {total}; let fewer workers join"
+        why = self._why_not_with(total)
+        return f"no {workers} workers can join: {why}" if why else ""
 
     def _asked_to_leave(self, address: Address) -> None:
         """A signal asks a worker to leave the run.
@@ -433,8 +483,7 @@ class Supervisor:
             return
         if why := self._why_not_with(len(self._view.ranks) - len(self._leavers) - 1):
             raise KeyboardInterrupt(f"{node_name(address)} left, as SIGTERM asked, and {why}")
-        if not self._leavers:
-            self._checkpoints.cut()
+        self._checkpoints.cut()
         self._leavers.add(address)
 
     def _why_not_with(self, workers: int) -> str:
@@ -455,24 +504,29 @@ class Supervisor:
         newest = None if self._checkpoints is None else self._checkpoints.newest
         if newest is None or self._done:
             return False
+        began = self._went is not None
+        joined = self.requests.workers if began else 0  # before, they are among the workers
         if address < 0:
-            if self.outcome.departure is not None:  # servers are started again anyway
+            if self.outcome.change is not None:  # servers are started again anyway
                 return True
             some_died = len(self._view.ranks) < self._workers
-            if self._back_to is None or some_died or min(newest.steps.values()) < self._back_to:
+            if self._back_to is None or not began or some_died or min(newest.steps.values()) < self._back_to:
                 return False
-        elif self._fewer_end_the_run():
+        elif self._fewer_end_the_run(joined):
             return False
-        gone = set(range(self._workers)) - set(self._view.ranks)
-        self.outcome.departure = Departure(gone, reason)
+        self._change(set(range(self._workers)) - set(self._view.ranks), reason, joined)
         return True
 
-    def _fewer_end_the_run(self) -> bool:
-        """Whether the run does not go back to a checkpoint with the workers that are left."""
+    def _fewer_end_the_run(self, joined: int) -> bool:
+        """Whether the run does not go back to a checkpoint with the workers that are left and those that join.
+
+        Before all nodes are ready, every strategy needs all workers.
+        """
         strategy = self.outcome.strategy
-        if self._least is None or strategy is None or strategy.traits.deaths(self._workers) >= len(self.outcome.lost):
+        survives = strategy is not None and strategy.traits.deaths(self._workers) >= len(self.outcome.lost)
+        if self._least is None or (survives and self._went is not None):
             return True
-        return bool(self._why_not_with(len(self._view.ranks)))
+        return bool(self._why_not_with(len(self._view.ranks) + joined))
 
     @property
     def _open_calls(self) -> list[Supervisor]:
@@ -645,7 +699,8 @@ class Supervisor:
         if len(self._ready) < len(self._links):
             return
         resumed = self._resumed()
-        went = self._went = time.monotonic() - (0.0 if resumed is None else resumed.manifest.seconds)
+        self.began = time.monotonic()
+        went = self._went = self.began - (0.0 if resumed is None else resumed.manifest.seconds)
         if self._checkpoints is not None and self.outcome.strategy is not None:
             self._checkpoints.begin(self._links, self.outcome.strategy)
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
@@ -654,6 +709,8 @@ class Supervisor:
         shutil.rmtree(self._directory, ignore_errors=True)
         for link in self._links.values():
             self._begin(link, went)
+        step = 0 if resumed is None else min(resumed.manifest.steps.values())
+        self.requests.answer(f"the run continues with {self._workers} workers from step {step}", True)
 
     def _handle(self, message: Message) -> None:
         address, note, heard = message.source, message.note, time.monotonic()
@@ -829,18 +886,18 @@ class Supervisor:
             arriving.drop()
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
-        if self._went is None:
-            if child is not None:
-                refuse_unguarded(child)
-            raise PeerLost(f"{reason} before the run started")
+        if self._went is None and child is not None:
+            refuse_unguarded(child)
         self._view = self._view.without(address)
         goes_on = self._goes_on_after(address, reason)
+        if self._went is None and not goes_on:
+            raise PeerLost(f"{reason} before the run started")
         if self._checkpoints is not None:
             self._checkpoints.end() if goes_on else self._checkpoints.lose(address)
         if goes_on:
             return
-        if self.outcome.departure is not None:
-            self.outcome.departure = None
+        if self.outcome.change is not None:
+            self.outcome.change = None
             raise PeerLost(reason)
         loss = self._losses[address] = NodeLost(address, reason, self._view)
         self._keep_own_flight()

@@ -28,11 +28,12 @@ from flockstep.launchers.evaluation import Evaluator
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.resizing import config_of, resized_run
 from flockstep.launchers.signals import undisturbed
-from flockstep.launchers.supervisor import Departure, Outcome, Supervisor
+from flockstep.launchers.supervisor import Change, Outcome, Supervisor
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address
 from flockstep.records import owner
@@ -88,70 +89,81 @@ def train(
     require_open_files(plan.cluster.workers + plan.cluster.servers)
     if config.checkpoint_every is not None:
         require_checkpoints(plan.strategy)
-    if config.min_workers is not None:
-        require_departures(config, plan.strategy)
+    require_changes(config, plan.strategy)
     record = RunFolder(folder)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan  # each holds a model; the evaluating process builds its own
     release()
 
-    def begin() -> None:
-        with contextlib.ExitStack() as stack:
-            hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
-            stack.enter_context(record.created(config, overwrite))
-            _train(config, record, every, policy, lambda standings: show(standings, steps), hosts, test)
-
-    _with_departures(record, show, begin)
+    with contextlib.ExitStack() as stack:
+        hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
+        stack.enter_context(record.created(config, overwrite))
+        shown = partial(_shown, show, steps)
+        _with_changes(record, show, lambda: _train(config, record, every, policy, shown, hosts, test))
     return record.read_summary()
 
 
-class NodesLeft(Interrupted):
-    """Workers have left a run, or nodes are lost, and the processes of the other workers wait to continue."""
+_RESTARTED = "the workers, and new servers,"
 
-    def __init__(self, departure: Departure, supervisor: Supervisor, workers: int, epoch: int):
+
+class NodesChanged(Interrupted):
+    """Workers leave or join a run, or nodes are lost, and the processes of the other workers wait to continue."""
+
+    def __init__(self, change: Change, supervisor: Supervisor, workers: int, epoch: int):
         """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
-        super().__init__(departure.reason)
-        self.supervisor, self.gone, self.epoch = supervisor, departure.ranks, epoch
-        self.remaining = [rank for rank in range(workers) if rank not in departure.ranks]
-        self.others = "the other workers" if departure.ranks else "the workers, and new servers,"
+        super().__init__(change.reason)
+        self.supervisor, self.gone, self.epoch, self.since = supervisor, change.gone, epoch, change.since
+        self.others = "the other workers" if change.gone else "the run" if change.joined else _RESTARTED
+        """Who continues, for a sentence."""
+        staying = [rank for rank in range(workers) if rank not in change.gone]
+        self.workers = len(staying) + change.joined
+        """Number of workers from now on."""
+        same = self.workers == workers  # then ranks are kept, and workers that join take the places of others
+        self.remaining = {rank if same else new: rank for new, rank in enumerate(staying)}
+        """New rank → old rank of the workers whose processes continue."""
 
 
-def require_departures(config: RunConfig, strategy: Strategy) -> None:
-    """Check that workers may leave the run, down to `config.min_workers`.
+def require_changes(config: RunConfig, strategy: Strategy) -> None:
+    """Check that workers may leave the run, down to `config.min_workers`, and join it, up to `config.max_workers`.
 
     Raises:
-        ConfigurationError: there are fewer workers, or no checkpoints.
-        CompositionError: the strategy has no checkpoints, or no rule for fewer workers.
+        ConfigurationError: there are fewer or more workers, or no checkpoints.
+        CompositionError: the strategy has no checkpoints, or no rule for another number of workers.
     """
-    if config.min_workers is not None and config.min_workers > config.workers:
+    least, most = config.min_workers, config.max_workers
+    if least is None and most is None:
+        return
+    if least is not None and least > config.workers:
         raise ConfigurationError(
-            f"min_workers must be <= {config.workers}, the number of workers, got {config.min_workers}; lower it"
+            f"min_workers must be <= {config.workers}, the number of workers, got {least}; lower it"
         )
-    if config.checkpoint_every is None:
+    if most is not None and most < config.workers:
+        raise ConfigurationError(
+            f"max_workers must be >= {config.workers}, the number of workers, got {most}; raise it"
+        )
+    if least is not None and config.checkpoint_every is None:
         raise ConfigurationError(
             "min_workers needs checkpoints, from which the run continues when a worker is lost; add for example "
             "--checkpoint-every 100"
         )
     require_checkpoints(strategy)
-    require_resizable(strategy, "leave out --min-workers")
+    require_resizable(strategy, "leave out --min-workers and --max-workers")
 
 
-def _with_departures(record: RunFolder, show: Show, begin: Callable[[], None]) -> None:
-    """Begin a run with `begin`, and continue it with the remaining workers whenever workers leave, or servers are
-    lost.
-    """
+def _with_changes(record: RunFolder, show: Show, begin: Callable[[], None]) -> None:
+    """Begin a run with `begin`, and continue it whenever workers leave or join, or servers are lost."""
     said: list[str] = []
     try:
         begin()
         return
-    except NodesLeft as first:
-        left: NodesLeft | None = first
-    while left is not None:
-        now, left = left, None
+    except NodesChanged as first:
+        change: NodesChanged | None = first
+    while change is not None:
+        now, change = change, None
         try:
-            _resume(record, show, len(now.remaining), said, now)
-        except NodesLeft as again:
-            left = again
+            _resume(record, show, now.workers, said, now)
+        except NodesChanged as again:
+            change = again
         finally:
             now.supervisor.close()
 
@@ -183,15 +195,19 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
         )
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
-    _with_departures(record, show, lambda: _resume(record, show, workers, []))
+    with owner.owned(record.path):
+        _with_changes(record, show, lambda: _resume(record, show, workers, []))
     return record.read_summary()
 
 
-def _resume(record: RunFolder, show: Show, workers: int | None, said: list[str], left: NodesLeft | None = None) -> None:
-    """Continue from the newest checkpoint with `workers` workers; None: as many as before.
+def _resume(
+    record: RunFolder, show: Show, workers: int | None, said: list[str], left: NodesChanged | None = None
+) -> None:
+    """Continue a run whose folder this process owns from the newest checkpoint with `workers` workers; None: as many
+    as before.
 
-    `said`: sentences for the record, to which this adds. `left`: the workers that have left, and the processes of the
-    other workers, which continue; None: all processes are started.
+    `said`: sentences for the record, to which this adds. `left`: how the workers have changed, and the processes that
+    continue; None: all processes are started.
     """
     config, checkpoint = record.read_config(), newest(record.path)
     config = config_of(record, checkpoint, config)
@@ -203,13 +219,14 @@ def _resume(record: RunFolder, show: Show, workers: int | None, said: list[str],
         )
     change = None
     if workers is not None and workers != config.workers:
-        change = resized_run(checkpoint, engine, plan, config, workers, () if left is None else left.gone)
+        gone = () if left is None else left.gone
+        change = resized_run(checkpoint, engine, plan, config, workers, gone, evaluated_in(record))
         plan, config = change.plan, change.config
         require_open_files(plan.cluster.workers + plan.cluster.servers)
     every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan
     release()
-    with record.resumed(checkpoint.manifest.seconds) as dropped:
+    with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
         where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
         said.append(f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}")
         if left is not None:
@@ -221,6 +238,11 @@ def _resume(record: RunFolder, show: Show, workers: int | None, said: list[str],
             record.write_config(config)
         shown, here = partial(_shown, show, steps), OtherHosts()
         _train(config, record, every, policy, shown, here, None, checkpoint, said, left)
+
+
+def evaluated_in(record: RunFolder) -> set[float]:
+    """Seconds of the evaluations in a record."""
+    return {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}
 
 
 def _shown(show: Show, steps: int, nodes: dict[Address, NodeProgress]) -> None:
@@ -254,21 +276,21 @@ def _train(
     test: OwnData | None,
     resumed: Checkpoint | None = None,
     said: Sequence[str] = (),
-    left: NodesLeft | None = None,
+    left: NodesChanged | None = None,
 ) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1, test)
     checkpoints = None
     if not any(map(hosts.has, range(config.workers))):
         interval, keep = config.checkpoint_interval, config.keep or KEEP
         checkpoints = Checkpointer(record.path.resolve(), interval, keep, resumed, evaluation.pending, config.digest)
-        evaluated = {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}
-        for item in checkpoints.resume_snapshots(record.path.resolve() / SNAPSHOTS, evaluated):
+        for item in checkpoints.resume_snapshots(record.path.resolve() / SNAPSHOTS, evaluated_in(record)):
             evaluation.take(item)
     transport = Transport.parse(config.transport or "shared_memory")
 
     def start_worker(node_spec: NodeSpec) -> Child:
-        if left is not None and node_spec.address < len(left.remaining):
-            return left.supervisor.begin_again(left.remaining[node_spec.address], node_spec, config.to_toml())
+        before = None if left is None else left.remaining.get(node_spec.address)
+        if left is not None and before is not None and left.supervisor.reaches(before):
+            return left.supervisor.begin_again(before, node_spec, config.to_toml())
         return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=transport.zero_copy)
 
     epoch = 0 if left is None else left.epoch + 1
@@ -293,18 +315,21 @@ def _train(
         hosts=hosts,
         checkpoints=checkpoints,
         least=config.min_workers,
+        most=config.max_workers,
+        requests=JoinRequests(record.path.resolve()) if left is None else left.supervisor.requests,
         epoch=epoch,
         back_to=back_to,
     )
     with finished(record, config) as notes:
         notes += said
         outcome = supervisor.run()
-        if outcome.departure is not None:
-            supervisor.let_go()
         try:
             error = settle(record, evaluation, policy, outcome)
         finally:
             supervisor.forget()
+        if left is not None and supervisor.began is not None:
+            seconds = supervisor.began - left.since
+            notes.append(f"no worker trained for {seconds:.2f} s while the workers changed ({left})")
         notes += outcome.warnings
         notes += [] if checkpoints is None else checkpoints.notes
         if evaluation.skipped:
@@ -312,8 +337,8 @@ def _train(
                 f"{len(evaluation.skipped)} evaluations were skipped because snapshots arrived faster than the model "
                 "could be evaluated; raise evaluate_every to evaluate less often"
             )
-        if outcome.departure is not None:
-            raise NodesLeft(outcome.departure, supervisor, config.workers, epoch)
+        if outcome.change is not None:
+            raise NodesChanged(outcome.change, supervisor, config.workers, epoch)
         if error is not None:
             raise error
         record.check_whole(outcome.nodes)

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -71,6 +71,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def steps(self) -> dict[Address, int]:
         """Rank → number of steps of the worker."""
         return {shard.node: shard.step for shard in self.shards if shard.node >= 0}
+
+    def unevaluated(self, evaluated: Collection[float]) -> list[Snapshot]:
+        """The snapshots that are to be evaluated; `evaluated`: seconds of the evaluations in the record."""
+        items, ticks = [one.snapshot for one in self.pending], dict[float | None, float]()
+        for item in items:
+            ticks[item.tick] = max(item.seconds, ticks.get(item.tick, 0.0))
+        return [item for item in items if ticks[item.tick] not in evaluated]
 
     def digest(self) -> str:
         """SHA-256 of everything but the digest itself, in hexadecimal digits."""

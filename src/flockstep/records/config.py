@@ -42,6 +42,7 @@ _OPTIONS = (
     "checkpoint_every",
     "keep",
     "min_workers",
+    "max_workers",
     "max_gradient_norm",
 )
 _LAUNCH_OPTIONS = (
@@ -152,6 +153,8 @@ class RunConfig:
     """Smallest number of workers with which the run continues when workers leave or are lost; None: workers may not
     leave.
     """
+    max_workers: int | None = None
+    """Largest number of workers with which the run continues when workers join; None: workers may not join."""
     keep: int | None = None
     """Number of complete checkpoints that are kept; None: `KEEP`."""
     arguments: tuple[str, ...] = ()
@@ -194,8 +197,9 @@ class RunConfig:
             raise ConfigurationError(f"keep must be >= 1, got {self.keep}; 2 is usual")
         if self.checkpoint_every is not None:
             CheckpointInterval.parse(self.checkpoint_every)
-        if self.min_workers is not None and self.min_workers < 1:
-            raise ConfigurationError(f"min_workers must be >= 1, got {self.min_workers}; use for example 1")
+        for name, bound in (("min_workers", self.min_workers), ("max_workers", self.max_workers)):
+            if bound is not None and bound < 1:
+                raise ConfigurationError(f"{name} must be >= 1, got {bound}; use for example {self.workers}")
 
     @property
     def checkpoint_interval(self) -> CheckpointInterval | None:

@@ -210,11 +210,13 @@ class RunFolder:
         return True
 
     @contextlib.contextmanager
-    def resumed(self, seconds: float) -> Iterator[int]:
+    def resumed(self, seconds: float, held: bool = False) -> Iterator[int]:
         """Context manager that owns the folder of a run that continues from its state at `seconds`; yields the number
         of steps that were recorded after that time, and whose events are dropped.
+
+        `held`: the caller owns the folder already.
         """
-        with owned(self.path):
+        with contextlib.nullcontext() if held else owned(self.path):
             events = self.read_events()
             kept = [event for event in _without_end(events) if time_of(event) <= seconds]
             dropped = sum(isinstance(event, StepEvent) for event in events) - sum(

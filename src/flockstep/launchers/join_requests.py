@@ -1,0 +1,144 @@
+"""Requests to add workers to a run on this machine: `flockstep join` writes them to the run's folder, and the run's
+supervisor answers there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from flockstep.errors import ConfigurationError, RunError
+from flockstep.records import owner
+from flockstep.records.folder import RunFolder
+from flockstep.records.full_disk import replace
+
+JOINING = "joining"
+"""Name of the folder with the requests to join, in the folder of the run."""
+MOST = 1 << 10
+"""Largest number of bytes of a request."""
+POLL = 0.05
+"""Seconds between two looks for an answer."""
+UNOWNED = 1.0
+"""Seconds without an owner of the run's folder after which the run has ended."""
+
+
+class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to add workers to a run."""
+
+    workers: int
+
+
+class JoinAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """The answer to a request: the sentence for the user, and whether the workers take part."""
+
+    text: str
+    joined: bool
+
+
+class JoinRequests:
+    """The supervisor's view of the requests to join its run."""
+
+    def __init__(self, record: Path):
+        """`record`: the run's folder."""
+        self._folder = record / JOINING
+        self._taken: dict[Path, int] = {}
+        for file in self._folder.glob("*.request"):  # to a run before this one
+            file.unlink(missing_ok=True)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers that the requests taken so far add."""
+        return sum(self._taken.values())
+
+    @property
+    def text(self) -> str:
+        """Clause about the workers that join, for the record; empty if there are none."""
+        return f"{self.workers} worker{'s' * (self.workers > 1)} joined" if self._taken else ""
+
+    def take(self, why_not: Callable[[int], str]) -> bool:
+        """Take the new requests, and refuse those for which `why_not(workers)` returns a reason.
+
+        Returns:
+            Whether a request was taken. Files that are no requests are ignored.
+        """
+        new = False
+        for file in sorted(self._folder.glob("*.request")):
+            if file in self._taken:
+                continue
+            try:
+                wanted = msgspec.json.decode(file.read_bytes()[:MOST], type=JoinRequest).workers
+            except (OSError, ValueError):
+                continue
+            if wanted < 1:
+                continue
+            if reason := why_not(self.workers + wanted):
+                self._answer(file, JoinAnswer(reason, False))
+            else:
+                self._taken[file], new = wanted, True
+        return new
+
+    def answer(self, text: str, joined: bool) -> None:
+        """Answer all requests that were taken."""
+        for file in self._taken:
+            self._answer(file, JoinAnswer(text, joined))
+        self._taken.clear()
+
+    def _answer(self, file: Path, answer: JoinAnswer) -> None:
+        with contextlib.suppress(OSError):  # the folder was removed: nobody waits
+            replace(file.with_suffix(".answer"), msgspec.json.encode(answer))
+            file.unlink()
+
+
+def ask(record: RunFolder, workers: int) -> str:
+    """Add workers to the run that is going on in a folder of this machine; return a sentence when they take part.
+
+    Raises:
+        ConfigurationError: the run takes no workers, or not this many.
+        RunError: the run ended before the workers took part.
+    """
+    config = record.read_config()
+    if workers < 1:
+        raise ConfigurationError(f"the number of workers that join must be >= 1, got {workers}; use -n 1")
+    if config.max_workers is None:
+        raise ConfigurationError(
+            f"workers can join only a run of flockstep train with --max-workers, and {record.path} holds a run of "
+            f"flockstep {config.kind} without it; stop the run and resume it with flockstep resume {record.path} -n "
+            f"{config.workers + workers}"
+        )
+    if not owner.in_use(record.path):
+        raise ConfigurationError(
+            f"no process trains in {record.path}; resume a run that has stopped with flockstep resume {record.path} -n "
+            f"{config.workers + workers}"
+        )
+    request = record.path / JOINING / f"{secrets.token_hex(8)}.request"
+    request.parent.mkdir(exist_ok=True)
+    answer = request.with_suffix(".answer")
+    try:
+        replace(request, msgspec.json.encode(JoinRequest(workers)))
+        found = _answered(record, answer)
+    finally:
+        request.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another request is there
+            request.parent.rmdir()
+    if not found.joined:
+        raise ConfigurationError(found.text)
+    return found.text
+
+
+def _answered(record: RunFolder, answer: Path) -> JoinAnswer:
+    """Wait for the answer of the run's supervisor."""
+    owned = time.monotonic()
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return msgspec.json.decode(answer.read_bytes(), type=JoinAnswer)
+        if owner.in_use(record.path):
+            owned = time.monotonic()
+        elif time.monotonic() - owned > UNOWNED:
+            raise RunError(f"the run in {record.path} ended before the workers took part")
+        time.sleep(POLL)

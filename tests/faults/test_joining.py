@@ -1,0 +1,198 @@
+"""Workers join a run that is going on, by `flockstep join`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from flockstep.cli.app import run as run_command
+from flockstep.records import checkpoints as disk
+from flockstep.records.config import RunConfig
+from flockstep.records.events import StepEvent
+from flockstep.records.folder import RunFolder
+from flockstep.strategies.base import Strategy
+from support.jobs import go_on, paced
+from support.matrix import few
+from support.processes import PATIENCE, RealRun, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
+
+STEPS = 120
+
+
+def begin(folder: Path, strategy: str, *more: str) -> RealRun:
+    words = ["train", paced(folder), "-s", strategy, "-n", "2", "--steps", str(STEPS), "--evaluate-every", "30"]
+    return RealRun([*words, "--max-workers", "4", *more], folder / "run")
+
+
+def join(folder: Path, workers: int = 1) -> int:
+    return run_command(["join", str(folder / "run"), "-n", str(workers)])
+
+
+def result_of(record: RunFolder) -> bytes:
+    return record.read_result()[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    few(
+        [
+            ("all_reduce", 1),
+            ("ps(bsp)", 2),
+            ("asgd", 1),
+            ("easgd(4)", 1),
+            ("gossip(0.5)", 1),
+            ("adpsgd", 2),
+            ("dpsgd", 1),
+            ("local_sgd(8, outer_optimizer=nesterov)", 1),
+        ],
+        ("gossip(0.5)", 1),
+    ),
+)
+def test_workers_join_while_the_others_stay_in_their_processes(
+    strategy: str, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(tmp_path, strategy)
+    run.wait_for_work(25)
+    before = run.working()
+    assert join(tmp_path, workers) == 0
+    assert f"the run continues with {2 + workers} workers from step " in capsys.readouterr().out
+    now = run.working()
+    assert {name: now[name] for name in ("worker-0", "worker-1")} == {
+        name: before[name] for name in ("worker-0", "worker-1")
+    }
+    assert {f"worker-{rank}" for rank in range(2 + workers)} <= set(now)
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    record = RunFolder(tmp_path / "run")
+    summary, config = record.read_summary(), record.read_config()
+    total = 2 + workers
+    assert (summary.status, config.workers, config.steps) == ("finished", total, -(-2 * STEPS // total))
+    assert summary.notes[0].startswith(f"{workers} worker{'s' * (workers > 1)} joined; the run continued from step")
+    assert summary.notes[0].endswith("; 0 recorded steps were repeated")
+    made = [event for event in record.read_events() if isinstance(event, StepEvent)]
+    assert {event.rank for event in made} == set(range(total))
+    if Strategy.parse(config.strategy).traits.fixed_steps:
+        assert [event.step for event in made if event.rank == total - 1][-1] == config.steps
+    assert not (tmp_path / "run" / "joining").exists()
+
+
+@pytest.mark.parametrize("strategy", few(["all_reduce", "ps(bsp)"], "all_reduce"))
+def test_a_run_that_a_worker_joins_ends_with_the_bits_of_one_that_was_stopped_and_resumed(
+    strategy: str, tmp_path: Path
+) -> None:
+    run = begin(tmp_path, strategy, "--keep", "1000")
+    run.wait_for_work(25)
+    assert join(tmp_path) == 0
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    record = RunFolder(tmp_path / "run")
+    joined = result_of(record)
+    of_two = [folder for folder in disk.folders(record.path) if disk.read_manifest(folder).workers == 2]
+    for folder in disk.folders(record.path):
+        if folder not in of_two:
+            disk.remove(folder)
+    config = disk.kept_config(record.path, disk.read_manifest(of_two[-1]).config)
+    assert config is not None
+    record.write_config(RunConfig.from_toml(config, "the configuration of two workers"))
+    record.summary_file.unlink()
+    record.result_file.unlink()
+    ended = RealRun(["resume", "-n", "3"], record.path).end()
+    assert ended.code == 0, ended.err
+    assert result_of(record) == joined
+
+
+@pytest.mark.full
+def test_a_worker_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
+    run = begin(tmp_path, "ps(bsp)", "--min-workers", "1", "--checkpoint-every", "1000")
+    run.wait_for_work(25)
+    run.fault(signal.SIGTERM, "worker-0")
+    record = RunFolder(tmp_path / "run")
+    wait_until(lambda: record.read_config().workers == 1, PATIENCE, "the run goes on with one worker")
+    assert join(tmp_path, 2) == 0
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert (record.read_config().workers, record.read_config().steps) == (3, 2 * STEPS // 3)
+
+
+DIES = """
+import multiprocessing, os
+
+paced_job = job
+
+def job():
+    if multiprocessing.current_process().name == "flockstep-node":
+        try:
+            os.unlink(GO.with_name("die"))
+            os._exit(9)
+        except FileNotFoundError:
+            pass
+    return paced_job()
+"""
+
+
+@pytest.mark.full
+def test_a_worker_that_dies_while_the_workers_change_is_left_out(tmp_path: Path) -> None:
+    job = Path(paced(tmp_path))
+    job.write_text(job.read_text() + DIES)
+    words = ["train", str(job), "-s", "asgd", "-n", "2", "--steps", str(STEPS), "--max-workers", "4"]
+    run = RealRun([*words, "--min-workers", "1", "--checkpoint-every", "1000"], tmp_path / "run")
+    run.wait_for_work(25)
+    (tmp_path / "die").touch()
+    assert join(tmp_path) == 0
+    assert not (tmp_path / "die").exists()
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    record = RunFolder(tmp_path / "run")
+    assert record.read_config().workers == 2
+    assert any("exited with code 9" in note for note in record.read_summary().notes)
+
+
+def test_workers_that_cannot_join_are_refused_and_the_run_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(tmp_path, "adpsgd")
+    run.wait_for_work(5)
+    assert join(tmp_path, 3) == 2
+    assert "the number of workers must be <= --max-workers 4, got 5; let fewer workers join" in capsys.readouterr().err
+    assert join(tmp_path) == 2
+    assert "adpsgd on ring needs a bipartite graph" in capsys.readouterr().err
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert RunFolder(tmp_path / "run").read_config().workers == 2
+    assert join(tmp_path) == 2
+    assert "no process trains in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["-s", "all_reduce", "--max-workers", "1"],
+            "max_workers must be >= 2, the number of workers, got 1; raise it",
+        ),
+        (["-s", "ensemble", "--max-workers", "4"], "no rule gives a new worker its model; leave out --min-workers and"),
+        (["-s", "hogwild", "--max-workers", "4"], "has no checkpoints"),
+    ],
+)
+def test_bad_options_are_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["train", "softmax", "-n", "2", *words, "--out", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_max_workers_takes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "softmax", "-s", "all_reduce", "-n", "1", "--steps", "2", "--out", str(tmp_path / "run")]
+    assert run_command(words) == 0
+    assert join(tmp_path) == 2
+    assert "workers can join only a run of flockstep train with --max-workers" in capsys.readouterr().err
