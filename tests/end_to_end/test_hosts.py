@@ -322,6 +322,28 @@ def test_a_cable_that_is_out_for_a_while_changes_no_bit(two: list[Host], tmp_pat
 
 
 @pytest.mark.full
+def test_the_side_of_the_coordinator_goes_on_and_the_other_side_ends(two: list[Host], tmp_path: Path) -> None:
+    """Gossip needs no particular worker; the cable stays out."""
+    processes = start_two(two, tmp_path, "-s", "gossip", "--link-timeout", "2")
+    two[1].cut()
+    away = Ended.of(processes[1])
+    assert away.code == 1, away.err
+    assert re.search(r"and the link was down for [0-9.]+ s, longer than the link timeout of 2 s", away.err)
+    assert not two[1].processes()
+    files = [tmp_path / "run" / "events" / f"worker-{rank}.jsonl" for rank in (0, 1)]
+    wait_until(lambda: all(file.read_bytes().count(b'"type":"lost"') == 2 for file in files), PATIENCE, "both are lost")
+    before = [file.stat().st_size for file in files]
+    wait_until(
+        lambda: all(file.stat().st_size > size for file, size in zip(files, before, strict=True)),
+        PATIENCE,
+        "the workers beside the coordinator take further steps",
+    )
+    processes[0].send_signal(signal.SIGINT)
+    Ended.of(processes[0])
+    assert summary(tmp_path / "run")["status"] == "interrupted"
+
+
+@pytest.mark.full
 def test_ctrl_c_on_any_host_ends_all(two: list[Host], tmp_path: Path) -> None:
     processes = start_two(two, tmp_path, "-s", "gossip")
     processes[1].send_signal(signal.SIGINT)
