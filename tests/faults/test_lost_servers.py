@@ -126,7 +126,6 @@ def test_a_server_that_dies_again_before_the_next_checkpoint_ends_the_run(tmp_pa
     file = tmp_path / "kills.py"
     file.write_text(KILLS_AGAIN)
     run = begin(tmp_path, "asgd", "--import", str(file))
-    go_on(tmp_path)
     ended = run.end()
     assert ended.code == 1
     assert ended.err.count("continued from step") == 1
