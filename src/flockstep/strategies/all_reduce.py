@@ -78,13 +78,10 @@ class AllReduce(Strategy):
             elif not tried:
                 gradient = await me.gradient()
                 await self.collective.average(me, gradient)
-            elif kept.trial.next or not me.step:
-                scratch = empty(me.params, len(me.params) + 1) if scratch is None else scratch
-                gradient = await self._overlapped(me, scratch)
             else:
-                gradient = await me.gradient()
-                for piece in buckets(len(me.params), me.params.itemsize, SIZES):
-                    await self.collective.average(me, gradient[piece])
+                scratch = empty(me.params, len(me.params) + 1) if scratch is None else scratch
+                overlaps = kept.trial.next or not me.step
+                gradient = await (self._overlapped(me, scratch) if overlaps else self._afterwards(me, scratch))
             me.record_round()
             me.optimizer_step(gradient)
             if tried and kept.overlaps:
@@ -112,6 +109,23 @@ class AllReduce(Strategy):
             mean[:] = gradient
             await self.collective.average(me, mean)
         return mean
+
+    async def _afterwards(self, me: Worker, sent: FlatArray) -> FlatArray:
+        """Return the mean of all workers' gradients, exchanged after the backward pass, with the bits of `_overlapped`.
+
+        The order in which a collective adds depends on the place of an element in its bucket. Therefore the bucket at
+        the start of the array follows a number here too. `sent` (K+1,) has room for this bucket.
+        """
+        gradient = await me.gradient()
+        for piece in buckets(len(me.params), me.params.itemsize, SIZES):
+            values = gradient[piece]
+            if not piece.start:
+                sent[0], sent[1 : piece.stop + 1] = 0, values
+                values = sent[: piece.stop + 1]
+            await self.collective.average(me, values)
+            if not piece.start:
+                gradient[piece] = values[1:]
+        return gradient
 
     async def _timed(self, me: Worker, before: float) -> float:
         """Count the step that began at `before`, and choose when gradients travel if it is due; return the time."""
