@@ -101,6 +101,13 @@ def test_a_script_starts_afresh_where_a_fork_would_differ(
     assert not forked(tmp_path, torch, SCRIPT, beside, **variables)
 
 
+@pytest.mark.parametrize("torch", [TORCH, TORCH + "print('a word')"])
+def test_no_file_stays_open(torch: str, tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    forked(tmp_path, torch)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

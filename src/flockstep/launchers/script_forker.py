@@ -140,11 +140,20 @@ class ScriptForker:
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()
+        self._read_last()
         if self._left:
             os.close(self._requests)
         for end in (end for pipes in self._left for end in pipes[:2]):
             os.close(end)
         self._left = []
+
+    def _read_last(self) -> None:
+        """Read the last reports of the process, which has ended, and close their pipe."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._reports, 1 << 16):
+                self._said += data
+        os.close(self._reports)
+        self._over = True
 
     def _is_ready(self) -> bool:
         """Whether the imports are done, and have written nothing that each worker would have to write."""
