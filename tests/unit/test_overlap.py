@@ -112,6 +112,35 @@ def test_gradients_that_change_after_backward_are_refused(watched: Watched) -> N
         watched.optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["data", "numpy"])
+def test_changes_that_torch_does_not_count_are_found(watched: Watched, way: str) -> None:
+    watched.forward().backward()
+    bias = watched.model[2].bias.grad
+    array: Any = bias.data if way == "data" else bias.numpy()
+    version = bias._version
+    array[3] *= 0.5
+    assert bias._version == version
+    with pytest.raises(ConfigurationError, match=r"changed between backward\(\) and step\(\).*all_reduce"):
+        watched.optimizer.step()
+
+
+def test_blocks_of_large_parts_are_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 elements are five blocks, of which each step compares two."""
+    monkeypatch.setattr("flockstep.drivers.torch_guard.BLOCK", 20)
+    monkeypatch.setattr("flockstep.drivers.torch_guard.SENT", 2)
+    one = Watched()
+
+    def steps() -> None:
+        for _ in range(3):
+            one.optimizer.zero_grad()
+            one.forward().backward()
+            one.model[2].bias.grad.data[3] *= 0.5
+            one.optimizer.step()
+
+    with pytest.raises(ConfigurationError, match=r"changed between backward\(\) and step\(\)"):
+        steps()
+
+
 def test_a_gradient_that_is_replaced_after_backward_is_refused(watched: Watched) -> None:
     watched.forward().backward()
     watched.model[4].weight.grad = None

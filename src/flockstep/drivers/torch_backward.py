@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from flockstep.drivers.loop import Loop
+from flockstep.drivers.torch_guard import SentParts
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
@@ -39,6 +40,7 @@ class BackwardHooks:
         self._revised = False
         """Whether the script has changed a part since; nothing more is passed on before `step()`."""
         self._version = 0
+        self._sent = SentParts(flat)
         self.paused = False
         """Whether backward passes only accumulate gradients, inside `no_sync`."""
         self.begin()
@@ -50,6 +52,7 @@ class BackwardHooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
         if self._hooks:
+            self._sent.begin()
             self._complete = [False] * len(self._offsets)
             self._next = len(self._offsets) - 1
             self.handed_from, self.handed, self._revised = self._flat.schema.size, False, False
@@ -63,7 +66,8 @@ class BackwardHooks:
         if not self.handed or self._revised:
             return
         gone = range(self._next + 1, len(self._offsets))
-        if self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone)):
+        counted = self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone))
+        if counted or self._sent.changed():
             self.revise(
                 "gradients were changed between backward() and step(), after bucketed had sent part of the "
                 "gradients; clip with flockstep.clip_grad_norm_(optimizer, max_norm), or use all_reduce, which reads "
@@ -133,6 +137,7 @@ class BackwardHooks:
             self._next -= 1
         reached = self._offsets[self._next + 1] if self._next + 1 < len(self._offsets) else self.handed_from
         while 0 < loop.awaited < self.handed_from and reached <= loop.awaited:
+            self._sent.note(loop.awaited, self.handed_from)
             self.handed_from, self.handed = loop.awaited, True
             loop.hand_over()
         loop.listen()

@@ -1,4 +1,6 @@
-"""Detects what a script does to a distributed module between two steps: changed values and a changed structure."""
+"""Detects what a script does to a distributed module between two steps: changed values and a changed structure; and
+gradients that the script changes after they were sent.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,9 @@ BLOCK = 1 << 16
 WINDOW = 16
 """Number of blocks compared before every step if no version counter has changed; other blocks follow in the
 next steps.
+"""
+SENT = 4
+"""Number of blocks of each part of a gradient that are compared before a step; other blocks follow in the next steps.
 """
 
 
@@ -158,6 +163,40 @@ class Guard:
                     f"parameter {entry.name} {how} after flockstep.distribute, which still exchanges the parameter; "
                     "make this change before distribute, or keep the parameter in a parameter group with lr=0"
                 )
+
+
+class SentParts:
+    """Compares the parts of a gradient with what they were when they were passed to the strategy.
+
+    It finds writes through `.data` and numpy, which torch does not count.
+    """
+
+    def __init__(self, flat: FlatModule):
+        self._flat = flat
+        self._turn = 0
+        self._blocks: list[slice] = []
+        self._sums: list[Any] = []
+
+    def begin(self) -> None:
+        """Prepare for the next gradient."""
+        self._turn, self._blocks, self._sums = self._turn + SENT, [], []
+
+    def note(self, start: int, stop: int) -> None:
+        """Elements start..stop-1 of the gradient are passed to the strategy."""
+        begins = range(start, stop, BLOCK)
+        for number in range(min(len(begins), SENT)):
+            begin = begins[(self._turn + number) % len(begins)]
+            self._blocks.append(slice(begin, min(begin + BLOCK, stop)))
+            self._sums.append(self._digest(self._blocks[-1]))
+
+    def changed(self) -> bool:
+        """Whether a block that is compared now is another one than at `note`."""
+        found = list(map(self._digest, self._blocks))
+        return bool(found) and not _equal(_together(found), _together(self._sums))
+
+    def _digest(self, block: slice) -> Any:
+        narrow = self._flat.narrow_within(block.start, block.stop, gradients=True)
+        return _digest([self._flat.grads[block], *narrow])[0]
 
 
 def _changed(name: str) -> str:

@@ -280,10 +280,13 @@ class FlatModule:
         """
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]
 
-    def narrow_within(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Return the memory of narrower parameters that belongs to elements start..stop-1 of the flat array."""
+    def narrow_within(self, start: int, stop: int, gradients: bool = False) -> list[torch.Tensor]:
+        """Return the memory of narrower parameters that belongs to elements start..stop-1 of the flat array, or with
+        `gradients` the memory of their gradients.
+        """
         cut = [(each, max(start - each.part.start, 0), stop - each.part.start) for each in self.narrow]
-        return [each.values[first:last] for each, first, last in cut if first < min(last, len(each.values))]
+        found = [(each.slopes if gradients else each.values, first, last) for each, first, last in cut]
+        return [memory[first:last] for memory, first, last in found if first < min(last, len(memory))]
 
     def _narrow(self, gradients: bool) -> list[Narrow]:
         found = []
