@@ -18,7 +18,7 @@ from flockstep.messages import Message
 from flockstep.testing.link_faults import FaultProxy
 from flockstep.transports.session import Session
 from flockstep.transports.streams import StreamBus
-from support.buses import Make, arrived, buses, introduced, still_works
+from support.buses import Make, arrived, buses, introduced, join, still_works
 from support.matrix import few
 
 
@@ -269,3 +269,31 @@ def test_a_session_is_taken_over_only_by_its_key(make: Make) -> None:
     second.send(0, Message(1, "push", number=1))
     assert arrived(first).number == 1
     assert first.traffic.resumed == 0
+
+
+def test_a_message_stays_whole_if_its_receiver_leaves_while_it_is_written(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing may be queued between the parts of a message, of which the last part is copied when it has to wait."""
+    first, second = make(0, sessions=True), make(1, sessions=True)
+    join(first, second)
+    for bus in (first, second):
+        monkeypatch.setattr(bus, "attend", lambda bus=bus: not bus._closed)
+    array, count = np.arange(200_000, dtype=np.float32), 0
+    while not first.waiting(1):
+        count += 1
+        first.send(1, Message(0, "push", array, number=count))
+    with second._lock:
+        leaving = second._take_leave(second._peers[0])
+    first.send(1, Message(0, "push", -array, number=count + 1))
+    assert first._peers[1].left, "the word arrived while the message was written"
+    for number in range(1, count + 2):
+        got = arrived(second, first)
+        assert got.number == number
+        assert (got.payload == (array if number <= count else -array)).all()
+    assert leaving is not None
+    connection, last = leaving
+    assert connection.session is not None
+    while connection.session.acknowledged < last:
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None

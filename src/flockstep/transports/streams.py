@@ -769,7 +769,8 @@ class StreamBus(Bus):
             connection.writing = False
             if (connection.out or session is not None) and not self._copies.lasting(array):
                 connection.own(payload, self._copies)
-        if session is not None and session.received - session.told >= ACKNOWLEDGED and connection.connected():
+        waits = session is not None and (connection.left or session.received - session.told >= ACKNOWLEDGED)
+        if waits and connection.connected():
             self._acknowledge(connection)
 
     def _flush(self, connection: _Connection, *more: memoryview) -> None:
@@ -886,7 +887,8 @@ class StreamBus(Bus):
                     begin = start
                     if nbytes == _LEAVES:
                         connection.left = True
-                        self._acknowledge(connection)  # the peer waits for it
+                        if not connection.writing:
+                            self._acknowledge(connection)  # the peer waits for it
                     continue
             if not self._sizes_allowed(connection, length, nbytes):
                 return
