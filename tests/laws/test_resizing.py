@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from flockstep import registry
 from flockstep.arrays.schema import slices
+from flockstep.drivers.checkpoints import NodeCheckpoint
+from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.plan import FIRST_BATCH, Batches, Plan
-from flockstep.drivers.resizing import resized
+from flockstep.drivers.resizing import resized, resized_checkpoint
 from flockstep.errors import CompositionError
 from flockstep.messages import MASTER
 from flockstep.programs import NeedGradient
@@ -244,3 +247,19 @@ def test_batches_go_on_in_permutations_that_no_worker_has_read() -> None:
 def test_the_shift_of_dpsgd_is_zero_in_every_bit_where_no_worker_leaves() -> None:
     run, states, _ = changed(NeighborAveraging(), 3, 5)
     assert all(equal_bits(states[rank].params, run.replicas[rank]) for rank in range(3))
+
+
+def test_strikes_follow_a_worker_to_its_new_rank() -> None:
+    """Worker 0 leaves, and worker 2, whose gradients were refused, becomes worker 1."""
+    run = run_strategy("asgd", 3, 7)
+    engine, plan = GradientSource(3, small_job(), 0).engine, run.simulation.plan
+    now = replace(plan, cluster=plan.strategy.cluster(2), parts=GradientSource(2, small_job(), 0).parts)
+    kept = {
+        address: NodeCheckpoint(
+            saved, 0, 0.1, 0.0, np.empty(0), NodeMetrics(address, None).kept(), None, [], Counter({2: 2})
+        )
+        for address, saved in run.simulation.save().items()
+    }
+    states = resized_checkpoint(engine, plan, now, kept, [1, 2, 0])
+    assert set(states) == {0, 1, MASTER}
+    assert all(one.strikes == Counter({1: 2}) for one in states.values())

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from flockstep.strategies.base import Strategy
 from flockstep.strategies.resizing import FormerWorker, keep
 from flockstep.workloads.sampler import SamplerState
 
+T = TypeVar("T")
+
 
 def resized_checkpoint(
     engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
@@ -43,13 +46,18 @@ def resized_checkpoint(
     ended = Simulation(engine, plan, compute, network, lambda event: None)
     befores = {address: one.before for address, one in kept.items()}
     former = ended.drain({address: one.saved for address, one in kept.items()}, befores)
-    names = dict(enumerate(order)) | {address: address for address in kept if address < 0}
-    former = {new: former[old] for new, old in names.items()}
-    kept = {new: kept[old] for new, old in names.items()}
+    former, kept = _renamed(former, order), _renamed(kept, order)
+    kept = {address: replace(one, strikes=Counter(_renamed(one.strikes, order))) for address, one in kept.items()}
     samples = sum(plan.samples_at(one.before + one.saved.step) for address, one in kept.items() if address >= 0)
     before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
     states = resized(engine, now, former, before)
     return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
+
+
+def _renamed(of: Mapping[Address, T], order: Sequence[int]) -> dict[Address, T]:
+    """What belongs to nodes, by their new addresses; `order`: former ranks of the workers."""
+    names = dict(enumerate(order)) | {address: address for address in of if address < 0}
+    return {new: of[old] for new, old in names.items() if old in of}
 
 
 def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before: int = 0) -> dict[Address, Saved]:
