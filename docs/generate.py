@@ -235,7 +235,8 @@ def limits() -> str:
 
 def slow_links() -> str:
     """Seconds until the target over slow links: the rows that benchmarks/slow_links.py has kept."""
-    heading = ("job", "links", "advised strategy", "its seconds", "DDP's seconds", "times faster", "rates, of three")
+    reached = "how many of 3 learning rates reached the target: advised strategy, DDP"
+    heading = ("job", "links", "advised strategy", "its seconds", "DDP's seconds", "times faster", reached)
     return table(heading, [tuple(_slow_cells(row)) for row in json.loads(SLOW_LINKS.read_text("utf-8"))])
 
 
@@ -246,7 +247,7 @@ def _slow_cells(row: dict[str, Any]) -> Iterator[str]:
     yield row["advised"] if " " in row["advised"] else f"`{row['advised']}`"
     yield from ("not reached" if seconds is None else f"{seconds:.{int(seconds < 10)}f}" for seconds in (ours, theirs))
     yield "–" if ours is None or theirs is None else f"{theirs / ours:.1f}"
-    yield " and ".join(str(sum(time is not None for time in rates.values())) for rates in row["rates"])
+    yield ", ".join(str(sum(time is not None for time in rates.values())) for rates in row["rates"])
 
 
 def attackers() -> str:
