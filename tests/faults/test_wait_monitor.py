@@ -76,11 +76,21 @@ def test_who_has_not_joined_is_named() -> None:
     monitored = Monitored()
     monitored.joined = {0, 2}
     assert monitored.until(59, moving=(0, 2)) == []
-    assert monitored.until(70, moving=(0, 2)) == [
+    assert monitored.until(199, moving=(0, 2)) == [
         f"worker 1 has not joined the run after {seconds} s: it is still running the part of the "
         "script before flockstep.distribute or flockstep.join; add --step-timeout SECONDS to end such a run"
-        for seconds in (60, 70)
+        for seconds in (60, 80, 120)
     ]
+
+
+def test_a_long_wait_is_told_of_less_and_less_often_until_it_ends() -> None:
+    """The clock of the second wait begins at 2000 s."""
+    monitored = Monitored()
+    monitored.until(8, moving=(0, 1, 2))
+    seconds = [int(re.search(r"no step for (\d+) s", one)[1]) for one in monitored.until(2000, 0, 2)]  # type: ignore[index]
+    assert seconds == [10, 20, 30, 40, 50, 60, 80, 120, 200, 360, 680, 1280, 1880]
+    monitored.until(2001, moving=(0, 1, 2))
+    assert len(monitored.until(2042, 0, 2)) == 4
 
 
 def test_that_nobody_has_joined_is_said_after_a_minute() -> None:

@@ -143,6 +143,23 @@ def test_no_checkpoint_is_taken_once_a_worker_has_ended_or_is_lost(
     capsys.readouterr()
 
 
+def test_scripts_that_have_not_called_checkpoint_are_named_where_the_run_itself_has_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(offers: tuple[int, ...], failed: bool) -> str:
+        checkpointer = Checkpointer(tmp_path, CheckpointInterval(steps=10), scripts=True)
+        checkpointer.begin(dict.fromkeys((1, 0, -1), Link()), Strategy.parse("asgd"))  # type: ignore[arg-type]
+        for rank in offers:
+            checkpointer.hear(rank, {"did": "offer"})
+        checkpointer.end(failed)
+        return capsys.readouterr().err
+
+    said = "flockstep: no checkpoint was taken, because the {} not called flockstep.checkpoint\n"
+    assert ended((), False) == said.format("scripts of workers 0 and 1 have")
+    assert ended((0,), False) == said.format("script of worker 1 has")
+    assert ended((0, 1), False) == ended((), True) == ""
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_manifest_is_written_once_all_nodes_have_written(
     fails: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

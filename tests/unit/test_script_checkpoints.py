@@ -108,7 +108,10 @@ def test_a_resumed_script_gets_its_values_and_must_restore_them() -> None:
     calls.before_step()
 
     for now, said in [
-        ({**EXTRA, "batch": 0}, r"extra\['batch'\] .* got 0 in place of 4; restore it from flockstep.resumed\(\)"),
+        (
+            {**EXTRA, "batch": 0},
+            r"extra\['batch'\] .* got 0 in place of 4; restore extra\['batch'\] from flockstep.resumed",
+        ),
         ({"epoch": 1, "batch": 4}, r"extra\['rates'\] .* got nothing in place of"),
         ({**EXTRA, "more": 1}, r"extra\['more'\] .* got 1 in place of nothing"),
         ({**EXTRA, "epoch": 1.0}, r"extra\['epoch'\] .* got 1.0 in place of 1"),
@@ -124,8 +127,36 @@ def test_a_change_of_the_returned_values_changes_no_comparison() -> None:
     values = calls.resumed()
     assert values is not None
     values["order"].append(3)
-    with pytest.raises(ConfigurationError, match=r"got \[1, 2, 3\] in place of \[1, 2\]"):
+    with pytest.raises(ConfigurationError, match=r"^extra\['order'\]\[2\] .* got 3 in place of nothing"):
         calls.checkpoint(values)
+
+
+def test_the_first_difference_of_a_large_value_is_named() -> None:
+    """Values whose first 60 characters are equal, such as the state of a scheduler."""
+    scheduler = {
+        "T_max": 6400,
+        "eta_min": 0.0,
+        "base_lrs": [0.1],
+        "verbose": False,
+        "last_epoch": 640,
+        "_step_count": 641,
+    }
+    for changes, said in [
+        ({"last_epoch": 0}, r"extra\['it'\]\['last_epoch'\] .* got 0 in place of 640; restore extra\['it'\] from"),
+        ({"base_lrs": [0.1, 0.2]}, r"\['base_lrs'\]\[1\] .* got 0.2 in place of nothing"),
+        ({"base_lrs": (0.1,)}, r"\['base_lrs'\] .* got \(0.1,\) in place of \[0.1\]"),
+        ({"more": 1}, r"\['more'\] .* got 1 in place of nothing"),
+    ]:
+        calls, _, _ = begun({"it": scheduler})
+        with pytest.raises(ConfigurationError, match=said):
+            calls.checkpoint({"it": scheduler | changes})
+    for now, kept, said in [
+        ("a" * 100 + "b", "a" * 100 + "c", r"got \.\.\.a+b' in place of \.\.\.a+c'; restore"),
+        (np.zeros(2000), np.eye(1, 2000, 900)[0], r"got other elements in place of array\(\[0\., 0\., "),
+    ]:
+        calls, _, _ = begun({"it": kept})
+        with pytest.raises(ConfigurationError, match=said):
+            calls.checkpoint({"it": now})
 
 
 def test_what_would_lose_state_is_refused() -> None:

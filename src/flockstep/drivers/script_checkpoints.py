@@ -8,9 +8,10 @@ itself has to restore.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from flockstep.drivers.checkpoints import NodeCheckpoint, NodeCheckpoints
@@ -18,6 +19,18 @@ from flockstep.drivers.state import to_arrays, to_bytes
 from flockstep.errors import ConfigurationError
 
 Extra = Mapping[str, Any]
+SHOWN = 60
+"""Largest number of characters of a value in an error message."""
+
+
+class _Nothing:
+    """Stands for a value that one of two collections does not have."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
 
 
 class Keeper(Protocol):
@@ -124,13 +137,15 @@ class ScriptCheckpoints:
             )
         now = _encoded(extra)
         if self._kept is not None:
-            before = _encoded(self._kept.script.extra)
+            kept = self._kept.script.extra
+            before = _encoded(kept)
             for name in [*before, *now]:
                 if before.get(name) != now.get(name):
+                    part, got, wanted = _difference(extra.get(name, _NOTHING), kept.get(name, _NOTHING))
                     raise ConfigurationError(
-                        f"extra[{name!r}] of flockstep.checkpoint must be what it was when the checkpoint was taken, "
-                        f"got {_short(extra, name)} in place of {_short(self._kept.script.extra, name)}; restore it "
-                        "from flockstep.resumed() before the loop, or leave it out of extra"
+                        f"extra[{name!r}]{part} of flockstep.checkpoint must be what it was when the checkpoint was "
+                        f"taken, got {got} in place of {wanted}; restore extra[{name!r}] from flockstep.resumed() "
+                        "before the loop, or leave it out of extra"
                     )
             self._keeper.restore_between_steps(self._kept.script.between_steps, random=True)
             self._kept.script = None
@@ -161,7 +176,37 @@ def _encoded(extra: Extra) -> dict[str, bytes]:
     return {name: to_bytes(value, f"extra[{name!r}]") for name, value in extra.items()}
 
 
-def _short(extra: Extra, name: str) -> str:
-    """A value for an error message."""
-    text = repr(extra[name]) if name in extra else "nothing"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _difference(now: Any, kept: Any) -> tuple[str, str, str]:
+    """Where two values first differ, as the keys that lead there, and what each has there."""
+    for key, ours, theirs in _parts(now, kept):
+        if ours is _NOTHING or theirs is _NOTHING or to_bytes(ours) != to_bytes(theirs):
+            part, got, wanted = _difference(ours, theirs)
+            return f"[{key!r}]{part}", got, wanted
+    return "", *_shown(repr(now), repr(kept))
+
+
+def _parts(now: Any, kept: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Key, and the two values, of each part of two dicts, two lists or two tuples."""
+    if isinstance(now, Mapping) and isinstance(kept, Mapping):
+        for key in dict.fromkeys((*kept, *now)):
+            yield key, now.get(key, _NOTHING), kept.get(key, _NOTHING)
+    elif type(now) is type(kept) and isinstance(now, list | tuple):
+        for index, (ours, theirs) in enumerate(zip_longest(now, kept, fillvalue=_NOTHING)):
+            yield index, ours, theirs
+
+
+def _shown(now: str, kept: str) -> tuple[str, str]:
+    """Two different values for an error message: long ones from shortly before their first difference."""
+    if now == kept:  # of large arrays, whose middle is left out
+        return "other elements", _cut(kept, 0)
+    if max(len(now), len(kept)) <= SHOWN:
+        return now, kept
+    same = next((place for place, pair in enumerate(zip(now, kept, strict=False)) if len(set(pair)) > 1), 0)
+    start = max(0, same - SHOWN // 3)
+    return _cut(now, start), _cut(kept, start)
+
+
+def _cut(text: str, start: int) -> str:
+    """At most `SHOWN` characters of a text from `start` on."""
+    part = text[start : start + SHOWN]
+    return "..." * (start > 0) + part + "..." * (start + SHOWN < len(text))

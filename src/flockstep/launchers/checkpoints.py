@@ -25,7 +25,7 @@ from flockstep.drivers.checkpoints import CHECKPOINT, ENDED, STOPPED
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
-from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.launchers.wait_monitor import joined_and, on_stderr
 from flockstep.messages import Address, Fields, node_name
 from flockstep.records import checkpoints as disk
 from flockstep.records.checkpoints import Checkpoint, Manifest, Pending, Shard
@@ -178,9 +178,11 @@ class Checkpointer:
         self._over = True
         self._give_up()
 
-    def end(self) -> None:
-        """Abandon a checkpoint that has not been completed, because the run has ended."""
-        if self._every is not None and self._missing and self._links:
+    def end(self, failed: bool = False) -> None:
+        """Abandon a checkpoint that has not been completed, because the run has ended; `failed`: with an error, which
+        is what the user has to read.
+        """
+        if not failed and self._every is not None and self._missing and self._links:
             self._say(f"no checkpoint was taken, because {self._missing}")
         self._over, self._staying = True, True
         self._give_up()
@@ -324,8 +326,11 @@ class Checkpointer:
     @property
     def _missing(self) -> str:
         """Why no checkpoint can be taken yet: a script has not called `flockstep.checkpoint`; empty if all have."""
-        late = [node_name(one) for one in self._links if one >= 0 and one not in self._offered] if self._scripts else []
-        return f"the script of {', '.join(late)} has not called flockstep.checkpoint" if late else ""
+        late = [rank for rank in sorted(self._links) if rank >= 0 and rank not in self._offered]
+        if not late or not self._scripts:
+            return ""
+        scripts, have = ("script of worker", "has") if len(late) == 1 else ("scripts of workers", "have")
+        return f"the {scripts} {joined_and(map(str, late))} {have} not called flockstep.checkpoint"
 
     def _fail(self, why: str) -> None:
         self.why_not = why

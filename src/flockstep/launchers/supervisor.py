@@ -973,7 +973,7 @@ class Supervisor:
 
     def _clean_up(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.end()
+            self._checkpoints.end(failed=self.outcome.error is not None)
         reap(self._processes(), GRACE)
         for one in self._open_calls[1:]:
             one.outcome.error = None if one._over else self.outcome.error

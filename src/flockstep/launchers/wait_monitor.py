@@ -1,4 +1,6 @@
-"""Reports every ten seconds which workers a run waits for, and ends the run at the user's time limit."""
+"""Reports which workers a run waits for, every ten seconds in the first minute, and ends the run at the user's time
+limit.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,18 @@ from flockstep.errors import RunError
 from flockstep.messages import Fields, node_name
 
 PERIOD = 10.0
-"""Seconds of waiting after which a run reports the workers that it waits for, and between two reports."""
+"""Seconds of waiting after which a run reports the workers that it waits for, and between two reports at first."""
 STARTING = 6
-"""Number of periods after which a run reports workers that have not joined; a script that takes long to import is not a
-fault.
+"""Number of periods after which a run reports workers that have not joined, because a script that takes long to import
+is not a fault; and after which each interval between two reports is twice as long as the one before.
 """
+RAREST = 60
+"""Longest interval between two reports of a wait, in periods."""
 FRESH = 5.0
 """Seconds for which a worker's report that it waits is valid; the worker repeats it every second."""
 
 SHOWN = 4
-"""Largest number of workers named in one report; further workers are counted."""
+"""Largest number of workers named in one sentence; further workers are counted."""
 
 
 def on_stderr(text: str) -> None:
@@ -78,6 +82,8 @@ class WaitMonitor:
         self._steps: dict[int, int] = {}
         self._waiting: dict[int, tuple[float, str]] = {}
         self._said = now()
+        self._interval = period
+        """Seconds between the last report and the next one."""
         self._stepping = True
 
     def begin(self, stepping: bool = True) -> None:
@@ -116,6 +122,8 @@ class WaitMonitor:
         if stuck:  # the run stands still since the last step of any of them
             longest = min((now - self._since[r] for r in there), default=0.0)
             late = there if longest >= patience else []
+        if longest < STARTING * self._period:
+            self._interval = self._period
         if not late:
             return
         sentence = self._sentence(late, [r for r in waiting if r not in late], joined, longest, stuck)
@@ -125,8 +133,10 @@ class WaitMonitor:
                 f"{sentence}; this exceeds --step-timeout {self._limit:g}: fix the cause of the wait, or raise the "
                 "limit"
             )
-        if self._is_awaited(late, waiting, joined, ended) and min(longest, now - self._said) >= self._period:
+        if self._is_awaited(late, waiting, joined, ended) and min(longest, now - self._said) >= self._interval:
             self._said = now
+            if longest >= STARTING * self._period:
+                self._interval = min(2 * self._interval, RAREST * self._period)
             self._say(f"{sentence}; add --step-timeout SECONDS to end such a run")
 
     def _last_sign(self, rank: int) -> float:
@@ -148,11 +158,11 @@ class WaitMonitor:
         missing = [rank for rank in late if rank not in joined]
         if missing:
             have, are = ("has", "it is") if len(missing) == 1 else ("have", "they are")
-            names = _and(map(node_name, missing))
+            names = joined_and(map(node_name, missing))
             return f"{names} {have} not joined the run after {seconds:.0f} s: {are} still {self._joins}"
         if stuck:
             return f"every worker has waited for {seconds:.0f} s: {'; '.join(self._held(late))}"
-        names = _and(f"{node_name(r)} (after step {self._steps.get(r, 0)})" for r in late)
+        names = joined_and(f"{node_name(r)} (after step {self._steps.get(r, 0)})" for r in late)
         return "; ".join([f"waiting for {names}: no step for {seconds:.0f} s", *self._held(waiting)])
 
     def _held(self, ranks: list[int]) -> list[str]:
@@ -161,7 +171,8 @@ class WaitMonitor:
         ]
 
 
-def _and(names: Iterable[str]) -> str:
+def joined_and(names: Iterable[str]) -> str:
+    """The names in a sentence: at most `SHOWN`, and the number of further ones."""
     found = list(names)
     shown = found[:SHOWN] + ([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
