@@ -17,6 +17,7 @@ FlockstepError
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 RENAMED = {
@@ -52,6 +53,8 @@ RENAMED = {
 A former name is refused everywhere; the error names the present one.
 """
 
+_QUANTITY = re.compile(r"[0-9.]+[a-z]?")
+"""Number and first letter of the unit at the beginning of a name, such as 10m."""
 SHOWN = 20
 """Largest number of known names in one error, where a command lists all of them."""
 
@@ -73,16 +76,24 @@ class UnknownName(ConfigurationError):
 
     @classmethod
     def among(
-        cls, kind: str, name: str, known: Iterable[str], listed: Iterable[str] | None = None, command: str | None = None
+        cls,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        listed: Iterable[str] | None = None,
+        command: str | None = None,
+        further: str = "",
     ) -> UnknownName:
         """The error for `name`, with the way out: its present name if it was renamed, otherwise the most similar name
         in `known`.
 
         If no name is similar, the error lists the names in `listed`, or all known names. Where more than `SHOWN` are
-        known, it names the `command` that lists them instead, if given.
+        known, it names the `command` that lists them instead, if given. `further` says how values without a name are
+        written. A name that begins with a quantity, such as 10mbit, is similar only to names with the same quantity.
         """
         names = sorted(known)
-        alike = {one.lower(): one for one in names}
+        quantity = _QUANTITY.match(name.lower())
+        alike = {one.lower(): one for one in names if quantity is None or one.lower().startswith(quantity[0])}
         near = difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.6)
         if (present := RENAMED.get(name)) in names:
             hint = f"it is called {present!r} now"
@@ -92,6 +103,8 @@ class UnknownName(ConfigurationError):
             hint = f"{command} shows all"
         else:
             hint = f"known: {', '.join(names if listed is None else sorted(listed)) or 'none'}"
+        if further and not near:
+            hint += f"; {further}"
         return cls(f"no {kind} is called {name!r}; {hint}")
 
 

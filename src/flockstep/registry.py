@@ -323,6 +323,9 @@ _ALIASES: dict[str, dict[str, str]] = {
     "codec": {"float16": "half", "fp16": "half", "bf16": "bfloat16"},
 }
 
+_FURTHER = {"network": "write link('10mbit', '1ms') for any other bandwidth"}
+"""Noun → how values are written for which no name stands in a table."""
+
 _CATALOGS = {"strategy": "flockstep.systems.catalog"}
 """Noun → module with further names: `names()`, and `expression(name)` for the expression of a name."""
 
@@ -415,7 +418,7 @@ def load(noun: str, name: str) -> Any:
 def unknown(noun: str, name: str) -> UnknownName:
     """The error for a name that no component of `noun` has."""
     known = [*_table(noun), *_ALIASES.get(noun, {}), *catalog(noun)]
-    return UnknownName.among(noun, name, known, command=f"flockstep list {noun}")
+    return UnknownName.among(noun, name, known, command=f"flockstep list {noun}", further=_FURTHER.get(noun, ""))
 
 
 def is_custom(noun: str, name: str) -> bool:

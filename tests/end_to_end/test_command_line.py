@@ -57,6 +57,10 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (["train", "nowhere.py", "-s", "gossip"], "nowhere.py"),
         (["simulate", "softmax", "-s", "gossip", "--network", "1gbt"], "did you mean '1gbit'?"),
+        (
+            ["simulate", "softmax", "-s", "gossip", "--network", "10mbits"],
+            "two_tier; write link('10mbit', '1ms') for any other bandwidth",
+        ),
         (["simulate", "softmax", "-s", "gossip", "--compute", "exponential"], "exponential needs mean"),
         (["simulate", "softmax", "-s", "dpsgd(torus)", "-n", "7"], "torus"),
         (
@@ -68,7 +72,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["list", "clustr"], "no kind or component is called 'clustr'; did you mean 'cluster'?"),
         (["list", "BigDl"], "no kind or component is called 'BigDl'; did you mean 'BigDL'?"),
         (["list", "stratgies"], "no kind or component is called 'stratgies'; did you mean 'strategies'?"),
-        (["report", "nowhere"], "nowhere holds no run"),
+        (["report", "nowhere"], "there is no folder nowhere; name the folder of a run or of a comparison"),
+        (["resume", "nowhere"], "there is no folder nowhere; name the folder of a run"),
+        (["report", "."], "contains no run: config.toml is missing; name the folder of a run or of a comparison"),
         (["trian", "softmax"], "No such command 'trian'"),
         (["train", "softmax"], "Missing option"),
         (

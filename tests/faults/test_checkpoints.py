@@ -253,7 +253,8 @@ def test_what_cannot_be_resumed_is_refused_in_one_sentence(tmp_path: Path, capsy
         (folder / disk.MANIFEST).unlink()
     RunFolder(run).write_config(config)
     assert "holds no complete checkpoint; repeat the run, with --checkpoint-every" in refused(run)
-    assert "contains no run: config.toml is missing" in refused(tmp_path / "nowhere")
+    assert "contains no run: config.toml is missing" in refused(tmp_path)
+    assert f"there is no folder {tmp_path / 'nowhere'}; name the folder of a run" in refused(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

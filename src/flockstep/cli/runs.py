@@ -111,7 +111,7 @@ def _say_launched(summary: Summary, folder: Path, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:
-        show.console.print(f"the record was written to {folder}", markup=False, highlight=False, soft_wrap=True)
+        show.console.print(f"record: {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:

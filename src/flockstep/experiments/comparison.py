@@ -18,7 +18,7 @@ from flockstep.experiments.folders import folder, slug
 from flockstep.experiments.single import RunResult, carry_out, on_cluster
 from flockstep.planning.check import for_report
 from flockstep.records.config import RunConfig
-from flockstep.records.folder import RunFolder
+from flockstep.records.folder import RunFolder, no_run
 from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
 from flockstep.report.html import write_report
@@ -388,5 +388,5 @@ def runs_in(folder: Path) -> list[Path]:
         return [folder]
     found = sorted(path.parent for path in folder.glob("*/config.toml"))
     if not found:
-        raise ConfigurationError(f"{folder} holds no run; give the folder of a run or of a comparison")
+        raise no_run(folder, "the folder of a run or of a comparison")
     return found

@@ -265,10 +265,10 @@ class RunFolder:
         """Read the configuration from config.toml.
 
         Raises:
-            ConfigurationError: config.toml is missing, or does not describe a run.
+            ConfigurationError: there is no such folder, config.toml is missing, or it does not describe a run.
         """
         if not self.config_file.is_file():
-            raise ConfigurationError(f"{self.path} contains no run: config.toml is missing; name the folder of a run")
+            raise no_run(self.path)
         return RunConfig.from_toml(
             self.config_file.read_text(encoding="utf-8", errors="replace"), str(self.config_file)
         )
@@ -402,6 +402,13 @@ class RunFolder:
             *self.path.glob("distribute-*"),
         ):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def no_run(folder: Path, wanted: str = "the folder of a run") -> ConfigurationError:
+    """The error for a folder that does not contain the run that it must contain."""
+    if not folder.exists():
+        return ConfigurationError(f"there is no folder {folder}; name {wanted}")
+    return ConfigurationError(f"{folder} contains no run: config.toml is missing; name {wanted}")
 
 
 def _without_end(events: Sequence[Event]) -> list[Event]:
