@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -182,6 +183,28 @@ def arrived_anyhow(bus: StreamBus, other: StreamBus, number: int) -> Message:
         other.attend()
     assert message.number == number
     return message
+
+
+def test_a_session_goes_on_after_an_answer_that_was_changed_in_transit(make: Make) -> None:
+    """The handshake of the connection that is to go on with the session is damaged once."""
+    with (
+        proxied(make, "encrypted", (), 1, 1, 0) as (first, second, proxy),
+        socket.create_server(("127.0.0.1", 0)) as wrong,
+    ):
+        second._peers[0].where = f"tcp://127.0.0.1:{wrong.getsockname()[1]}"
+        second._interrupt(second._peers[0], "the test cuts the link")
+        second.attend()
+        connection, _ = wrong.accept()
+        with connection:
+            connection.sendall(b"\xff" * 1000)
+            while not (second.traffic.corrupted or second.traffic.rejected):
+                second.attend()
+        assert not second.broken(0)
+        second._dials[0].address = f"tcp://127.0.0.1:{proxy.address[1]}"
+        while not second.traffic.resumed:
+            second.attend()
+            first.attend()
+        still_works(first, second)
 
 
 def test_a_session_waits_for_a_link_that_is_away_and_bounds_what_it_keeps(

@@ -839,11 +839,7 @@ class StreamBus(Bus):
         except BlockingIOError:
             pass
         except LinkForged as error:
-            if connection.session is None:
-                self._reject(connection, str(error))
-            else:
-                self.traffic.corrupted += 1
-                self._break(connection, str(error))
+            self._forged(connection, str(error))
         except BaseException as error:
             if not _by_system(error):
                 self._drop(connection)
@@ -854,6 +850,17 @@ class StreamBus(Bus):
                 connection.refused |= isinstance(error, ConnectionRefusedError)
                 why = f"the connection ended before the other end proved that it knows the secret: {error}"
                 self._end_unproved(connection, why)
+
+    def _forged(self, connection: _Connection, why: str) -> None:
+        """Bytes arrived that the peer cannot have sent: a session goes on over another connection."""
+        if connection.session is None and connection.wanted not in self._peers:
+            self._reject(connection, why)
+            return
+        self.traffic.corrupted += 1
+        if connection.session is not None:
+            self._break(connection, why)
+        else:  # the next attempt to go on with the session may arrive unchanged
+            self._drop(connection)
 
     def _count(self, connection: _Connection, count: int) -> None:
         """Count bytes that have arrived in a session, and acknowledge them from time to time."""
