@@ -22,6 +22,7 @@ from flockstep.launchers.simulate import simulate
 from flockstep.records.config import RunConfig
 from flockstep.records.events import LostEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.strategies import gossip
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency.stale_synchronous import StaleSynchronous
 from flockstep.strategies.parameter_server import ParameterServer
@@ -150,21 +151,25 @@ def test_a_disruption_that_cannot_happen_is_refused(text: str, rule: str) -> Non
 TWICE = """
 from flockstep.strategies.parameter_server import ParameterServer
 
-if not hasattr(ParameterServer, "once"):
-    ParameterServer.once = ParameterServer._apply
+once = ParameterServer._apply
 
-    def twice(self, me, state, group):
-        self.once(me, state, group)
-        self.once(me, state, group)
+def twice(self, me, state, group):
+    once(self, me, state, group)
+    once(self, me, state, group)
 
+if once.__name__ != "twice":
     ParameterServer._apply = twice
 """
 MORE = """
 from flockstep.strategies import gossip
 
-if not hasattr(gossip, "once"):
-    gossip.once = gossip.add
-    gossip.add = lambda me, state, mass, model: gossip.once(me, state, mass + 1, model)
+once = gossip.add
+
+def more(me, state, mass, model):
+    once(me, state, mass + 1, model)
+
+if once.__name__ != "more":
+    gossip.add = more
 """
 
 
@@ -179,8 +184,17 @@ if not hasattr(gossip, "once"):
     ),
 )
 def test_a_defect_of_a_real_run_is_found_and_a_command_repeats_it(
-    strategy: str, defect: str, disruption: str, what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    strategy: str,
+    defect: str,
+    disruption: str,
+    what: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The command imports the file in this process too: what the file replaces is put back at the end of the test.
+    monkeypatch.setattr(ParameterServer, "_apply", ParameterServer._apply)
+    monkeypatch.setattr(gossip, "add", gossip.add)
     file = tmp_path / "defect.py"
     file.write_text(defect)
     words = ["softmax", "-s", strategy, "-n", "2", "--steps", "100", "--seed", "7", "--import", str(file)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from support import faulty_tcp
 from support.matrix import few
 from support.processes import PATIENCE, Ended, RealRun
 
+FAULTY_TCP = str(Path(__file__).parents[1] / "support" / "faulty_tcp.py")
 CHANGED = "corrupt+drop+repeat+reorder"
 """Faults that only encryption notices."""
 CASES = [
@@ -27,7 +27,7 @@ CASES = [
 
 def run(transport: str, strategy: str, folder: Path, *arguments: str) -> Ended:
     command = ["train", "softmax", "-s", strategy, "-n", "3", "--steps", "300", "--seed", "1", "--heartbeat", "5"]
-    faulty = ["--transport", transport, "--import", str(faulty_tcp.__file__)]
+    faulty = ["--transport", transport, "--import", FAULTY_TCP]
     return RealRun([*command, *faulty, *arguments], folder).end(PATIENCE)
 
 

@@ -37,6 +37,7 @@ def on_ray(
     evaluate_every: int | None = None,
     result: str | None = None,
     heartbeat: float = 5.0,
+    link_timeout: float = 60.0,
     step_timeout: float | None = None,
     threads: int = 1,
     timeout: float = 600.0,
@@ -72,8 +73,8 @@ def on_ray(
     config = RunConfig(
         kind="train", job=str(job), strategy=str(strategy), workers=workers, seed=seed, epochs=epochs, steps=steps,
         batch=batch, lr=lr, schedule=schedule, split=split, target=target, evaluate_every=evaluate_every,
-        result=result, heartbeat=heartbeat, step_timeout=step_timeout, threads=threads,
-        imports=listed("imports", imports),
+        result=result, heartbeat=heartbeat, link_timeout=link_timeout, step_timeout=step_timeout,
+        threads=threads, imports=listed("imports", imports),
     )  # fmt: skip
     with ray_cluster(workers, nodes, cpus_per_worker, gpus_per_worker, timeout) as gathering:
         return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite, gathering=gathering)
@@ -97,6 +98,7 @@ def on_spark(
     evaluate_every: int | None = None,
     result: str | None = None,
     heartbeat: float = 5.0,
+    link_timeout: float = 60.0,
     step_timeout: float | None = None,
     threads: int = 1,
     timeout: float = 600.0,
@@ -141,8 +143,8 @@ def on_spark(
         config = RunConfig(
             kind="train", job=str(job), strategy=str(strategy), workers=gathering.nodes, seed=seed, epochs=epochs,
             steps=steps, batch=batch, lr=lr, schedule=schedule, target=target, evaluate_every=evaluate_every,
-            result=result, heartbeat=heartbeat, step_timeout=step_timeout, threads=threads,
-            imports=listed("imports", imports), facts=held_out.facts,
+            result=result, heartbeat=heartbeat, link_timeout=link_timeout, step_timeout=step_timeout,
+            threads=threads, imports=listed("imports", imports), facts=held_out.facts,
         )  # fmt: skip
         place = folder(out, f"{Path(str(job)).stem}-{strategy}")
         train(config, place, overwrite=overwrite, gathering=gathering, test=held_out)

@@ -87,6 +87,7 @@ def run(
     strikes: int = 3,
     transport: str = "shared_memory",
     heartbeat: float = 5.0,
+    link_timeout: float = 60.0,
     step_timeout: float | None = None,
     threads: int = 1,
     imports: Sequence[str] = (),
@@ -123,6 +124,7 @@ def run(
         strikes: number of bad gradients of one worker until its quarantine.
         transport: how messages move between the processes.
         heartbeat: seconds without an answer after which a node counts as lost.
+        link_timeout: seconds for which the TCP connection to another host may be away before its nodes count as lost.
         step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
         threads: threads of the numerical libraries in each process.
         imports: Python files that register custom components.
@@ -146,7 +148,7 @@ def run(
         batch=batch, lr=lr, schedule=schedule, split=split, target=target, evaluate_every=evaluate_every,
         result=result, faults=listed("faults", faults), on_bad_gradient=on_bad_gradient,
         max_gradient_norm=max_gradient_norm, strikes=strikes, transport=transport, heartbeat=heartbeat,
-        step_timeout=step_timeout, threads=threads,
+        link_timeout=link_timeout, step_timeout=step_timeout, threads=threads,
         imports=listed("imports", imports),
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
         min_workers=min_workers,
