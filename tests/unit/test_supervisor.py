@@ -10,8 +10,10 @@ import pytest
 
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.errors import ProtocolError
+from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.messages import Message
+from flockstep.strategies.base import Strategy
 from flockstep.transports.kinds import Ipc
 
 
@@ -42,3 +44,19 @@ def test_a_worker_puts_no_other_node_in_quarantine(tmp_path: Path) -> None:
     for by, node in ((-1, 1), (0, 0)):
         supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
     assert supervisor._condemned == {0: "bad", 1: "bad"}
+
+
+def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").write_text("a file in place of the folder")
+    checkpoints = Checkpointer(tmp_path)
+    start = lambda node_spec: None, lambda *given: None
+    supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
+    supervisor._went = 0.0
+    checkpoints.begin({}, Strategy.parse("all_reduce"))
+    supervisor._handle(Message(1, "leave"))
+    supervisor._look_for_change()
+    said = "worker 1 did not leave, although SIGTERM asked it to: "
+    assert [text.startswith(said) for text in supervisor.outcome.warnings] == [True]
+    assert len(supervisor.outcome.warnings[0]) > len(said), "the reason"
+    assert said in capfd.readouterr().err
+    assert supervisor.outcome.change is None

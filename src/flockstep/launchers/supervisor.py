@@ -440,7 +440,11 @@ class Supervisor:
             names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
             left = f"{names} left, as SIGTERM asked" if names else ""
             self._change(set(self._leavers), left, joined)
-        elif self._checkpoints.is_cut is False:  # the run is about to end, or a node was lost
+        elif self._checkpoints.is_cut is False:  # the run is about to end, a node was lost, or the disk is full
+            for rank in sorted(self._leavers):
+                text = f"{node_name(rank)} did not leave, although SIGTERM asked it to: {self._checkpoints.why_not}"
+                on_stderr(text)
+                self.outcome.warnings.append(text)
             self._leavers.clear()
             self.requests.answer(f"no worker can join now, because {self._checkpoints.why_not}", False)
 
