@@ -64,6 +64,10 @@ for name in ("all_reduce", "scatter_reduce"):
         if name == "scatter_reduce" and clip is None:
             found["after"] = len(inner.state)
 
+def own_rate():
+    for group in inner.param_groups if rank else []:
+        group["lr"] = 0.5  # which rank 0's state replaces
+
 # from a checkpoint that all_reduce has written, and only rank 0 reads; a sync() keeps what the slices remember
 for when in ("before", "after"):
     model, inner = made()
@@ -74,12 +78,13 @@ for when in ("before", "after"):
     model, inner = model, made()[1]
     inner = type(inner)([{**g, "params": [p for p in model.parameters() if (p.ndim > 1) == (i == 0)]}
                          for i, g in enumerate(inner.param_groups)])
-    for group in inner.param_groups if rank else []:
-        group["lr"] = 0.5  # which rank 0's state replaces
-    if when == "before" and rank == 0:
-        inner.load_state_dict(kept)
+    if when == "before":
+        own_rate()
+        if rank == 0:
+            inner.load_state_dict(kept)
     optimizer = flockstep.distribute(model, inner, "scatter_reduce")
     if when == "after":
+        own_rate()
         if rank == 0:
             optimizer.load_state_dict(kept)
         optimizer.sync()

@@ -228,6 +228,13 @@ def test_a_loaded_checkpoint_is_taken_up(tmp_path: Path) -> None:
             assert all(torch.allclose(got[key], right[key], atol=1e-5) for key in right), (name, got, right)
 
 
+def test_a_learning_rate_of_another_rank_is_not_replaced_in_silence(tmp_path: Path) -> None:
+    body = 'flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=[0.1, 0.2][rank]), "all_reduce")\n'
+    ended = outcome(PLAIN + body, tmp_path)
+    assert ended.code == 2
+    assert "got 0.1 on worker 0 and 0.2 on worker 1; give all workers the same optimizer" in ended.err
+
+
 RESTARTED = """
 import sys
 import numpy as np

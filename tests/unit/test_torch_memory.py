@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import flockstep
 from flockstep.drivers.torch_memory import WorkerMemory
+from flockstep.drivers.torch_settings import compare_settings
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_groups import ELEMENTWISE
 from flockstep.registry import names
@@ -200,6 +202,67 @@ def test_a_replica_of_its_own_takes_what_rank_0_has_loaded_only_where_it_has_loa
     assert same(states[0], right[0])
     assert same(states[1], right[1])
     assert same(states[2], right[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "second", "said"),
+    [
+        (
+            "all_reduce",
+            {},
+            {"lr": 0.2},
+            "^lr of SGD .* workers of all_reduce step along .* 0.1 on worker 0 and 0.2 on worker 1",
+        ),
+        ("ps(bsp)", {}, {"lr": 0.2}, r"^lr of SGD .* servers of ps\(consistency=bsp\) step for all"),
+        ("scatter_reduce", {}, {"lr": 0.2}, "^lr of SGD .* each worker of scatter_reduce steps a part"),
+        (
+            "asgd",
+            {},
+            {"momentum": 0.5},
+            "^momentum of SGD must be the same .* got 0.9 on worker 0 and 0.5 on worker 1; give",
+        ),
+        ("asgd", {}, {"lr": 0.2}, ""),
+        ("local_sgd", {}, {"lr": 0.2, "momentum": 0.5}, ""),
+        ("all_reduce", {}, {"foreach": True, "initial_lr": 3.0}, ""),
+    ],
+)
+def test_settings_that_one_rank_would_use_for_all_are_compared(strategy, first, second, said):
+    optimizers = [momentum(net().parameters()) for _ in range(2)]
+    for optimizer, changes in zip(optimizers, (first, second), strict=True):
+        optimizer.param_groups[0].update(changes)
+    assert re.search(said or "^$", refusal(strategy, *optimizers))
+
+
+def test_a_rank_that_has_loaded_nothing_takes_the_settings_that_rank_0_has_loaded():
+    def refused(*steps):
+        found = [plain(momentum, count, net(count))[1] for count in steps]
+        found[0].param_groups[0]["lr"] = 0.03
+        return refusal("all_reduce", *found)
+
+    assert refused(3, 0, 0) == ""
+    assert "got 0.03 on worker 0 and 0.1 on worker 1" in refused(3, 5, 0)
+    assert "got 0.03 on worker 0 and 0.1 on worker 1" in refused(0, 5, 5)
+
+
+def test_other_optimizers_and_other_groups_are_named():
+    def refused(other):
+        return refusal("all_reduce", momentum(net().parameters()), other)
+
+    model = net()
+    halves = torch.optim.SGD([{"params": list(part.parameters())} for part in (model[0], model[2])], lr=0.1)
+    assert "the class of the optimizer must be the same on all workers" in refused(adam(net().parameters()))
+    assert "got SGD on worker 0 and Adam on worker 1" in refused(adam(net().parameters()))
+    assert "the number of groups of parameters of SGD" in refused(halves)
+
+
+def refusal(strategy, *optimizers):
+    """Why the workers may not step with these optimizers; empty if they may."""
+    parsed = Strategy.parse(strategy)
+    try:
+        does(lambda me, _: compare_settings(me, optimizers[me.rank], parsed), arrays(len(optimizers), 1))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def test_what_has_no_form_for_other_ranks_is_refused_only_where_it_would_have_to_travel():

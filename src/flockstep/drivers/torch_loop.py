@@ -24,6 +24,7 @@ from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_keeper import TorchKeeper
 from flockstep.drivers.torch_memory import WorkerMemory, memory_of
+from flockstep.drivers.torch_settings import require_same_settings
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
@@ -115,6 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._consent = Consent(self.flat, self.loop)
         self._closures = ClosureSteps(self.loop, self._evaluated) if closures else None
         self.loop.watch = self._guard = Guard(self.flat, optimizer)
+        require_same_settings(optimizer, self.loop)
         self._memory = memory_of(self.flat, optimizer, self.loop, self._spec)
         self._memory.begin()
         if self.loop.membership is not None:

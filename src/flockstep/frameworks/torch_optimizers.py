@@ -112,17 +112,23 @@ def same_settings(one: Optimizer, other: Optimizer) -> bool:
     return type(one) is type(other) and replace(one, lr=1.0) == replace(other, lr=1.0)  # type: ignore[type-var]
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group that determine what a step does, without those of a schedule."""
+    return [
+        {name: _plain(value) for name, value in group.items() if name not in _HOW | _SCHEDULE}
+        for group in optimizer.param_groups
+    ]
+
+
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
     """Return the largest learning rate of the optimizer's groups."""
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def _grouped(optimizer: torch.optim.Optimizer, flat: FlatModule) -> TorchOptimizer:
-    lr, groups = base_lr(optimizer), []
-    for group in optimizer.param_groups:
-        settings = {name: _plain(value) for name, value in group.items() if name not in _HOW | _SCHEDULE}
+    lr, groups = base_lr(optimizer), settings_of(optimizer)
+    for settings in groups:
         settings["lr"] = float(f"{settings['lr'] / lr:.12g}") if lr else 1.0  # a schedule for all groups keeps ratios
-        groups.append(settings)
     members = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
     if flat not in _spans or _spans[flat][0] != members:
         _spans[flat] = members, _spans_of(members, flat)

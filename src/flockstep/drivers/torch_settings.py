@@ -1,0 +1,90 @@
+"""Refuses optimizers that differ between ranks where one rank's settings would be used for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import torch
+
+from flockstep.drivers.loop import Loop
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.frameworks.torch_optimizers import base_lr, settings_of
+from flockstep.messages import Fields
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Strategy
+
+
+def require_same_settings(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+    """Compare the settings of all ranks' optimizers; every rank calls this at `distribute`.
+
+    Settings may differ if each worker steps along a gradient of its own. Learning rates may also differ if servers use
+    each gradient when it arrives, because a worker sends its learning rate with each gradient. A rank without a loaded
+    state takes the settings that rank 0 has loaded.
+
+    Raises:
+        ConfigurationError: a setting differs that must be equal.
+    """
+    if loop.workers > 1:
+        loop.exchange("settings", lambda me: compare_settings(me, optimizer, loop.strategy))
+
+
+async def compare_settings(me: Worker, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Compare the settings of this worker's `optimizer` with those of all other workers.
+
+    Raises:
+        ConfigurationError: a setting differs that must be equal.
+    """
+    traits, groups = strategy.traits, settings_of(optimizer)
+    if not (traits.alike or traits.server_optimizer):
+        return
+    if traits.delivery != "synchronous":
+        rate = base_lr(optimizer)
+        for group in groups:
+            group["lr"] = float(f"{group['lr'] / rate:.12g}") if rate else 1.0
+    own: Fields = {
+        "kind": type(optimizer).__name__,
+        "groups": json.dumps(groups, default=lambda value: type(value).__name__),
+        "loaded": int(bool(optimizer.state)),
+    }
+    me.send_all(me.peers, "settings", None, own)
+    notes = {me.rank: own}
+    for peer in me.peers:
+        with contextlib.suppress(PeerLost):
+            notes[peer] = (await me.receive("settings", peer)).note
+    root = min(notes)
+    for rank in sorted(notes):
+        replaced = notes[root]["loaded"] and not notes[rank]["loaded"]
+        found = None if replaced else _difference(notes[root], notes[rank])
+        if found is not None:
+            name, first, other = found
+            raise ConfigurationError(
+                f"{name} must be the same on all workers, because {_why(strategy)}, got {first} on worker {root} and "
+                f"{other} on worker {rank}; give all workers the same optimizer, and if one loads a saved state, let "
+                "all of them load it, or use a strategy whose workers step by themselves, such as local_sgd"
+            )
+
+
+def _difference(one: Fields, other: Fields) -> tuple[str, Any, Any] | None:
+    """What differs between two ranks' optimizers, and both values; None if nothing does."""
+    if one["kind"] != other["kind"]:
+        return "the class of the optimizer", one["kind"], other["kind"]
+    ours, theirs = json.loads(str(one["groups"])), json.loads(str(other["groups"]))
+    if len(ours) != len(theirs):
+        return f"the number of groups of parameters of {one['kind']}", len(ours), len(theirs)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for name in a | b:
+            if a.get(name) != b.get(name):
+                group = f" in group {number}" if len(ours) > 1 else ""
+                return f"{name} of {one['kind']}{group}", a.get(name), b.get(name)
+    return None
+
+
+def _why(strategy: Strategy) -> str:
+    """Why the workers' settings must be equal."""
+    if strategy.traits.alike:
+        return f"all workers of {strategy} step along the same gradient"
+    if strategy.traits.memory == "slices":
+        return f"each worker of {strategy} steps a part of the common model"
+    return f"the servers of {strategy} step for all workers"
