@@ -92,10 +92,11 @@ def refusal(words: list[str]) -> str | None:
 
 
 _workload = functools.cache(load_job)
+_command_line = functools.cache(typer.main.get_command)
 
 
 def _parse(words: list[str]) -> None:
-    group: Any = typer.main.get_command(app)
+    group: Any = _command_line(app)
     root = group.make_context("flockstep", list(words), resilient_parsing=False)
     name, command, rest = group.resolve_command(root, [*root._protected_args, *root.args])
     given = command.make_context(name, rest, parent=root).params

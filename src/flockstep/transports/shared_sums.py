@@ -198,7 +198,7 @@ def _share_block(heap: Any, stride: int, offset: int, low: int, high: int, me: i
             total[i] /= divisor
     for hop in range(1, n):
         base = (me + hop) % n * stride + offset
-        heap[base + low : base + high] = total
+        _copy(heap[base + low : base + high], total)
 
 
 @jit
