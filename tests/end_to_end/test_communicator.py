@@ -146,6 +146,7 @@ def test_a_killed_rank_is_named_and_the_others_may_go_on(tmp_path: Path) -> None
     assert [lost["node"] for lost in done.summary["lost"]] == [2]
 
 
+@pytest.mark.full
 def test_without_a_handler_the_death_ends_the_run_with_its_name(tmp_path: Path) -> None:
     body = """
 comm = flockstep.join()
@@ -175,7 +176,7 @@ JOINS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "code", "text"), JOINS)
+@pytest.mark.parametrize(("body", "code", "text"), few(JOINS, JOINS[0], JOINS[2]))
 def test_who_does_not_join_as_the_others_do_is_told(tmp_path: Path, body: str, code: int, text: str) -> None:
     who = "from flockstep.drivers.node_spec import spec_from_environment\nrank = spec_from_environment().address\n"
     done = ended(tmp_path, who + body, "-n", "2")

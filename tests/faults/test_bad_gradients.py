@@ -293,6 +293,7 @@ def test_a_script_goes_on_without_the_bad_gradients(strategy, more, options, tmp
     assert [each["refused"] for each in ended.summary["per_worker"]] == [0, 2]
 
 
+@pytest.mark.full
 def test_a_search_of_a_script_takes_no_zeros(tmp_path: Path):
     text = SCRIPT.format(strategy="all_reduce", more="").replace(
         "SGD(model.parameters(), lr=0.01)", "LBFGS(model.parameters())"

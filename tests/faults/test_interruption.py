@@ -38,7 +38,6 @@ ENDLESS = ["-n", "3", "--steps", "1000000"]
             (signal.SIGHUP, "group"),
         ],
         (signal.SIGINT, "group"),
-        (signal.SIGTERM, "group"),
     ),
 )
 def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, whom: str, tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
 @pytest.mark.parametrize(
     ("strategy", "before", "why"),
     [
-        ("hogwild", "", "because a run with hogwild has no checkpoints\n"),
+        pytest.param("hogwild", "", "because a run with hogwild has no checkpoints\n", marks=pytest.mark.full),
         (
             "asgd",
             "supervisor.LAST_CHECKPOINT = 0",

@@ -273,6 +273,7 @@ def test_the_diff_is_the_difference_of_the_two_examples() -> None:
     assert len(gone) <= len(new) <= 4
 
 
+@pytest.mark.full
 def test_the_picture_shows_the_runs_as_they_are_now() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

@@ -40,7 +40,7 @@ class Listener(event.Listener):
 event.register("numba:compile", Listener())
 here, name = Path(sys.argv[1]), sys.argv[2]
 (here / name).touch()
-while len(list(here.iterdir())) < 3:
+while len(list(here.iterdir())) < 2:
     time.sleep(0.001)
 assert on_numpy.pack(__import__("numpy").uint8([1, 1, 0]), 1).tolist() == [3]
 print(*compiled)
@@ -56,15 +56,15 @@ def packed(folder: Path) -> str:
 
 
 def compiled_at_once(folder: Path, here: Path) -> list[str]:
-    """The kernels that three processes compile, which need the same at the same time."""
+    """The kernels that two processes compile, which need the same at the same time."""
     here.mkdir()
     command, environment = [sys.executable, "-c", AT_ONCE, str(here)], {"PYTHONPATH": str(folder)}
     started = [
         subprocess.Popen([*command, name], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for name in "abc"
+        for name in "ab"
     ]
     ended = [process.communicate() for process in started]
-    assert [process.returncode for process in started] == [0] * 3, ended
+    assert [process.returncode for process in started] == [0, 0], ended
     return [name for out, _ in ended for name in out.split()]
 
 
