@@ -74,15 +74,22 @@ class Diagnosis:
 
     facts: dict[str, str]
     tried: tuple[SelfTestResult, ...]
+    untried: tuple[SelfTest, ...] = ()
+    """Tests that the user did not wait for."""
+    interrupted: str | None = None
+    """Sentence about the interruption of the tests; None if all were tried."""
 
     @property
     def works(self) -> bool:
-        """Whether all core parts of flockstep work."""
-        return all(one.status == "works" for one in self.tried if one.core)
+        """Whether all core parts of flockstep were tried and work."""
+        return all(one.status == "works" for one in self.tried if one.core) and not any(
+            one.core for one in self.untried
+        )
 
     def document(self) -> dict[str, Any]:
         """The results as plain data, for JSON."""
-        return {"works": self.works, "facts": self.facts, "tried": [asdict(one) for one in self.tried]}
+        tried, untried = [asdict(one) for one in self.tried], [one.name for one in self.untried]
+        return {"works": self.works, "facts": self.facts, "tried": tried, "untried": untried}
 
     def __str__(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
@@ -94,24 +101,31 @@ class Diagnosis:
         todo = [f"  - {one.name}: {one.fix}" for one in self.tried if one.status != "works" and one.fix]
         broken = [one.name for one in self.tried if one.core and one.status != "works"]
         lines += ["", "what to do:", *todo] if todo else []
-        end = f"flockstep does not work here: {', '.join(broken)}" if broken else "The core works."
-        return "\n".join([*lines, "", end])
+        if self.untried:
+            lines += ["", f"not tried: {', '.join(one.name for one in self.untried)}"]
+        if broken or self.works:
+            lines += ["", f"flockstep does not work here: {', '.join(broken)}" if broken else "The core works."]
+        return "\n".join(lines)
 
 
 def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = silent, limit: float = LIMIT) -> Diagnosis:
-    """Try every part, one after another.
+    """Try every part, one after another, until the user interrupts the tests.
 
     Args:
         tests: the tests; None for the usual ones.
         say: called with the name of each part before it is tried.
         limit: time limit of a test in seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="flockstep-") as place:
-        tried: list[SelfTestResult] = []
-        for test in usual() if tests is None else tests:
-            say(test.name)
-            tried.append(_tested(test, {one.name for one in tried if one.status == "works"}, Path(place), limit))
-    return Diagnosis(facts(), tuple(tried))
+    wanted, tried = list(usual() if tests is None else tests), list[SelfTestResult]()
+    interrupted = None
+    try:
+        with tempfile.TemporaryDirectory(prefix="flockstep-") as place:
+            for test in wanted:
+                say(test.name)
+                tried.append(_tested(test, {one.name for one in tried if one.status == "works"}, Path(place), limit))
+    except KeyboardInterrupt as stop:
+        interrupted = f"{str(stop) or 'interrupted'}; {len(tried)} of {len(wanted)} parts were tried"
+    return Diagnosis(facts(), tuple(tried), tuple(wanted[len(tried) :]), interrupted)
 
 
 def facts() -> dict[str, str]:

@@ -162,5 +162,26 @@ def test_the_exit_code_is_that_of_the_core(
     assert {"flockstep", "Python", "platform"} <= set(document["facts"])
 
 
+@pytest.mark.parametrize("core", [False, True])
+def test_what_was_tried_before_an_interruption_is_shown(
+    core: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(output: str) -> str:
+        raise KeyboardInterrupt
+
+    late = SelfTest("late", "extras", ("-c", "1/0"), core=core)
+    tests = [python("base", "print('fine')", core=True), SelfTest("slow", "extras", ("-c", ""), judge=stop), late]
+    monkeypatch.setattr(doctor, "usual", lambda: tests)
+    assert run(["doctor"]) == 130
+    out, err = capsys.readouterr()
+    assert "works    base  fine" in out
+    assert "not tried: slow, late" in out
+    assert ("The core works." in out) == (not core)
+    assert err.endswith("flockstep: interrupted; 1 of 3 parts were tried\n")
+    assert run(["doctor", "--json"]) == 130
+    document = json.loads(capsys.readouterr().out)
+    assert (document["works"], document["untried"]) == (not core, ["slow", "late"])
+
+
 def test_nothing_tried_is_a_core_that_works() -> None:
     assert Diagnosis({}, ()).works

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -325,6 +326,20 @@ def test_strategies_that_were_named_and_cannot_run_are_an_error(capsys: pytest.C
 def test_the_cluster_that_is_taken_without_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--help"]) == 0
     assert "default: (laptop" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_an_interrupted_plan_says_which_strategies_were_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(strategy: Strategy, site: Site, workers: int) -> Any:
+        if str(strategy) == "gossip":
+            raise KeyboardInterrupt
+        return predict_step(strategy, site, workers)
+
+    monkeypatch.setattr(importlib.import_module("flockstep.planning.plan"), "predict_step", stopped)
+    assert run(["plan", "vgg-a", "-n", "2", "-s", "all_reduce", "-s", "bsp", "-s", "gossip"]) == 130
+    said = "flockstep: interrupted; 2 of 3 strategies were finished: all_reduce, bsp; a plan of fewer strategies"
+    assert said in capsys.readouterr().err
 
 
 def test_tables_and_json_say_what_is_worth_most(capsys: pytest.CaptureFixture[str]) -> None:

@@ -600,6 +600,8 @@ def doctor(as_json: o.Json = False) -> None:
         show.json(report.document())
     else:
         print(report)
+    if report.interrupted is not None:
+        raise Interrupted(report.interrupted)
     raise typer.Exit(0 if report.works else 1)
 
 

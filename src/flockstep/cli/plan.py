@@ -301,8 +301,31 @@ def _outlook(
 ) -> Outlook:
     from flockstep.experiments.planned import predicted
 
+    begun: list[tuple[str, float]] = []
     with show.status() as say:
-        return predicted(what, cluster, workers, batch, strategies, length, say)
+
+        def note(what: str, done: float = 0, total: float = 0) -> None:
+            if total:
+                begun.append((what, total))
+            say(what, done, total)
+
+        try:
+            return predicted(what, cluster, workers, batch, strategies, length, note)
+        except KeyboardInterrupt as stop:
+            raise Interrupted(f"{str(stop) or 'interrupted'}; {_finished(begun)}") from None
+
+
+def _finished(begun: Sequence[tuple[str, float]]) -> str:
+    """How far a plan came that the user interrupted, and how to get a plan sooner; `begun`: the name of each strategy
+    and the number of all strategies.
+    """
+    names = [name for name, _ in begun[:-1]]
+    if not names:
+        return "no strategy was finished"
+    return (
+        f"{len(names)} of {begun[-1][1]:.0f} strategies were finished: {', '.join(names)}; a plan of fewer "
+        "strategies takes less time: name them with -s, for example -s all_reduce -s local_sgd"
+    )
 
 
 def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
