@@ -51,8 +51,8 @@ from flockstep.messages import SCRIPT, Address, Fields, server
 from flockstep.nodes import BadGradients, BadGradientSettings, Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, ParameterGuard, Stepper
+from flockstep.records import failpoints
 from flockstep.records.events import DivergedEvent
-from flockstep.records.failpoints import reach
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import require_skippable
 
@@ -213,7 +213,8 @@ class Loop:
         try:
             if self._member is not None:
                 self._show_gradient()
-            reach("gradient.computed")
+            for hook in failpoints.hooks:
+                hook("gradient.computed")
             self._runner.advance(self.gradients)
             if self._member is not None:
                 require_side_by_side()

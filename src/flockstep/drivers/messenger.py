@@ -14,7 +14,7 @@ from flockstep.drivers.runner import Runner
 from flockstep.errors import PeerLost
 from flockstep.messages import Address, Message, node_name
 from flockstep.nodes import Node
-from flockstep.records.failpoints import reach
+from flockstep.records import failpoints
 from flockstep.records.flight import FlightRecorder
 from flockstep.transports.bus import LAUNCHER, Bus
 
@@ -89,7 +89,8 @@ class Messenger(ABC):
                 self._bus.send(to, message)
             except PeerLost:  # slow, or disconnected: the supervisor decides whether the peer is lost
                 return False
-            reach("message.sent")
+            for hook in failpoints.hooks:
+                hook("message.sent")
             array = message.array
             self.flight.note("send", to, message.tag, self.node.step, 0 if array is None else array.nbytes)
         return True
@@ -110,7 +111,8 @@ class Messenger(ABC):
         size = 0 if array is None else array.nbytes
         self.flight.note("receive", None if launcher else message.source, message.tag, self.node.step, size)
         if not launcher:
-            reach("message.received")
+            for hook in failpoints.hooks:
+                hook("message.received")
             if message.array is not None:
                 message.array = to_device_of(message.array, self.node.params)
             self.runner.deliver(message)

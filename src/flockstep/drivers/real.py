@@ -24,8 +24,8 @@ from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
+from flockstep.records import failpoints
 from flockstep.records.events import ClockEvent, Event, LostEvent, RefusedEvent, UpdateEvent
-from flockstep.records.failpoints import reach
 from flockstep.records.flight import encoded
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER
@@ -123,7 +123,8 @@ class NodeConnection(Messenger):
         """Send an event to the supervisor; after a refused gradient, the flight recorder too, at most once a second."""
         self.reports.write(event)
         if isinstance(event, UpdateEvent):
-            reach("update.applied")
+            for hook in failpoints.hooks:
+                hook("update.applied")
         if isinstance(event, RefusedEvent) and time.monotonic() - self._flown >= 1.0:
             self._flown = time.monotonic()
             self.send_flight()
