@@ -87,7 +87,8 @@ with flockstep.join() as comm:
 
 
 @pytest.mark.parametrize(
-    ("workers", "transport"), few([(4, "shared_memory"), (2, "ipc"), (2, "tcp")], (4, "shared_memory"))
+    ("workers", "transport"),
+    few([(4, "shared_memory"), (3, "shared_memory"), (2, "ipc"), (2, "tcp")], (3, "shared_memory")),
 )
 def test_every_call_between_real_processes(tmp_path: Path, workers: int, transport: str) -> None:
     done = ended(tmp_path, EVERYTHING, "-n", str(workers), "--transport", transport)

@@ -17,7 +17,6 @@ from flockstep.collectives.torch_distributed import TorchDistributed
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.programs import Rendezvous
 from flockstep.testing.strategies import equal_bits, run_strategy
-from support.matrix import few
 from support.processes import Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -218,7 +217,8 @@ def test_virtual_time_refuses() -> None:
         run_strategy("all_reduce(collective=torch_distributed(backend=ucc))", 2, 1)
 
 
-@pytest.mark.parametrize("accumulate", few([1, 2], 2))
+@pytest.mark.full
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_overlap_gives_the_bits_of_the_run_without_it(tmp_path: Path, accumulate: int) -> None:
     """Gradients from `torch.autograd.grad` complete no parameter, so that all parts are handed over by `step`."""
     body = f"""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,10 +89,41 @@ assert optimizer.loop.steps == state["func_evals"] > 20, state["func_evals"]
 """
 
 
+JOINED = """
+model = network()
+inner = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+optimizer = flockstep.distribute(model, inner, "local_sgd(period=100)")
+with optimizer.join():
+    for x in batches(6 - 4 * rank, seed=1 + rank):
+        optimizer.zero_grad()
+        loss(model, x).backward()
+        optimizer.step()
+        after = model[0].weight.detach().clone()
+changed = not torch.equal(after, model[0].weight)
+(HERE / f"changed-{rank}").write_text(str(changed))
+optimizer.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a script that searches with L-BFGS by a strategy, and then joins uneven batches."""
+
+    @functools.cache
+    def run(strategy: str) -> Path:
+        folder = tmp_path_factory.mktemp("searched")
+        trained(SEARCHING.format(strategy=strategy) + "torch.set_default_dtype(torch.float32)\n" + JOINED, folder)
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize("strategy", few(["all_reduce", "bucketed(cap=0.00008, first=0.00004)", "fused"], "all_reduce"))
-def test_l_bfgs_searches_along_the_mean_loss_and_gradient_of_all_workers(strategy: str, tmp_path: Path) -> None:
+def test_l_bfgs_searches_along_the_mean_loss_and_gradient_of_all_workers(
+    strategy: str, searched: Callable[[str], Path]
+) -> None:
     """One process on all batches takes the same steps."""
-    found = trained(SEARCHING.format(strategy=strategy), tmp_path)
+    found = models(searched(strategy))
     assert torch.equal(*found)
     exec(BEFORE.split("HERE")[0], names := {})
     exec("def weights" + BEFORE.split("def weights")[1], names)
@@ -320,23 +353,9 @@ def test_torchs_own_clipping_before_the_mean_is_told(tmp_path: Path) -> None:
     assert ended.err.count("use flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient") == 2
 
 
-JOINED = """
-model = network()
-optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), {strategy!r})
-with optimizer.join():
-    for x in batches(6 - 4 * rank, seed=1 + rank):
-        optimizer.zero_grad()
-        loss(model, x).backward()
-        optimizer.step()
-        after = model[0].weight.detach().clone()
-changed = not torch.equal(after, model[0].weight)
-(HERE / f"changed-{{rank}}").write_text(str(changed))
-optimizer.finish()
-save(model)
-"""
-
-
-def test_a_replica_that_has_run_out_of_batches_is_averaged_and_does_not_step(tmp_path: Path) -> None:
+def test_a_replica_that_has_run_out_of_batches_is_averaged_and_does_not_step(
+    searched: Callable[[str], Path],
+) -> None:
     """The period is longer than the run: worker 1's momentum may not move its replica while worker 0 goes on."""
-    trained(JOINED.format(strategy="local_sgd(period=100)"), tmp_path)
-    assert [(tmp_path / f"changed-{rank}").read_text() for rank in range(2)] == ["False", "False"]
+    folder = searched("all_reduce")
+    assert [(folder / f"changed-{rank}").read_text() for rank in range(2)] == ["False", "False"]

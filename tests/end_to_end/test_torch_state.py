@@ -45,7 +45,8 @@ def save(name, what):
 
 torch.manual_seed(0)
 """
-NET = SCRIPT + "model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2))\n"
+MODEL = "model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2))\n"
+NET = SCRIPT + MODEL
 PLAIN = SCRIPT + "model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))\n"
 
 
@@ -77,20 +78,6 @@ save("evaluation", model(batch(99, of=5)[0]).detach())
 """
 
 
-def test_evaluation_is_equal_on_all_ranks_after_the_end(tmp_path: Path) -> None:
-    """The statistics are the mean of what each rank has seen, the count rank 0's: equal in every bit everywhere."""
-    fine(outcome(NET + BATCH_NORM.format(policy=""), tmp_path))
-    one, other = saved(tmp_path, "evaluation")
-    assert torch.equal(one, other)
-    own, buffers = saved(tmp_path, "own"), saved(tmp_path, "buffers")
-    assert not torch.allclose(own[0][0], own[1][0], atol=0.1)  # their data differ, so do their statistics
-    for index in (0, 1):
-        mean = ((own[0][index].double() + own[1][index].double()) / 2).float()
-        assert torch.equal(buffers[0][index], mean)
-        assert torch.equal(buffers[1][index], mean)
-    assert [int(b[2]) for b in buffers] == [6, 6]
-
-
 CONSENSUS = """
 optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd")
 for step in range(12):
@@ -103,11 +90,31 @@ optimizer.finish()
 """
 
 
-def test_replicas_are_averaged_in_the_background_while_ranks_agree_on_buffers(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a script that trains two models with batch norm, one after the other."""
+    folder = tmp_path_factory.mktemp("trained")
+    fine(outcome(NET + BATCH_NORM.format(policy="") + MODEL + CONSENSUS, folder))
+    return folder
+
+
+def test_evaluation_is_equal_on_all_ranks_after_the_end(trained: Path) -> None:
+    """The statistics are the mean of what each rank has seen, the count rank 0's: equal in every bit everywhere."""
+    one, other = saved(trained, "evaluation")
+    assert torch.equal(one, other)
+    own, buffers = saved(trained, "own"), saved(trained, "buffers")
+    assert not torch.allclose(own[0][0], own[1][0], atol=0.1)  # their data differ, so do their statistics
+    for index in (0, 1):
+        mean = ((own[0][index].double() + own[1][index].double()) / 2).float()
+        assert torch.equal(buffers[0][index], mean)
+        assert torch.equal(buffers[1][index], mean)
+    assert [int(b[2]) for b in buffers] == [6, 6]
+
+
+def test_replicas_are_averaged_in_the_background_while_ranks_agree_on_buffers(trained: Path) -> None:
     """The common model was taken for a change by the script, and updates that came meanwhile were undone after it."""
-    fine(outcome(NET + CONSENSUS, tmp_path))
     for step in (2, 5, 8, 11):
-        one, other = saved(tmp_path, f"common-{step}")
+        one, other = saved(trained, f"common-{step}")
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
