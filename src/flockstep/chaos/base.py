@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def every(self) -> int:
-        """Steps between two checkpoints."""
+        """Number of steps of a worker between two checkpoints."""
         return max(1, self.steps // 8)
 
     @property
@@ -98,7 +98,7 @@ class DisruptedRun(Protocol):
 
     @property
     def going(self) -> bool:
-        """Whether the command runs."""
+        """Whether the command that carries out the run has not ended yet."""
 
     @property
     def pid(self) -> int:

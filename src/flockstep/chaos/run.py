@@ -61,7 +61,7 @@ class ChaosRun:
 
     @property
     def going(self) -> bool:
-        """Whether the command runs."""
+        """Whether the command that carries out the run has not ended yet."""
         return self._command.poll() is None
 
     @property

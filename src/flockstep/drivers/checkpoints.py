@@ -115,7 +115,7 @@ class Connection(Protocol):
     runner: Runner
 
     def now(self) -> float:
-        """Seconds of the run."""
+        """Return the seconds since the run began."""
 
     def tell(self, tag: str, note: Fields) -> None:
         """Send a message to the supervisor, after the events so far."""
