@@ -24,6 +24,7 @@ PROVED = (
     "topology",
     "optimizer",
     "schedule",
+    "pipeline_schedule",
 )
 """The kinds of component that are algorithms, in the order of the table."""
 MARKS = ("oracle", "negative_control")

@@ -27,6 +27,10 @@ Resolve = Callable[[Any, Any, str], Any]
 
 _WORDS = {"inf": math.inf, "true": True, "false": False, "none": None}
 _INFINITIES = {"inf": math.inf, "-inf": -math.inf}
+_DIGIT_NAME = re.compile(
+    r"""'[^']*'|"[^"]*"|(?<![\w.])(?:0[xXoObB]\w+|\d[\d_]*\.?[\d_]*(?:[eE][+-]?\d+)?(?![\w.])|(?P<name>\d\w*))"""
+)
+"""Texts in quotes and numbers, which stay as they are, and names that begin with a digit."""
 
 
 SHOWN = {"shown": True}
@@ -141,9 +145,19 @@ def fields_of(kind: type[Component]) -> dict[str, Any]:
 
 
 def _read(text: str) -> ast.expr:
-    """The syntax tree of `text`; any complaint of Python's parser becomes a SyntaxError."""
+    """The syntax tree of `text`; any complaint of Python's parser becomes a SyntaxError.
+
+    Names that begin with a digit, such as 1f1b, are read as text.
+    """
+    text = text.strip()
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        try:
+            return ast.parse(text, mode="eval").body
+        except SyntaxError:
+            quoted = _DIGIT_NAME.sub(lambda found: repr(found["name"]) if found["name"] else found[0], text)
+            if quoted in (text, repr(text)):
+                raise
+            return ast.parse(quoted, mode="eval").body
     except (ValueError, MemoryError) as error:  # null characters and surrogates; deep nesting
         raise SyntaxError(str(error)) from None
 

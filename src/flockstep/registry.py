@@ -116,6 +116,21 @@ _TABLE: dict[str, dict[str, str]] = {
         "cosine": "flockstep.schedules.cosine:Cosine",
         "batch_increase": "flockstep.schedules.batch_increase:BatchIncrease",
     },
+    "partition": {
+        "none": "flockstep.partitions.unsplit:Unsplit",
+        "pipeline": "flockstep.partitions.pipeline:Pipeline",
+    },
+    "pipeline_schedule": {
+        "gpipe": "flockstep.partitions.pipeline_schedules.gpipe:GPipe",
+        "one_forward_one_backward": (
+            "flockstep.partitions.pipeline_schedules.one_forward_one_backward:OneForwardOneBackward"
+        ),
+        "interleaved": "flockstep.partitions.pipeline_schedules.interleaved:Interleaved",
+        "zb_h1": "flockstep.partitions.pipeline_schedules.zb_h1:ZeroBubbleH1",
+        "pipedream": "flockstep.partitions.pipeline_schedules.pipedream:PipeDream",
+        "pipedream_2bw": "flockstep.partitions.pipeline_schedules.pipedream_2bw:PipeDream2BW",
+        "ddg": "flockstep.partitions.pipeline_schedules.ddg:DelayedGradients",
+    },
     "claim": {
         "A1": "flockstep.claims.a01_staleness:Staleness",
         "A2": "flockstep.claims.a02_softsync_staleness:SoftsyncStaleness",
@@ -320,6 +335,7 @@ _ALIASES: dict[str, dict[str, str]] = {
         "100gbit": "link(bandwidth='100gbit', latency=0.000005)",
     },
     "split": {"by-label": "by_label"},
+    "pipeline_schedule": {"1f1b": "one_forward_one_backward"},
     "codec": {"float16": "half", "fp16": "half", "bf16": "bfloat16"},
 }
 

@@ -8,7 +8,6 @@ import pytest
 from flockstep import registry
 from flockstep.claims.a03_geometric_staleness import chi_squared_above
 from flockstep.claims.a04_asynchrony_begets_momentum import fitted
-from flockstep.claims.a14_pipeline_schedules import Pipeline, PipelinePass, gpipe
 from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
 from flockstep.claims.base import Claim
 from flockstep.claims.c13_hogwild import rate
@@ -76,17 +75,6 @@ def test_free_messages_leave_the_times_of_gradients() -> None:
 def test_only_real_stages_are_missing_of_pipelines() -> None:
     verdict = Claim.parse("A14").check(lambda line: None)
     assert [row.what for row in verdict.rows if not row.holds] == ["stages in separate real processes"]
-
-
-def test_a_pipeline_without_its_dependencies_has_no_bubble() -> None:
-    """Negative control: what makes the bubble is that stages wait for each other."""
-
-    class Loose(Pipeline):
-        def _ready(self, work: PipelinePass) -> bool:
-            return True
-
-    assert Loose(4, 8, gpipe).run() == pytest.approx(0)
-    assert Pipeline(4, 8, gpipe).run() == pytest.approx(3 / 11)
 
 
 def test_steps_are_counted_while_all_workers_run() -> None:

@@ -17,7 +17,7 @@ import flockstep
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
-    errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
+    errors registry expression arrays optimizers schedules topologies codecs feedback partitions messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
     report trackers planning experiments testing chaos

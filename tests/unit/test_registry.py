@@ -40,6 +40,7 @@ WITH_ARGUMENTS = {
     ("compute", "longer"): "longer(base=constant(0.05), extra=0.001)",
     ("network", "handled"): "handled(network=link('1gbit', '50us'), message=2e-05)",
     ("compute", "shared_cores"): "shared_cores(base=constant(0.05), cores=2)",
+    ("partition", "pipeline"): "pipeline(4, schedule=1f1b, microbatches=8)",
     ("network", "link"): "link('1gbit')",
     ("network", "fair_link"): "fair_link(bandwidth='1gbit')",
     ("network", "switch"): "switch(bandwidth='1gbit', latency=0.001, backbone='2gbit')",

@@ -1,115 +1,68 @@
-"""The bubble of a pipeline, and the micro-batches that its stages hold, from schedules on the event queue."""
+"""The bubble of a pipeline, and the micro-batches that its stages hold, from the passes of its schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.simulation.queue import EventQueue
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.base import PipelinePass
+from flockstep.partitions.timeline import idle_share, most_in_flight, timeline
 
 STAGES, BATCHES = 4, (4, 8, 32)
-FORWARD, BACKWARD = 1.0, 2.0
-"""Seconds of a stage's forward and backward pass over a micro-batch; the share of the bubble does not
-depend on them.
-"""
+FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
+"""Seconds of a stage's forward pass over a micro-batch, and of the gradients of its inputs and of its weights."""
+CHUNKS = 2
+"""Number of chunks of each stage of the interleaved schedule."""
 MISSING = "missing"
+SECONDS = {
+    "forward": FORWARD,
+    "backward": INPUT + WEIGHT,
+    "input_backward": INPUT,
+    "weight_backward": WEIGHT,
+    "update": 0.0,
+}
 
 
 @dataclass(frozen=True)
-class PipelinePass:
-    """One pass of a stage over a micro-batch."""
+class PublishedSchedule:
+    """A schedule with its published idle seconds per stage and step, and micro-batches held by each stage."""
 
-    kind: Literal["forward", "backward"]
-    stage: int
-    batch: int
-
-
-PipelineSchedule = Callable[[int, int, int], list[PipelinePass]]
-"""Function (stage, number of stages, number of micro-batches) → passes of that stage, in order."""
+    schedule: str
+    idle: float
+    held: list[int]
 
 
-def gpipe(stage: int, stages: int, batches: int) -> list[PipelinePass]:
-    """Return the passes of GPipe's schedule: all forward passes, then all backward passes (Huang et al. 2019)."""
-    ahead = [PipelinePass("forward", stage, batch) for batch in range(batches)]
-    return ahead + [PipelinePass("backward", stage, batch) for batch in range(batches)]
-
-
-def one_forward_one_backward(stage: int, stages: int, batches: int) -> list[PipelinePass]:
-    """Return the passes of the 1F1B schedule (Narayanan et al. 2019): one forward pass for each stage from this one to
-    the last, then alternating backward and forward passes.
-    """
-    ahead = min(stages - stage, batches)
-    order = [PipelinePass("forward", stage, batch) for batch in range(ahead)]
-    for batch in range(batches):
-        order.append(PipelinePass("backward", stage, batch))
-        if ahead + batch < batches:
-            order.append(PipelinePass("forward", stage, ahead + batch))
-    return order
-
-
-@dataclass
-class Pipeline:
-    """Stages that execute a schedule in virtual time; a pass begins when its inputs are available."""
-
-    stages: int
-    batches: int
-    schedule: PipelineSchedule
-    slowness: Sequence[float] = ()
-    """Factor on the durations of each stage; empty if all stages are equally fast."""
-    done: set[PipelinePass] = field(default_factory=set)
-    busy: float = 0.0
-    peaks: list[int] = field(default_factory=list)
-    """Largest number of micro-batches whose activations a stage held at once, for each stage."""
-
-    def run(self) -> float:
-        """Execute the schedule; return the idle share of the stages' time."""
-        queue: EventQueue[PipelinePass] = EventQueue()
-        todo = [self.schedule(stage, self.stages, self.batches) for stage in range(self.stages)]
-        held, working = [0] * self.stages, [False] * self.stages
-        self.peaks = [0] * self.stages
-        while True:
-            for stage in range(self.stages):
-                if not working[stage] and todo[stage] and self._ready(todo[stage][0]):
-                    work, working[stage] = todo[stage].pop(0), True
-                    held[stage] += work.kind == "forward"
-                    self.peaks[stage] = max(self.peaks[stage], held[stage])
-                    queue.schedule(queue.now + self._takes(work), work)
-            if not queue:
-                break
-            _, ended = queue.pop()
-            self.done.add(ended)
-            self.busy += self._takes(ended)
-            working[ended.stage] = False
-            held[ended.stage] -= ended.kind == "backward"
-        assert not any(todo), "deadlock: the passes of the schedule wait for each other"
-        return 1 - self.busy / (self.stages * queue.now)
-
-    def _ready(self, work: PipelinePass) -> bool:
-        """Whether a pass's input is available: activations of the previous stage, or errors of the next stage."""
-        if work.kind == "forward":
-            return work.stage == 0 or PipelinePass("forward", work.stage - 1, work.batch) in self.done
-        if work.stage == self.stages - 1:
-            return PipelinePass("forward", work.stage, work.batch) in self.done
-        return PipelinePass("backward", work.stage + 1, work.batch) in self.done
-
-    def _takes(self, work: PipelinePass) -> float:
-        return (FORWARD if work.kind == "forward" else BACKWARD) * (self.slowness[work.stage] if self.slowness else 1)
+def expected(batches: int) -> Iterator[PublishedSchedule]:
+    """Yield the published figures of each schedule for `batches` micro-batches in a step."""
+    last = STAGES - 1
+    yield PublishedSchedule("gpipe", last * (FORWARD + INPUT + WEIGHT), [batches] * STAGES)
+    one = [min(STAGES - stage, batches) for stage in range(STAGES)]
+    yield PublishedSchedule("one_forward_one_backward", last * (FORWARD + INPUT + WEIGHT), one)
+    ahead = [2 * (last - stage) + (CHUNKS - 1) * STAGES + 1 for stage in range(STAGES)]
+    held = [min(count, CHUNKS * batches) for count in ahead]
+    yield PublishedSchedule(f"interleaved({CHUNKS})", last * (FORWARD + INPUT + WEIGHT) / CHUNKS, held)
+    yield PublishedSchedule("zb_h1", last * (FORWARD + INPUT - WEIGHT), [min(STAGES, batches)] * STAGES)
 
 
 @dataclass(frozen=True)
 class PipelineSchedules(Claim):
-    """The idle share (bubble) of GPipe's schedule, and the activation memory of the 1F1B schedule."""
+    """The idle share (bubble) of four synchronous schedules, and the micro-batches that their stages hold."""
 
     statement = (
-        "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time; the stages of GPipe "
-        "store M micro-batches at once, the stages of 1F1B K, K - 1, ..., 1"
+        "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time, v times less if v "
+        "chunks are interleaved, and three times less with ZB-H1; the stages of GPipe store M micro-batches at once, "
+        "the stages of 1F1B K, K - 1, ..., 1, those of ZB-H1 K"
     )
-    source = "Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2019 and 2021 (PipeDream, 1F1B with flushes)"
+    source = (
+        "Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2019 and 2021 (PipeDream, 1F1B with flushes, "
+        "interleaved 1F1B); Qi et al. 2024 (ZB-H1), section 2"
+    )
     setting = (
-        f"{STAGES} stages, {', '.join(map(str, BATCHES))} micro-batches, forward pass {FORWARD:g} s and backward pass "
-        f"{BACKWARD:g} s, free messages; both schedules executed on the event queue of virtual time"
+        f"{STAGES} stages, {', '.join(map(str, BATCHES))} micro-batches, forward pass {FORWARD:g} s, gradients of "
+        f"inputs {INPUT:g} s and of weights {WEIGHT:g} s, free messages; the passes of the schedules that run, timed"
     )
     tolerance = (
         "exact in virtual time, up to rounding; with one stage twice as slow the formula must not hold; with real "
@@ -119,19 +72,21 @@ class PipelineSchedules(Claim):
     def check(self, say: Say) -> Verdict:
         rows = []
         for batches in BATCHES:
-            formula = (STAGES - 1) / (batches + STAGES - 1)
-            for name, schedule in (("GPipe", gpipe), ("1F1B", one_forward_one_backward)):
-                pipeline = Pipeline(STAGES, batches, schedule)
-                bubble = pipeline.run()
-                peaks = [batches] * STAGES if schedule is gpipe else [min(STAGES - s, batches) for s in range(STAGES)]
-                what = f"{name}, {batches} micro-batches"
+            for one in expected(batches):
+                pipeline = Pipeline.parse(f"pipeline({STAGES}, {one.schedule}, {batches})")
+                times = timeline(pipeline, 1, partial(_seconds, pipeline))
+                bubble, busy = idle_share(times), batches * (FORWARD + INPUT + WEIGHT)
+                formula = one.idle / (one.idle + busy)
+                peaks = [most_in_flight(passed.work for passed in stage) for stage in times]
+                what = f"{one.schedule}, {batches} micro-batches"
                 rows.append(
                     ClaimRow(f"{what}: bubble", round(formula, 4), round(bubble, 4), abs(bubble - formula) < 1e-12)
                 )
-                rows.append(ClaimRow(f"{what}: most held", str(peaks), str(pipeline.peaks), pipeline.peaks == peaks))
-                say(f"{what}: bubble {bubble:.4f}, held {pipeline.peaks}")
-        uneven = Pipeline(STAGES, 8, gpipe, (1, 2, 1, 1)).run()
-        formula = (STAGES - 1) / (8 + STAGES - 1)
+                rows.append(ClaimRow(f"{what}: most held", str(one.held), str(peaks), peaks == one.held))
+                say(f"{what}: bubble {bubble:.4f}, held {peaks}")
+        gpipe = Pipeline.parse(f"pipeline({STAGES}, gpipe, 8)")
+        slow = timeline(gpipe, 1, lambda stage, work: _seconds(gpipe, stage, work) * (1 + (stage == 1)))
+        uneven, formula = idle_share(slow), (STAGES - 1) / (8 + STAGES - 1)
         wrong = abs(uneven - formula) > 0.1
         rows.append(
             ClaimRow("control: one stage twice as slow, 8 micro-batches", f"not {formula:.4f}", round(uneven, 4), wrong)
@@ -139,3 +94,7 @@ class PipelineSchedules(Claim):
         rows.append(ClaimRow("stages in separate real processes", "the same +-10 %", MISSING, False))
         reason = "flockstep does not split a model over processes yet, so no real stage can be timed"
         return Verdict(tuple(rows), reason)
+
+
+def _seconds(pipeline: Pipeline, stage: int, work: PipelinePass) -> float:
+    return SECONDS[work.kind] / pipeline.schedule.chunks

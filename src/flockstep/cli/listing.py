@@ -24,6 +24,8 @@ ABOUT = {
     "selector": "which part of the model is sent",
     "filter": "which updates are left out of a push",
     "schedule": "how the learning rate and the batch change over the steps",
+    "partition": "how one replica of the model is split over workers",
+    "pipeline_schedule": "in which order a stage of a pipeline computes, with which version of the weights",
     "claim": "a published result that `flockstep reproduce` checks",
     "topology": "which workers exchange data with each other",
     "codec": "how an array is encoded for transmission",

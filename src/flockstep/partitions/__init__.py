@@ -1,0 +1,1 @@
+"""Partitions: how one replica of the model is split over several workers."""

@@ -1,0 +1,34 @@
+"""Pipeline parallelism: consecutive layers on consecutive workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN
+from flockstep.partitions.base import Partition
+from flockstep.partitions.pipeline_schedules.base import PipelineSchedule
+from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
+
+
+@dataclass(frozen=True)
+class Pipeline(Partition):
+    """A model cut into `stages` stages of consecutive layers, one worker each, which compute micro-batches in turn.
+
+    Each batch is divided into `microbatches` micro-batches of equal size, up to one sample. `schedule` is the order in
+    which a stage computes its passes (Huang et al. 2019; Narayanan et al. 2019).
+    """
+
+    stages: int
+    schedule: PipelineSchedule = field(default=OneForwardOneBackward(), metadata=SHOWN)
+    microbatches: int = field(default=1, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        for name, value in (("stages", self.stages), ("microbatches", self.microbatches)):
+            if value < 1:
+                raise ConfigurationError(f"{name} of pipeline must be >= 1, got {value}; use for example 4")
+        self.schedule.check(self.stages, self.microbatches)
+
+    @property
+    def parts(self) -> int:
+        return self.stages

@@ -1,0 +1,151 @@
+"""The contract of a pipeline schedule, and the order that most schedules share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from flockstep.errors import ConfigurationError
+from flockstep.expression import Component
+
+PassKind = Literal["forward", "backward", "input_backward", "weight_backward", "update"]
+"""`input_backward` and `weight_backward` are the two halves of `backward`."""
+Turn = tuple[PassKind, int, int]
+"""Kind of a pass, number of the micro-batch in its step, and number of the chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePass:
+    """One pass of a stage over a micro-batch, or the update that ends a step of the stage."""
+
+    kind: PassKind
+    step: int
+    """Number of the step whose batch the micro-batch belongs to."""
+    microbatch: int = 0
+    """Number of the micro-batch in its step."""
+    chunk: int = 0
+    """Number of the chunk among the chunks of this stage."""
+    version: int = 0
+    """Number of updates that the stage had made to the weights that the pass uses."""
+
+
+class PipelineSchedule(Component):
+    """The order in which each stage of a pipeline computes its passes, with the version of the weights of each pass.
+
+    Symbols: K stages, stage s from 0 to K - 1, M micro-batches in a step. The model consists of v K chunks of
+    consecutive layers: stage s holds the chunks s, s + K, …, v of them, so that a micro-batch goes v times through all
+    stages. A pass waits for its input, never for anything else. A stage's update of a step takes the gradients of all
+    micro-batches of the step.
+    """
+
+    noun: ClassVar[str] = "pipeline_schedule"
+    synchronous: ClassVar[bool] = True
+    """Whether all passes of a step use the weights after the updates of all earlier steps, as without a pipeline."""
+    one_forward_at_a_time: ClassVar[bool] = False
+    """Whether a micro-batch enters the first stage only after the one before has left the last stage."""
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the model that each stage holds (v)."""
+        return 1
+
+    def check(self, stages: int, microbatches: int) -> None:
+        """Check that the schedule exists for `stages` stages and `microbatches` micro-batches in a step.
+
+        Raises:
+            ConfigurationError: the schedule does not exist for these numbers.
+        """
+
+    @abstractmethod
+    def passes(self, stage: int, stages: int, microbatches: int, steps: int) -> Iterator[PipelinePass]:
+        """Yield the passes of a stage over `steps` steps, in order, each step with one `update`."""
+
+    @abstractmethod
+    def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
+        """Return the largest number of micro-batches of a chunk whose activations the stage holds at once."""
+
+    def delay(self, stage: int, stages: int) -> int:
+        """Return the number of updates of the stage between the weights of a gradient and its own update, once the
+        pipeline is full.
+        """
+        return 0
+
+    def versions(self, stage: int, stages: int) -> int:
+        """Return the largest number of versions of its weights that the stage holds at once."""
+        return self.delay(stage, stages) + 1
+
+    def source(self, work: PipelinePass, stage: int, stages: int) -> tuple[int, int] | None:
+        """Return the stage and the chunk whose pass over the same micro-batch computes the input of `work`.
+
+        None if the input is data, or of the stage's own forward pass.
+        """
+        if work.kind == "forward":
+            if stage > 0:
+                return stage - 1, work.chunk
+            return (stages - 1, work.chunk - 1) if work.chunk > 0 else None
+        if work.kind in ("backward", "input_backward"):
+            if stage < stages - 1:
+                return stage + 1, work.chunk
+            return (0, work.chunk + 1) if work.chunk < self.chunks - 1 else None
+        return None
+
+
+class FlushedSchedule(PipelineSchedule):
+    """A synchronous schedule: the pipeline runs empty at the end of a step, before the update."""
+
+    @abstractmethod
+    def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:
+        """Return the passes of a stage in one step."""
+
+    def passes(self, stage: int, stages: int, microbatches: int, steps: int) -> Iterator[PipelinePass]:
+        turns = self.turns(stage, stages, microbatches)
+        for step in range(steps):
+            for kind, microbatch, chunk in turns:
+                yield PipelinePass(kind, step, microbatch, chunk, version=step)
+            yield PipelinePass("update", step, version=step)
+
+
+class UnflushedSchedule(PipelineSchedule):
+    """1F1B over all steps: the pipeline stays full, and gradients are of earlier weights."""
+
+    synchronous: ClassVar[bool] = False
+
+    @abstractmethod
+    def version(self, step: int, stage: int, stages: int) -> int:
+        """Return the version of the weights with which a stage computes the passes of a step."""
+
+    def passes(self, stage: int, stages: int, microbatches: int, steps: int) -> Iterator[PipelinePass]:
+        for kind, number in alternating(stages - stage, steps * microbatches):
+            step, microbatch = divmod(number, microbatches)
+            yield PipelinePass(kind, step, microbatch, version=self.version(step, stage, stages))
+            if kind == "backward" and microbatch == microbatches - 1:
+                yield PipelinePass("update", step, version=step)
+
+    def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
+        return stages - stage
+
+
+def alternating(ahead: int, count: int) -> Iterator[tuple[PassKind, int]]:
+    """Yield the 1F1B order of `count` micro-batches: `ahead` forward passes, then backward and forward in turn."""
+    ahead = min(ahead, count)
+    for number in range(ahead):
+        yield "forward", number
+    for number in range(count):
+        yield "backward", number
+        if ahead + number < count:
+            yield "forward", ahead + number
+
+
+def one_microbatch(name: str, microbatches: int) -> None:
+    """Check that there is one micro-batch in a step.
+
+    Raises:
+        ConfigurationError: there are several.
+    """
+    if microbatches != 1:
+        raise ConfigurationError(
+            f"microbatches must be 1 for {name}, which updates the weights after every micro-batch, got "
+            f"{microbatches}; use pipedream_2bw to accumulate gradients"
+        )
