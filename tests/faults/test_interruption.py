@@ -13,7 +13,7 @@ import pytest
 
 from flockstep.cli.app import run as run_command
 from flockstep.errors import Interrupted
-from flockstep.launchers.train import finished
+from flockstep.launchers.completion import finished
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder

@@ -24,7 +24,18 @@ STEPS = 120
 
 
 def begin(folder: Path, strategy: str, *more: str) -> RealRun:
-    words = ["train", paced(folder), "-s", strategy, "-n", "2", "--steps", str(STEPS), "--evaluate-every", "30"]
+    words = [
+        "train",
+        paced(folder, slow_after=40),
+        "-s",
+        strategy,
+        "-n",
+        "2",
+        "--steps",
+        str(STEPS),
+        "--evaluate-every",
+        "30",
+    ]
     return RealRun([*words, "--max-workers", "4", *more], folder / "run")
 
 
@@ -122,27 +133,27 @@ def test_a_worker_leaves_and_another_takes_its_place(tmp_path: Path) -> None:
 
 
 DIES = """
-import multiprocessing, os
+import os
+from pathlib import Path
+from flockstep.drivers import process
 
-paced_job = job
+be_ready = process._be_ready
 
-def job():
-    if multiprocessing.current_process().name == "flockstep-node":
-        try:
-            os.unlink(GO.with_name("die"))
-            os._exit(9)
-        except FileNotFoundError:
-            pass
-    return paced_job()
+def die(member, kept):
+    if member.node_spec.address == 2 and Path({file!r}).exists():
+        os.unlink({file!r})
+        os._exit(9)
+    be_ready(member, kept)
+
+process._be_ready = die
 """
 
 
 @pytest.mark.full
 def test_a_worker_that_dies_while_the_workers_change_is_left_out(tmp_path: Path) -> None:
-    job = Path(paced(tmp_path))
-    job.write_text(job.read_text() + DIES)
-    words = ["train", str(job), "-s", "asgd", "-n", "2", "--steps", str(STEPS), "--max-workers", "4"]
-    run = RealRun([*words, "--min-workers", "1", "--checkpoint-every", "1000"], tmp_path / "run")
+    (tmp_path / "dies.py").write_text(DIES.format(file=str(tmp_path / "die")))
+    more = "--min-workers", "1", "--checkpoint-every", "1000", "--import", str(tmp_path / "dies.py")
+    run = begin(tmp_path, "asgd", *more)
     run.wait_for_work(25)
     (tmp_path / "die").touch()
     assert join(tmp_path) == 0
@@ -153,6 +164,42 @@ def test_a_worker_that_dies_while_the_workers_change_is_left_out(tmp_path: Path)
     record = RunFolder(tmp_path / "run")
     assert record.read_config().workers == 2
     assert any("exited with code 9" in note for note in record.read_summary().notes)
+
+
+FAILS = """
+import multiprocessing
+
+paced_job = job
+
+def job():
+    if multiprocessing.current_process().name == "flockstep-node" and GO.with_name("fail").exists():
+        raise ValueError("no data here")
+    return paced_job()
+"""
+
+
+def test_a_worker_that_cannot_build_the_job_does_not_join_and_nobody_stops_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Path(paced(tmp_path, slow_after=40))
+    job.write_text(job.read_text() + FAILS)
+    words = ["train", str(job), "-s", "gossip(0.5)", "-n", "2", "--steps", str(STEPS), "--max-workers", "4"]
+    run = RealRun(words, tmp_path / "run")
+    run.wait_for_work(5)
+    wait_until(run.evaluating, PATIENCE, "the process that evaluates has built the job")
+    (tmp_path / "fail").touch()
+    assert join(tmp_path, 2) == 2
+    assert "no worker can join now: a worker could not join: job file " in (said := capsys.readouterr().err)
+    assert "job() raised ValueError: no data here" in said
+    job.write_text(job.read_text() + "\n")
+    assert join(tmp_path) == 2
+    assert f"{job} has changed since the run began" in capsys.readouterr().err
+    assert run.going()
+    assert not (tmp_path / "run" / "checkpoints").exists(), "no node was stopped"
+    assert len(run.working()) == 2
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
 
 
 def test_workers_that_cannot_join_are_refused_and_the_run_continues(

@@ -10,7 +10,7 @@ import pytest
 
 from flockstep.chaos.base import Failpoint
 from flockstep.chaos.failpoint import signalled, write_failpoint
-from flockstep.drivers.setup import prepare
+from flockstep.drivers.setup import BuiltJob, prepare
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.resizing import resized_run
 from flockstep.messages import MASTER
@@ -119,15 +119,16 @@ def test_a_run_killed_while_it_changes_goes_on_from_before_or_after(point: str, 
 def test_messages_in_flight_are_used_before_the_number_of_workers_changes(strategy: str, tmp_path: Path) -> None:
     record = stopped(tmp_path, strategy, 3)
     config, checkpoint = record.read_config(), disk.newest(record.path)
-    engine, plan, _ = prepare(config)
+    built = BuiltJob.of(config)
+    plan = prepare(config, None, built)[1]
     with pytest.raises(ConfigurationError, match="workers must be >= 1, got 0"):
-        resized_run(checkpoint, engine, plan, config, 0)
-    states = resized_run(checkpoint, engine, plan, config, 2).states
+        resized_run(checkpoint, built, plan, config, 0)
+    states = resized_run(checkpoint, built, plan, config, 2).states
     if strategy == "asgd":
         assert states[MASTER].saved.optimizer.steps == sum(checkpoint.manifest.steps.values())
         assert (states[0].saved.params == states[MASTER].saved.params).all()
     else:
-        ended = resized_run(checkpoint, engine, plan, config, 4).states
+        ended = resized_run(checkpoint, built, plan, config, 4).states
         assert len({state.saved.params.tobytes() for state in ended.values()}) == 1
     assert RunFolder(record.path).read_config() == config, "nothing was written"
     assert disk.newest(record.path) == checkpoint

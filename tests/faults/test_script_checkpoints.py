@@ -125,12 +125,16 @@ def test_a_script_killed_at_a_point_and_resumed_ends_with_the_bits_of_one_that_w
     strategy: str, who: str, point: str, number: int, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
     kill = write_failpoint(tmp_path, Failpoint(who, point, number))
-    run = begin(tmp_path, strategy, "--checkpoint-every", "20", "--import", kill)
-    assert run.end().code != 0
+    said = "--rank-output", str(tmp_path / "said"), "--output", "rank0", "--prefix"
+    ended = begin(tmp_path, strategy, "--checkpoint-every", "20", "--import", kill, *said).end()
+    assert ended.code != 0
     assert signalled(tmp_path) is not None
     least = min(disk.newest(tmp_path / "run").manifest.steps.values())
     again = resumed(tmp_path)
     assert again.code == 0, again.err
+    epochs = [0, least // 10]
+    assert [ended.out, again.out] == [f"[rank 0] begins at epoch {epoch}\n" for epoch in epochs]
+    assert (tmp_path / "said" / "rank-1.out").read_text() == "".join(f"begins at epoch {epoch}\n" for epoch in epochs)
     assert again.summary is not None
     assert again.summary["notes"][0].startswith(f"resumed from step {least}; ")
     assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(2)] == [str(STEPS - least)] * 2

@@ -14,10 +14,12 @@ from flockstep.arrays.schema import slices
 from flockstep.drivers.checkpoints import NodeCheckpoint
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.plan import FIRST_BATCH, Batches, Plan
-from flockstep.drivers.resizing import resized, resized_checkpoint
+from flockstep.drivers.resizing import faults_after, resized, resized_checkpoint
 from flockstep.errors import CompositionError
 from flockstep.messages import MASTER
 from flockstep.programs import NeedGradient
+from flockstep.simulation.attacks import Memory
+from flockstep.simulation.faults import Fault
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.elastic_averaging import ElasticAveraging
@@ -263,3 +265,33 @@ def test_strikes_follow_a_worker_to_its_new_rank() -> None:
     states = resized_checkpoint(engine, plan, now, kept, [1, 2, 0])
     assert set(states) == {0, 1, MASTER}
     assert all(one.strikes == Counter({1: 2}) for one in states.values())
+
+
+def test_injected_faults_follow_a_worker_to_its_new_rank() -> None:
+    """Worker 0 leaves. Worker 2, whose gradients are wrong, becomes worker 1; a fault that is over is dropped."""
+    texts = [
+        "flips_sign(0)",
+        "enlarges(2, begin=1, end=4)",
+        "little_is_enough(2, begin=3)",
+        "enlarges(2, begin=9, end=12)",
+    ]
+    run = run_strategy("asgd", 3, 7)
+    engine, plan = GradientSource(3, small_job(), 0).engine, run.simulation.plan
+    plan = replace(plan, faults=tuple(map(Fault.parse, texts)))
+    saved = run.simulation.save()
+    memories: dict[int, list[Memory]] = {0: [{}], 2: [{}, {"mean": np.ones(2)}, {}]}
+    kept = {
+        address: NodeCheckpoint(
+            one, 0, 0.1, 0.0, np.empty(0), NodeMetrics(address, None).kept(), None, memories.get(address, []), Counter()
+        )
+        for address, one in saved.items()
+    }
+    assert saved[2].step == 7
+    faults = faults_after(plan, kept, [1, 2, 0], 2)
+    assert list(map(Fault.parse, faults)) == list(
+        map(Fault.parse, ["little_is_enough(1)", "enlarges(1, begin=2, end=5)"])
+    )
+    now = replace(plan, cluster=plan.strategy.cluster(2), parts=GradientSource(2, small_job(), 0).parts)
+    states = resized_checkpoint(engine, plan, now, kept, [1, 2, 0])
+    assert [states[rank].memories for rank in (0, 1)] == [[], [memories[2][1], {}]]
+    assert faults_after(plan, kept, [0, 1, 2], 2) == ("flips_sign(worker=0)",)

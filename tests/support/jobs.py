@@ -17,7 +17,8 @@ def job():
     class Paced(type(job.model())):
         def gradients(self, *arguments):
             if waiting:
-                time.sleep(0.01)
+                waiting.append(True)
+                time.sleep(0.01 if len(waiting) < {slow_after} else 0.3)
                 if GO.exists() or not AFTER.exists():
                     waiting.clear()
             return super().gradients(*arguments)
@@ -31,12 +32,13 @@ def job():
 """
 
 
-def paced(folder: Path, after: str = ".") -> str:
+def paced(folder: Path, after: str = ".", slow_after: int = 1 << 30) -> str:
     """A job file for `train`: a gradient takes 10 ms until `go_on` is called, so that few steps last for long.
 
-    Runs that begin before the file `after` exists in the folder are as fast as ever.
+    After `slow_after` gradients a process takes 300 ms for one: then a process can be started before the run ends. Runs
+    that begin before the file `after` exists in the folder are as fast as ever.
     """
-    (folder / "paced.py").write_text(PACED.format(after=after))
+    (folder / "paced.py").write_text(PACED.format(after=after, slow_after=slow_after))
     return str(folder / "paced.py")
 
 

@@ -29,6 +29,7 @@ inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = flockstep.distribute(model, inner, STRATEGY, buffers="local")
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
 saved = flockstep.resumed() or {"epoch": 0, "batch": 0}
+print("begins at epoch", saved["epoch"], flush=True)
 if "scheduler" in saved:
     scheduler.load_state_dict(saved["scheduler"])
 steps = 0

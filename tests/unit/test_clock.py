@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from flockstep.drivers import process
 from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.setup import prepare
+from flockstep.launchers import entry
 from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
 from flockstep.transports.bus import Traffic
@@ -48,7 +50,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(process, "Member", FakeMember)
     monkeypatch.setattr(process, "release", noted("collect garbage", process.release))
-    monkeypatch.setattr(process, "_warm_up", noted("compute a gradient", process._warm_up))
+    monkeypatch.setattr(entry, "warm_up", noted("compute a gradient", process.warm_up))
     monkeypatch.setattr(process, "make_server", noted("make the server", process.make_server))
     monkeypatch.setattr(process, "NodeConnection", noted("start the clock", None))
     before = signal.getsignal(signal.SIGINT)
@@ -64,8 +66,13 @@ def node_spec(address: int) -> NodeSpec:
 
 
 def test_a_worker_collects_garbage_before_the_clock_starts(order: list[str]) -> None:
-    assert process.run_worker(node_spec(0), lambda: prepare(CONFIG)[:2]) == 1
-    assert order == ["collect garbage", "compute a gradient", "join", "collect garbage", "begin"]
+    make = entry._Maker(None)
+    assert process.run_worker(node_spec(0), lambda: make(CONFIG)) == 1
+    assert order == ["compute a gradient", "collect garbage", "join", "collect garbage", "begin"]
+    engine, again = make(CONFIG)[0], make(dataclasses.replace(CONFIG, workers=3))
+    assert again[0] is engine, "a worker that continues with others has data and model"
+    assert again[1].cluster.workers == 3
+    assert order.count("compute a gradient") == 1
 
 
 def test_a_server_is_made_before_the_clock_starts(order: list[str]) -> None:

@@ -164,6 +164,36 @@ def test_forked_scripts_end_with_the_process_that_forked_them(tmp_path: Path) ->
             assert script.stdout.read() == b""  # the other end is closed: the process is gone
 
 
+FAILS_LATER = """
+import os
+forks, fork = [], os.fork
+
+def fork_once():
+    forks.append(1)
+    if len(forks) > 1:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = fork_once
+"""
+
+
+def test_a_fork_that_fails_leaves_the_workers_alone_that_were_forked_before(tmp_path: Path) -> None:
+    """The later workers start in fresh interpreters."""
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    body = "import os, time\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.01)\nprint('went on')\n"
+    go = tmp_path / "go"
+    with workers(tmp_path, TORCH + FAILS_LATER, SCRIPT + body, GO=str(go)) as (forker, (first, second)):
+        assert first is not None
+        assert second is None
+        assert forker.fork({}) is None, "no further attempt"
+        assert first.poll() is None
+        go.touch()
+        assert ended(first) == 0
+        assert first.stdout.read() == b"went on\n"
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
 def test_a_script_of_one_worker_is_not_forked(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     forker = ScriptForker(tmp_path / "script.py", ["false"], {}, 1)

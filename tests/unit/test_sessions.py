@@ -252,6 +252,26 @@ def test_a_silent_connection_without_a_session_lasts(make: Make, transport: str)
     still_works(first, second)
 
 
+def test_a_link_that_breaks_again_and_again_does_not_delay_the_detection_of_a_silent_one(make: Make) -> None:
+    """Every break lets the bus look at its links at once, which must not count as if the process had looked late."""
+    first, second, third = (make(address, sessions=True) for address in range(3))
+    everyone = {bus._me.address: bus.address for bus in (first, second, third)}
+    for bus in (first, second, third):
+        bus.connect({peer: where for peer, where in everyone.items() if peer != bus._me.address})
+    while not (third.reachable(0) and third.reachable(1)):
+        for bus in (first, second, third):
+            bus.poll(0.01)
+    silent = third._peers[0]
+    assert silent.session is not None
+    with third._lock:
+        heard = time.monotonic() - third._heartbeat / 2
+        silent.checked = heard, silent.session.received, silent.session.sent + silent.waiting
+        third._next_look = time.monotonic() + third._heartbeat / 4
+        third._interrupt(third._peers[1], "the test cuts the link")
+        third._look(time.monotonic())
+        assert silent.checked[0] == heard
+
+
 def test_a_closed_bus_opens_no_connection(make: Make) -> None:
     """The thread that serves the sockets may come too late, while the bus still tries to connect to its peer again."""
     with proxied(make, "tcp", ("cut",), 1, 1, 0) as (_, second, proxy):

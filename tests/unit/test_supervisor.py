@@ -60,3 +60,34 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
     assert len(supervisor.outcome.warnings[0]) > len(said), "the reason"
     assert said in capfd.readouterr().err
     assert supervisor.outcome.change is None
+    supervisor._look_for_change()
+    assert not checkpoints.busy, "the next attempt is not due"
+    (tmp_path / "checkpoints").unlink()
+    supervisor._leave_again = 0.0
+    supervisor._look_for_change()
+    assert checkpoints.busy, "the worker tries to leave again, because the process was asked only once"
+
+
+def test_who_could_not_leave_leaves_at_once_after_a_loss_that_the_run_survives(tmp_path: Path) -> None:
+    """A run with a loss takes no more checkpoints, so the worker leaves as if it were lost."""
+    checkpoints, start = Checkpointer(tmp_path), (lambda node_spec: None, lambda *given: None)
+    supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
+    supervisor._went = 0.0
+    checkpoints.begin({}, Strategy.parse("gossip"))
+    supervisor._handle(Message(1, "leave"))
+    supervisor._gone.add(0)
+    checkpoints.lose(0)
+    supervisor._look_for_change()
+    assert supervisor._condemned == {1: "worker 1 left, as SIGTERM asked"}
+    assert supervisor._leavers == set()
+    assert supervisor.outcome.warnings == []
+
+
+def test_a_checkpoint_that_is_due_does_not_let_workers_leave_that_go_on(tmp_path: Path) -> None:
+    """A worker leaves at a checkpoint after which the nodes stay stopped."""
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.begin({}, Strategy.parse("all_reduce"))
+    checkpoints.why_not = ""
+    assert checkpoints.is_cut is False
+    checkpoints.cut()
+    assert checkpoints.is_cut is None

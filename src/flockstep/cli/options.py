@@ -467,7 +467,7 @@ _NOT_OF = {
         *("checkpoint_every", "keep", "min_workers", "max_workers"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": ("min_workers", "max_workers"),
+    "launch": ("min_workers", "max_workers", "output", "prefix", "rank_output"),
 }
 
 

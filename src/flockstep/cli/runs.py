@@ -51,7 +51,6 @@ def run_one(
 
 def resume_one(folder: Path, as_json: bool, workers: int | None) -> None:
     """Continue a run from its newest checkpoint, and print the outcome."""
-    from flockstep.launchers.output import Output
     from flockstep.launchers.script import resume_script
     from flockstep.launchers.train import resume
 
@@ -59,7 +58,7 @@ def resume_one(folder: Path, as_json: bool, workers: int | None) -> None:
         from flockstep.cli.script_display import beside_scripts
 
         with _names_record(folder), beside_scripts() as (standings, sink):
-            summary = resume_script(folder, Output(show=sink), standings, workers)
+            summary = resume_script(folder, sink, standings, workers)
         _say_launched(summary, folder, as_json)
         return
     with _names_record(folder), show.standings(f"resuming {folder}") as standings:

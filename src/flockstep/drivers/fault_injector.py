@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address, Message
@@ -95,6 +95,20 @@ def wrong_gradients(faults: Sequence[Fault], rank: int) -> WrongGradients | None
     """The faults among `faults` that change worker `rank`'s gradients; None if there are none."""
     own = [fault for fault in faults if isinstance(fault, WrongGradient) and fault.worker == rank]
     return WrongGradients(own) if own else None
+
+
+def remaining_faults(
+    faults: Sequence[Fault], steps: Mapping[int, int], ranks: Mapping[int, int]
+) -> list[WrongGradient]:
+    """The wrong gradients that are still to come in a run that continues with another number of workers.
+
+    Args:
+        faults: the faults of the run so far.
+        steps: number of gradients of each worker, as the faults count them.
+        ranks: former rank → new rank of the workers that remain.
+    """
+    own = [fault for fault in faults if isinstance(fault, WrongGradient) and fault.worker in ranks]
+    return [later for fault in own if (later := fault.after(steps[fault.worker], ranks[fault.worker])) is not None]
 
 
 class _Stretched(Clock):

@@ -33,7 +33,8 @@ def run_worker(
 ) -> int | BeginAgain:
     """Take part in a run as a worker; return the exit code of the process, or how it takes part again.
 
-    `asked_to_leave`: whether a signal asks this worker to leave the run.
+    `make` returns the engine, which has computed a gradient (see `warm_up`), and the plan. `asked_to_leave`: whether a
+    signal asks this worker to leave the run.
     """
     with _guarded(node_spec) as guard:
         engine, plan = make()
@@ -41,7 +42,6 @@ def run_worker(
         largest = max(engine.buffers(node_spec.address).nbytes, plan.strategy.largest_message)
         member = guard.member = Member(node_spec, engine.schema, largest, plan.strategy.notes, plan.strategy.sums)
         params = engine.home()
-        _warm_up(engine, params, plan, node_spec.address)
         _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer.on_servers), params)
         stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
         stepper.lr = plan.lr_at(0)
@@ -135,12 +135,13 @@ def _train(
         value = gradient
 
 
-def _warm_up(engine: Engine, params: FlatArray, plan: Plan, rank: int) -> None:
-    """Compute one gradient before the clock starts, because the first gradient includes lazy initialization."""
-    indices = np.zeros(plan.batch, np.int64)
-    buffers = engine.buffers(rank)
-    engine.gradient(params, indices, np.zeros_like(params), rank, 0)
-    engine.restore_buffers(rank, buffers)
+def warm_up(engine: Engine, batch: int) -> None:
+    """Compute one gradient of `batch` samples before the clock starts, because the first gradient includes lazy
+    initialization.
+    """
+    params, buffers = engine.home(), engine.buffers(0)
+    engine.gradient(params, np.zeros(batch, np.int64), np.zeros_like(params))
+    engine.restore_buffers(0, buffers)
 
 
 class _Guard:

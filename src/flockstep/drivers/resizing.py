@@ -14,6 +14,7 @@ import numpy as np
 from flockstep.arrays.namespace import copied, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.checkpoints import NodeCheckpoint
+from flockstep.drivers.fault_injector import remaining_faults
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.node_state import Saved, facts_of
@@ -23,6 +24,7 @@ from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address, server
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
+from flockstep.simulation.attacks import Memory, WrongGradient
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
@@ -46,12 +48,32 @@ def resized_checkpoint(
     ended = Simulation(engine, plan, compute, network, lambda event: None)
     befores = {address: one.before for address, one in kept.items()}
     former = ended.drain({address: one.saved for address, one in kept.items()}, befores)
+    kept = {address: replace(one, memories=_memories(plan, address, one)) for address, one in kept.items()}
     former, kept = _renamed(former, order), _renamed(kept, order)
     kept = {address: replace(one, strikes=Counter(_renamed(one.strikes, order))) for address, one in kept.items()}
     samples = sum(plan.samples_at(one.before + one.saved.step) for address, one in kept.items() if address >= 0)
     before = bisect_right(range(1, now.steps), samples, key=lambda step: now.samples_at(step) * now.cluster.workers)
     states = resized(engine, now, former, before)
     return {address: _checkpoint(address, saved, now, before, kept) for address, saved in states.items()}
+
+
+def faults_after(
+    plan: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int], workers: int
+) -> tuple[str, ...]:
+    """The faults with which a run of `plan`, whose states are `kept`, continues with `workers` workers.
+
+    A fault stays with its worker when the worker's rank changes, and ends when the worker leaves. `order`: see
+    `resized_checkpoint`.
+    """
+    ranks = {old: new for new, old in enumerate(order) if new < workers}
+    steps = {address: one.saved.step for address, one in kept.items()}
+    return tuple(map(str, remaining_faults(plan.faults, steps, ranks)))
+
+
+def _memories(plan: Plan, address: Address, kept: NodeCheckpoint) -> list[Memory]:
+    """What those faults of a worker's gradients keep that are not over."""
+    own = [fault for fault in plan.faults if isinstance(fault, WrongGradient) and fault.worker == address]
+    return [one for fault, one in zip(own, kept.memories, strict=True) if fault.after(kept.saved.step, address)]
 
 
 def _renamed(of: Mapping[Address, T], order: Sequence[int]) -> dict[Address, T]:

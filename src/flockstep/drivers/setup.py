@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 import platform
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,14 @@ def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
+def require_unchanged(config: RunConfig, found: str | None) -> None:
+    """Raise `ConfigurationError` if the file of a run's job has changed since the run began; `found`: its digest."""
+    if (was := config.versions.get(JOB_FILE)) != found:
+        raise ConfigurationError(
+            f"{config.job} has changed since the run began (its hash was {was}); restore this file"
+        )
+
+
 def overridden(job: Job, config: RunConfig) -> Job:
     """The job with the values that the configuration overrides."""
     changes = {
@@ -130,10 +139,43 @@ def overridden(job: Job, config: RunConfig) -> Job:
     return dataclasses.replace(job, **changes)
 
 
-def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan, RunConfig]:
+@dataclass(frozen=True, eq=False)
+class BuiltJob:
+    """A job that has been loaded, with the samples that this process uses, and its engine."""
+
+    job: Job
+    engine: Engine
+
+    @classmethod
+    def of(cls, config: RunConfig, own: OwnData | None = None) -> BuiltJob:
+        """Load the job of a configuration and build its engine.
+
+        `own`: the samples of this process, in place of the job's samples.
+
+        Raises:
+            ConfigurationError: the configuration is invalid.
+            CompositionError: workers of the strategy compute on each other's samples, and each has its `own`.
+        """
+        strategy = check(config)
+        job = overridden(load_job(config.job, config.seed), config)
+        if own is not None:
+            require_own_samples(strategy)
+            job = own.job(job)
+        engine = make_engine(job, config.seed)
+        if own is not None:
+            engine.train_size = sum(own.sizes)
+        return cls(job, engine)
+
+
+def prepare(
+    config: RunConfig, own: OwnData | None = None, built: BuiltJob | None = None
+) -> tuple[Engine, Plan, RunConfig]:
     """Build the engine and the plan of one process; also return the configuration with all defaults filled in.
 
-    `own`: the samples of this process, in place of the job's samples.
+    Args:
+        config: the run's configuration.
+        own: the samples of this process, in place of the job's samples.
+        built: the job of the same run with another number of workers, which is used again; None: the job is loaded.
 
     Raises:
         ConfigurationError: the configuration is invalid, or facts of the job differ from the recorded ones.
@@ -141,13 +183,8 @@ def prepare(config: RunConfig, own: OwnData | None = None) -> tuple[Engine, Plan
     """
     strategy = check(config)
     config = canonical(config)
-    job = overridden(load_job(config.job, config.seed), config)
-    if own is not None:
-        require_own_samples(strategy)
-        job = own.job(job)
-    engine = make_engine(job, config.seed)
-    if own is not None:
-        engine.train_size = sum(own.sizes)
+    built = built or BuiltJob.of(config, own)
+    job, engine = built.job, built.engine
     facts = {**job.facts, **engine.facts}
     for fact, value in config.facts.items():
         if facts.get(fact) != value:

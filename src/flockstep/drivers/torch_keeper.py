@@ -100,6 +100,7 @@ class TorchKeeper:
                 f"{self._kind} over {count}; restore the script as it was"
             )
         for parameter, state in zip(self._parameters(), kept.states, strict=False):
+            self._optimizer.state.pop(parameter, None)
             if state:
                 self._optimizer.state[parameter] = state
 

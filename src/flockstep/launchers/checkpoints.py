@@ -142,7 +142,7 @@ class Checkpointer:
     @property
     def is_cut(self) -> bool | None:
         """Whether the nodes have stopped for `cut` and the checkpoint is complete; None: not yet."""
-        return None if self.busy else not self.why_not and not self._over
+        return None if self.busy else self._cutting and not self.why_not and not self._over
 
     def hear(self, address: Address, note: Fields) -> None:
         """Handle a node's message about the checkpoint."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from functools import partial
+from pathlib import Path
 from threading import Event
+from typing import NoReturn
 
-from flockstep.drivers.member import NodeSpec, die_with
+import msgspec
+
+from flockstep.drivers.member import NodeSpec, die_with, in_short
 from flockstep.drivers.plan import Plan
-from flockstep.drivers.process import run_server, run_worker
-from flockstep.drivers.setup import prepare
+from flockstep.drivers.process import run_server, run_worker, warm_up
+from flockstep.drivers.setup import BuiltJob, digest, prepare, require_unchanged
+from flockstep.errors import FlockstepError
 from flockstep.frameworks.base import Engine
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
@@ -29,13 +35,64 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
     """
     folders = [] if own is None else [own.folder]
     die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder(), *folders)
+    leaving = _obey(threads)
+    _work(node_spec, config, _Maker(own), leaving)
+
+
+def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socket) -> None:
+    """Entry point of a worker process that is to join a run: build the job while the run goes on, and wait for a part.
+
+    Args:
+        supervisor: process id of the supervisor.
+        threads: threads of the numerical libraries.
+        config: the run's configuration so far, as TOML.
+        feed: this end of a pair of sockets. The process writes `READY`, or the error of the job; then it reads its
+            `Part`, and leaves if there is none.
+    """
+    die_with(supervisor, *fork_servers_folder())
+    leaving, make = _obey(threads), _Maker(None)
+    found = RunConfig.from_toml(config, "the run's configuration")
+    try:
+        require_unchanged(found, digest(Path(found.job)) if found.job.endswith(".py") else None)
+        make(found)
+    except Exception as error:  # noqa: BLE001 - the job's code may raise anything
+        feed.sendall((str(error) if isinstance(error, FlockstepError) else in_short(error)).encode())
+        sys.exit(1)
+    feed.sendall(READY)
+    with feed, feed.makefile("rb") as file:
+        data = file.read()
+    if not data:
+        return
+    part = msgspec.json.decode(data, type=Part)
+    die_with(0, part.node_spec.directory)
+    _work(part.node_spec, part.config, make, leaving)
+
+
+READY = b"\0"
+"""A newcomer's word that it has built the job."""
+
+
+class Part(msgspec.Struct):
+    """A newcomer's part in a run: its node specification, and the run's configuration as TOML."""
+
+    node_spec: NodeSpec
+    config: str
+
+
+def _obey(threads: int) -> Event:
+    """Leave the end of this process to the supervisor; return the event that a signal asks this process to leave."""
     leaving = Event()
     leave_to_supervisor(leaving.set)
     limit_process(threads)
+    return leaving
+
+
+def _work(node_spec: NodeSpec, config: str, make: _Maker, leaving: Event) -> NoReturn:
+    """Take part in a run as a worker, and again whenever the run continues with other workers."""
     while True:
         found = RunConfig.from_toml(config, "the run's configuration")
         asked = leaving if found.min_workers is not None else Event()
-        ended = run_worker(node_spec, partial(_made, found, own), asked.is_set)
+        ended = run_worker(node_spec, partial(make, found), asked.is_set)
         if isinstance(ended, int):
             sys.exit(ended)
         assert ended.node_spec is not None
@@ -43,9 +100,20 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
         die_with(node_spec.supervisor, node_spec.directory)
 
 
-def _made(config: RunConfig, own: OwnData | None) -> tuple[Engine, Plan]:
-    engine, plan, _ = prepare(config, own)
-    return engine, plan
+class _Maker:
+    """Builds the job of a worker once, and a plan each time that the run continues with other workers."""
+
+    def __init__(self, own: OwnData | None):
+        self._own = own
+        self._built: BuiltJob | None = None
+
+    def __call__(self, config: RunConfig) -> tuple[Engine, Plan]:
+        """The engine, which has computed a gradient, and the plan of a run."""
+        first, self._built = self._built is None, self._built or BuiltJob.of(config, self._own)
+        engine, plan, _ = prepare(config, self._own, self._built)
+        if first:
+            warm_up(engine, plan.batch)
+        return engine, plan
 
 
 def server_main(node_spec: NodeSpec, server: ServerSpec) -> None:

@@ -46,19 +46,28 @@ class JoinRequests:
     def __init__(self, record: Path):
         """`record`: the run's folder."""
         self._folder = record / JOINING
-        self._taken: dict[Path, int] = {}
+        self._waiting: dict[Path, int] = {}
+        """Requests that were taken → number of workers, until the workers are admitted."""
+        self._admitted: dict[Path, int] = {}
+        """Requests whose workers take part from the change of the workers that is going on."""
         for file in self._folder.glob("*.request"):  # to a run before this one
             file.unlink(missing_ok=True)
 
     @property
     def workers(self) -> int:
-        """Number of workers that the requests taken so far add."""
-        return sum(self._taken.values())
+        """Number of workers that are still to be admitted."""
+        return sum(self._waiting.values())
 
     @property
     def text(self) -> str:
-        """Clause about the workers that join, for the record; empty if there are none."""
-        return f"{self.workers} worker{'s' * (self.workers > 1)} joined" if self._taken else ""
+        """Clause about the workers that are admitted, for the record; empty if there are none."""
+        joined = sum(self._admitted.values())
+        return f"{joined} worker{'s' * (joined > 1)} joined" if joined else ""
+
+    def admit(self) -> None:
+        """Let the waiting workers take part."""
+        self._admitted.update(self._waiting)
+        self._waiting.clear()
 
     def take(self, why_not: Callable[[int], str]) -> bool:
         """Take the new requests, and refuse those for which `why_not(workers)` returns a reason.
@@ -68,10 +77,11 @@ class JoinRequests:
         """
         new = False
         for file in sorted(self._folder.glob("*.request")):
-            if file in self._taken:
+            if file in self._waiting or file in self._admitted:
                 continue
             try:
-                wanted = msgspec.json.decode(file.read_bytes()[:MOST], type=JoinRequest).workers
+                with file.open("rb") as stream:
+                    wanted = msgspec.json.decode(stream.read(MOST), type=JoinRequest).workers
             except (OSError, ValueError):
                 continue
             if wanted < 1:
@@ -79,14 +89,21 @@ class JoinRequests:
             if reason := why_not(self.workers + wanted):
                 self._answer(file, JoinAnswer(reason, False))
             else:
-                self._taken[file], new = wanted, True
+                self._waiting[file], new = wanted, True
         return new
 
-    def answer(self, text: str, joined: bool) -> None:
-        """Answer all requests that were taken."""
-        for file in self._taken:
-            self._answer(file, JoinAnswer(text, joined))
-        self._taken.clear()
+    def confirm(self, text: str) -> None:
+        """Answer the requests whose workers were admitted."""
+        for file in self._admitted:
+            self._answer(file, JoinAnswer(text, True))
+        self._admitted.clear()
+
+    def refuse(self, text: str) -> None:
+        """Refuse all requests that were taken."""
+        for file in (*self._waiting, *self._admitted):
+            self._answer(file, JoinAnswer(text, False))
+        self._waiting.clear()
+        self._admitted.clear()
 
     def _answer(self, file: Path, answer: JoinAnswer) -> None:
         with contextlib.suppress(OSError):  # the folder was removed: nobody waits

@@ -8,12 +8,13 @@ import select
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import write
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 from flockstep.errors import ConfigurationError
+from flockstep.records.config import OutputRanks, RunConfig
 from flockstep.records.full_disk import say_full
 
 OUT, ERR = 1, 2
@@ -49,12 +50,18 @@ def to_terminal(stream: int, data: bytes) -> None:
 class OutputOptions:
     """A user's options for the scripts' output."""
 
-    ranks: Literal["all", "rank0", "none"] = "all"
+    ranks: OutputRanks = "all"
     """Ranks whose output is shown."""
     prefix: bool = False
     """Whether each line that is shown begins with its rank."""
     folder: Path | None = None
     """Folder for the output of every rank: `rank-3.out` and `rank-3.err`; None: no files."""
+
+    def kept_in(self, config: RunConfig) -> RunConfig:
+        """The configuration with these options."""
+        ranks = None if self.ranks == "all" else self.ranks
+        folder = None if self.folder is None else str(self.folder.resolve())
+        return replace(config, output=ranks, prefix=self.prefix or None, rank_output=folder)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,14 @@ class Output(OutputOptions):
 
     show: Sink = to_terminal
     """Function that shows whole lines of output."""
+    continues: bool = False
+    """Whether the files of an earlier run are continued, because that run goes on."""
+
+    @classmethod
+    def of(cls, config: RunConfig, show: Sink) -> Output:
+        """The options with which a run that goes on began."""
+        folder = None if config.rank_output is None else Path(config.rank_output)
+        return cls(config.output or "all", bool(config.prefix), folder, show, continues=True)
 
     def require_folder(self, ranks: range, workers: int, overwrite: bool) -> None:
         """Check that the output files of `ranks`, the workers of this host, can be created.
@@ -81,8 +96,9 @@ class Output(OutputOptions):
             )
 
     def sinks(self, ranks: range, workers: int) -> dict[int, RankOutput]:
-        """Return a sink for each of `ranks`; with a folder, the files of an earlier run are removed and new files are
-        created.
+        """Return a sink for each of `ranks`; with a folder, create its files.
+
+        The files of an earlier run are removed, unless `continues`.
 
         Raises:
             ConfigurationError: a file cannot be created.
@@ -90,7 +106,7 @@ class Output(OutputOptions):
         try:
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for file in _earlier(self.folder, ranks, workers):
+                for file in [] if self.continues else _earlier(self.folder, ranks, workers):
                     file.unlink(missing_ok=True)
             return {rank: RankOutput(rank, self) for rank in ranks}
         except OSError as error:
@@ -123,7 +139,7 @@ class RankOutput:
         self._before = dict.fromkeys(NAMES, b"\n")
         folder = output.folder
         files = {} if folder is None else {stream: folder / f"rank-{rank}.{name}" for stream, name in NAMES.items()}
-        self._files: dict[int, IO[bytes]] = {stream: file.open("wb", 0) for stream, file in files.items()}
+        self._files: dict[int, IO[bytes]] = {stream: file.open("ab", 0) for stream, file in files.items()}
 
     def __call__(self, stream: int, data: bytes) -> None:
         """Take a part of the output; a disk that takes no more is told of once, and the script continues."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from flockstep import __version__
 from flockstep.drivers.checkpoints import NodeCheckpoint, load_node
 from flockstep.drivers.plan import Plan
-from flockstep.drivers.resizing import require_resizable, resized_checkpoint
-from flockstep.drivers.setup import prepare
+from flockstep.drivers.resizing import faults_after, require_resizable, resized_checkpoint
+from flockstep.drivers.setup import BuiltJob, prepare
 from flockstep.drivers.state import to_arrays
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Engine
 from flockstep.messages import Address
 from flockstep.records import checkpoints as disk
 from flockstep.records.checkpoints import FORMAT, Checkpoint, Manifest
@@ -64,7 +63,7 @@ class ResizedRun:
 
 def resized_run(
     checkpoint: Checkpoint,
-    engine: Engine,
+    built: BuiltJob,
     plan: Plan,
     config: RunConfig,
     workers: int,
@@ -75,7 +74,7 @@ def resized_run(
 
     Args:
         checkpoint: the states of the run so far.
-        engine: the engine of the run so far.
+        built: the job of the run.
         plan: the plan of the run so far.
         config: the configuration of the run so far.
         workers: the number of workers from now on.
@@ -89,11 +88,12 @@ def resized_run(
     require_resizable(plan.strategy)
     wanted = dataclasses.replace(config, workers=workers, steps=None)  # refuses what is no number of workers
     steps = None if config.schedule else math.ceil(config.workers * plan.steps / workers)
-    _, now, again = prepare(dataclasses.replace(wanted, steps=steps))
-    changed = dataclasses.replace(config, workers=workers, steps=again.steps)
     kept = {shard.node: load_node(checkpoint, shard.node) for shard in checkpoint.manifest.shards}
     order = sorted(range(config.workers), key=lambda rank: rank in gone)
-    states = resized_checkpoint(engine, plan, now, kept, order)
+    faults = faults_after(plan, kept, order, workers)
+    _, now, again = prepare(dataclasses.replace(wanted, steps=steps, faults=faults), None, built)
+    changed = dataclasses.replace(config, workers=workers, steps=again.steps, faults=faults)
+    states = resized_checkpoint(built.engine, plan, now, kept, order)
     steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
     notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
     if lost := len({one.tick for one in checkpoint.manifest.unevaluated(evaluated)}):

@@ -14,23 +14,23 @@ from pathlib import Path
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import NodeSpec, folder_of_call
 from flockstep.drivers.node_spec import NODE_SPEC, spec_to_text
-from flockstep.drivers.setup import JOB_FILE, digest
+from flockstep.drivers.setup import JOB_FILE, digest, require_unchanged
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import module_entry, script_entry
 from flockstep.launchers.checkpoints import Checkpointer, require_one_machine, require_resumable
 from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
+from flockstep.launchers.completion import finished, keep_newest, newest_model
 from flockstep.launchers.entry import start_server
 from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
-from flockstep.launchers.output import SHOWN, Output
+from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
 from flockstep.launchers.script_forker import ScriptForker
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.threads import JAX_THREADS
-from flockstep.launchers.train import finished, keep_newest, newest_model
 from flockstep.messages import Address
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint, newest
@@ -90,6 +90,7 @@ def launch(
     import_components(config.imports)
     settings = _settings(config, script, arguments)
     config = dataclasses.replace(config, versions={**config.versions, JOB_FILE: _digest_of(script, arguments)})
+    config = output.kept_in(config)
     if gathering is not None:
         config = gathering.over(config)
         require_one_machine(config)
@@ -107,17 +108,18 @@ def launch(
 
 def resume_script(
     folder: Path,
-    output: Output = SHOWN,
+    sink: Sink = to_terminal,
     show: Callable[[dict[Address, NodeProgress]], None] = lambda nodes: None,
     workers: int | None = None,
 ) -> Summary:
     """Continue the run of a script from its newest complete checkpoint, with the same arguments and configuration.
 
-    Events that were recorded after the checkpoint are dropped.
+    Events that were recorded after the checkpoint are dropped. The output of the same ranks is shown as before, and
+    their files are continued.
 
     Args:
         folder: folder of the record.
-        output: see `launch`.
+        sink: shows the scripts' output.
         show: see `launch`.
         workers: number of workers, which must be the number that the run had; None: as many as it had.
 
@@ -127,7 +129,7 @@ def resume_script(
     """
     record = RunFolder(folder)
     config = _unnamed(record.read_config())
-    if (was := config.versions.get(JOB_FILE)) is None:
+    if config.versions.get(JOB_FILE) is None:
         raise ConfigurationError(
             f"{folder} holds a run that flockstep launch did not start from a script, so it cannot be resumed; repeat "
             "the run"
@@ -144,15 +146,12 @@ def resume_script(
     require_script(script)
     checkpoint = newest(record.path)
     require_resumable(checkpoint, None, config.workers, config.digest)
-    if _digest_of(script, arguments) != was:
-        raise ConfigurationError(
-            f"{config.job} has changed since the run began (its hash was {was}); restore this file"
-        )
+    require_unchanged(config, _digest_of(script, arguments))
     import_components(config.imports)
     require_open_files(config.workers)
     with record.resumed(checkpoint.manifest.seconds) as dropped, contextlib.ExitStack() as stack:
         text = f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
-        start, hosts = ScriptStarter(script, arguments, config, output, None), OtherHosts()
+        start, hosts = ScriptStarter(script, arguments, config, Output.of(config, sink), None), OtherHosts()
         stack.callback(start.close)
         checkpoints = _checkpointer(config, record, hosts, checkpoint)
         supervise(start, config, record, hosts, start.close, show, checkpoints, [text])

@@ -114,6 +114,9 @@ class ScriptForker:
         out, err, *there = self._left[-1]
         self._ask([*map(str, there), *(f"{name}={value}" for name, value in environment.items())])
         word, _, pid = self._line(READY).partition(" ")
+        if word == "failed":
+            self._abandon()
+            return None
         if word != "pid":
             self.close()
             return None
@@ -122,6 +125,13 @@ class ScriptForker:
         if not self._left:
             os.close(self._requests)
         return script
+
+    def _abandon(self) -> None:
+        """Fork no more workers; the process lasts as long as the workers that it has forked."""
+        os.close(self._requests)
+        for end in (end for pipes in self._left for end in pipes[:2]):
+            os.close(end)
+        self._left = []
 
     def exit_code(self, pid: int) -> int | None:
         """Exit code of a forked process; None while it runs. With the process that forks, all forked ones end."""
@@ -142,10 +152,7 @@ class ScriptForker:
             stream.close()
         self._read_last()
         if self._left:
-            os.close(self._requests)
-        for end in (end for pipes in self._left for end in pipes[:2]):
-            os.close(end)
-        self._left = []
+            self._abandon()
 
     def _read_last(self) -> None:
         """Read the last reports of the process, which has ended, and close their pipe."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.virtual import Simulation
+from flockstep.launchers.completion import TargetReached, finished, until_target
 from flockstep.launchers.threads import limit_threads
-from flockstep.launchers.train import TargetReached, finished, until_target
 from flockstep.records.config import RunConfig
 from flockstep.records.events import HostsEvent
 from flockstep.records.folder import EventWriter, RunFolder

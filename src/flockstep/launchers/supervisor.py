@@ -35,6 +35,7 @@ from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.link import ProcessLink
+from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.scratch import scratch
@@ -65,6 +66,8 @@ supervisor.
 """
 LAST_CHECKPOINT = 10.0
 """Longest time in seconds for the checkpoint that is taken when a signal stops the run."""
+LEAVE_AGAIN = 10.0
+"""Seconds after which workers try again to leave the run, if no checkpoint could be written."""
 LAST_POLL = 0.005
 """Seconds between two polls of processes that are about to end."""
 POLL = 0.05
@@ -123,6 +126,10 @@ class Supervisor:
     """Workers to remove from the run, with the reason."""
     _went: float | None = None
     """Time at which all nodes were ready, in seconds of the monotonic clock, less the seconds of the run before."""
+    _cutting = False
+    """Whether all nodes are asked to stop with their states, so that workers can leave and join."""
+    _leave_again: float | None = None
+    """Time of the monotonic clock at which workers that could not leave the run try again; None: no attempt failed."""
     began: float | None = None
     """Time at which all nodes were ready, in seconds of the monotonic clock."""
 
@@ -150,6 +157,7 @@ class Supervisor:
         least: int | None = None,
         most: int | None = None,
         requests: JoinRequests | None = None,
+        newcomers: Newcomers | None = None,
         epoch: int = 0,
         link_timeout: float = LINK_TIMEOUT,
         back_to: int | None = None,
@@ -163,21 +171,22 @@ class Supervisor:
         first call and the number of the call, 2 for the second; for that one, `within` is the first, and `ended`
         receives the outcome of the call once its nodes have left, or the whole run has ended. `checkpoints` takes the
         run's checkpoints, and knows where the run begins. `least`: smallest number of workers with which the run goes
-        on from a checkpoint; None: it does not. `most`: largest number of workers when workers join by `requests`;
-        None: workers may not join. `epoch`: number of changes of the workers so far.
+        on from a checkpoint; None: it does not. `most`: largest number of workers when workers join by `requests`,
+        in the processes that `newcomers` starts; None: workers may not join. `epoch`: number of changes of the workers
+        so far.
         `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
         server ends the run.
         """
-        self.outcome, self.requests = Outcome(workers), requests or JoinRequests(record)
+        self.outcome = Outcome(workers)
+        self.requests, self.newcomers = requests or JoinRequests(record), newcomers or Newcomers()
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
         self.children: dict[Address, Child] = {}
         self._workers = workers
         self._transport = transport
         self._heartbeat, self._link_timeout = heartbeat, link_timeout
-        self._record = record
         self._start_worker = start_worker
         self._start_server = start_server
-        self._show = show
+        self._record, self._show = record, show
         self._patience = patience
         self._hosts = hosts or OtherHosts()
         self._seed, self._imports = seed, imports
@@ -245,7 +254,7 @@ class Supervisor:
             many = f"{self._hosts.rejected} connections to the coordinator's port were rejected"
             self.outcome.warnings.append(many)
         self._clean_up()
-        self.requests.answer("the run ended before the workers took part", False)
+        self._refuse_joiners("the run ended before the workers took part")
         return self.outcome
 
     def reaches(self, rank: int) -> bool:
@@ -433,32 +442,68 @@ class Supervisor:
 
     def _look_for_change(self) -> None:
         """Let workers leave and join, once all nodes have stopped with their states."""
-        joined = self.requests.workers
-        if not (self._leavers or joined) or self._checkpoints is None or self._over or self._went is None:
+        if self._checkpoints is None or self._over or self._went is None or self.outcome.change is not None:
             return
-        if self._checkpoints.is_cut:
+        joiners = self._joiners()
+        if not (self._leavers or joiners):
+            return
+        if not self._cutting and (joiners or self._leave_again is None or time.monotonic() >= self._leave_again):
+            self._cutting = True
+            self._checkpoints.cut()
+        if self._cutting and self._checkpoints.is_cut:
             names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
             left = f"{names} left, as SIGTERM asked" if names else ""
-            self._change(set(self._leavers), left, joined)
-        elif self._checkpoints.is_cut is False:  # the run is about to end, a node was lost, or the disk is full
-            for rank in sorted(self._leavers):
-                text = f"{node_name(rank)} did not leave, although SIGTERM asked it to: {self._checkpoints.why_not}"
+            self._change(set(self._leavers), left, joiners)
+        elif self._cutting and self._checkpoints.is_cut is False:
+            self._cutting = False  # the run is about to end, a node was lost, or the disk is full
+            self._could_not_change(self._checkpoints.why_not or "the nodes had continued")
+
+    def _joiners(self) -> int:
+        """Number of workers that can take part now, because their processes have built the job."""
+        try:
+            return self.requests.workers if self.newcomers.ready() else 0
+        except RunError as error:
+            self._refuse_joiners(str(error))
+            return 0
+
+    def _refuse_joiners(self, why: str) -> None:
+        self.newcomers.end()
+        self.requests.refuse(f"no worker can join now: {why}")
+
+    def _could_not_change(self, why: str) -> None:
+        """Let the workers that asked to leave try again later; after a loss that the run survives, they leave at once,
+        as lost workers do, because there are no more checkpoints.
+        """
+        self._refuse_joiners(why)
+        for rank in sorted(self._leavers):
+            text = f"{node_name(rank)} did not leave, although SIGTERM asked it to: {why}"
+            if self._gone:
+                self._leave_as_lost(rank)
+            elif text not in self.outcome.warnings:
                 on_stderr(text)
                 self.outcome.warnings.append(text)
-            self._leavers.clear()
-            self.requests.answer(f"no worker can join now, because {self._checkpoints.why_not}", False)
+        self._leavers -= self._condemned.keys()
+        self._leave_again = time.monotonic() + LEAVE_AGAIN
+
+    def _leave_as_lost(self, rank: int) -> None:
+        self._condemned[rank] = f"{node_name(rank)} left, as SIGTERM asked"
 
     def _change(self, gone: set[int], left: str, joined: int) -> None:
         """Continue without the workers that are gone, and with those that join; `left`: a clause about the former."""
+        if joined:
+            self.requests.admit()
         reason = ", and ".join(filter(None, (left, self.requests.text if joined else "")))
         self.outcome.change = Change(gone, reason, joined)
 
     def _look_for_requests(self) -> None:
-        """Stop all nodes with their states if workers want to join the run."""
-        if self._most is None or self._went is None or self._checkpoints is None or self._over:
+        """Start the processes of workers that want to join the run."""
+        if self._most is None or self._went is None or self._over or self._cutting:
             return
-        if self.requests.take(self._why_not_joined_by):
-            self._checkpoints.cut()
+        try:
+            if self.requests.take(self._why_not_joined_by):
+                self.newcomers.invite(self.requests.workers)
+        except RunError as error:
+            self._refuse_joiners(str(error))
 
     def _why_not_joined_by(self, workers: int) -> str:
         """Why this number of workers cannot join now; empty if they can."""
@@ -482,12 +527,11 @@ class Supervisor:
         """
         if self._least is None or self._checkpoints is None or self._over or address in self._leavers:
             return
-        if self._gone:  # a run with a loss has no checkpoint: the other workers continue as after another loss
-            self._condemned[address] = f"{node_name(address)} left, as SIGTERM asked"
+        if self._gone:  # a run with a loss has no checkpoint
+            self._leave_as_lost(address)
             return
         if why := self._why_not_with(len(self._view.ranks) - len(self._leavers) - 1):
             raise KeyboardInterrupt(f"{node_name(address)} left, as SIGTERM asked, and {why}")
-        self._checkpoints.cut()
         self._leavers.add(address)
 
     def _why_not_with(self, workers: int) -> str:
@@ -509,9 +553,10 @@ class Supervisor:
         if newest is None or self._done:
             return False
         began = self._went is not None
-        joined = self.requests.workers if began else 0  # before, they are among the workers
+        change = self.outcome.change  # of another node that was lost just now
+        joined = change.joined if change is not None else self._joiners() if began else 0
         if address < 0:
-            if self.outcome.change is not None:  # servers are started again anyway
+            if change is not None:  # servers are started again anyway
                 return True
             some_died = len(self._view.ranks) < self._workers
             if self._back_to is None or not began or some_died or min(newest.steps.values()) < self._back_to:
@@ -714,7 +759,7 @@ class Supervisor:
         for link in self._links.values():
             self._begin(link, went)
         step = 0 if resumed is None else min(resumed.manifest.steps.values())
-        self.requests.answer(f"the run continues with {self._workers} workers from step {step}", True)
+        self.requests.confirm(f"the run continues with {self._workers} workers from step {step}")
 
     def _handle(self, message: Message) -> None:
         address, note, heard = message.source, message.note, time.monotonic()

@@ -4,50 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from flockstep.arrays.memory import release
-from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import NodeSpec
-from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.resizing import require_resizable
-from flockstep.drivers.setup import JOB_FILE, prepare
-from flockstep.drivers.snapshot_tracker import SnapshotTick
-from flockstep.errors import ConfigurationError, Diverged, FlockstepError, Interrupted
-from flockstep.launchers.checkpoints import (
-    Checkpointer,
-    require_checkpoints,
-    require_one_machine,
-    require_resumable,
-)
+from flockstep.drivers.setup import JOB_FILE, BuiltJob, prepare, require_unchanged
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.checkpoints import require_checkpoints, require_one_machine, require_resumable
 from flockstep.launchers.children import Child, fork, refuse_program
-from flockstep.launchers.entry import start_server, worker_main
-from flockstep.launchers.evaluation import Evaluator
-from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, settings_of
+from flockstep.launchers.entry import worker_main
+from flockstep.launchers.gathering import Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
-from flockstep.launchers.join_requests import JoinRequests
-from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.resizing import config_of, resized_run
-from flockstep.launchers.signals import undisturbed
-from flockstep.launchers.supervisor import Change, Outcome, Supervisor
+from flockstep.launchers.segment import NodesChanged, RunSegment, Show, evaluated_in
 from flockstep.launchers.wait_monitor import on_stderr
-from flockstep.messages import Address
 from flockstep.records import owner
-from flockstep.records.checkpoints import Checkpoint, newest
-from flockstep.records.config import KEEP, RunConfig
-from flockstep.records.events import EvaluationEvent, Event, ResultEvent
-from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.snapshots import SNAPSHOTS
-from flockstep.records.summary import Status, Summary, reaches, summarize
-from flockstep.strategies.base import ResultPolicy, Strategy
-from flockstep.transports.base import Transport
+from flockstep.records.checkpoints import newest
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
+from flockstep.records.summary import Summary
+from flockstep.strategies.base import Strategy
 from flockstep.workloads.own_data import OwnData
-
-Show = Callable[[dict[Address, NodeProgress], int], None]
 
 
 def train(
@@ -85,42 +66,42 @@ def train(
     if gathering is not None:
         config = gathering.over(config)
         require_one_machine(config)
-    engine, plan, config = prepare(config, test)
+    jobs = _Jobs(test)
+    plan, config = prepare(config, test, jobs.built(config))[1:]
     require_open_files(plan.cluster.workers + plan.cluster.servers)
     if config.checkpoint_every is not None:
         require_checkpoints(plan.strategy)
     require_changes(config, plan.strategy)
     record = RunFolder(folder)
-    every, policy, steps = plan.evaluate_every, plan.result, plan.steps
-    del engine, plan  # each holds a model; the evaluating process builds its own
+    facts = plan.steps, plan.evaluate_every, plan.result
+    del plan
     release()
 
     with contextlib.ExitStack() as stack:
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
-        shown = partial(_shown, show, steps)
-        _with_changes(record, show, lambda: _train(config, record, every, policy, shown, hosts, test))
+        segment = RunSegment(config, record, *facts, show, hosts, test)
+        _with_changes(record, show, jobs, segment.run)
     return record.read_summary()
 
 
-_RESTARTED = "the workers, and new servers,"
+class _Jobs:
+    """Builds the job of a run, and keeps the job where workers may leave or join, because they wait for a change."""
 
+    def __init__(self, own: OwnData | None = None):
+        self._own = own
+        self._kept: BuiltJob | None = None
 
-class NodesChanged(Interrupted):
-    """Workers leave or join a run, or nodes are lost, and the processes of the other workers wait to continue."""
+    @property
+    def keeps(self) -> bool:
+        """Whether the job has been built and kept."""
+        return self._kept is not None
 
-    def __init__(self, change: Change, supervisor: Supervisor, workers: int, epoch: int):
-        """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
-        super().__init__(change.reason)
-        self.supervisor, self.gone, self.epoch, self.since = supervisor, change.gone, epoch, change.since
-        self.others = "the other workers" if change.gone else "the run" if change.joined else _RESTARTED
-        """Who continues, for a sentence."""
-        staying = [rank for rank in range(workers) if rank not in change.gone]
-        self.workers = len(staying) + change.joined
-        """Number of workers from now on."""
-        same = self.workers == workers  # then ranks are kept, and workers that join take the places of others
-        self.remaining = {rank if same else new: rank for new, rank in enumerate(staying)}
-        """New rank → old rank of the workers whose processes continue."""
+    def built(self, config: RunConfig) -> BuiltJob:
+        """The job of a run; the process that evaluates builds its own."""
+        built = self._kept or BuiltJob.of(config, self._own)
+        self._kept = None if config.min_workers is None and config.max_workers is None else built
+        return built
 
 
 def require_changes(config: RunConfig, strategy: Strategy) -> None:
@@ -150,7 +131,7 @@ def require_changes(config: RunConfig, strategy: Strategy) -> None:
     require_resizable(strategy, "leave out --min-workers and --max-workers")
 
 
-def _with_changes(record: RunFolder, show: Show, begin: Callable[[], None]) -> None:
+def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[], None]) -> None:
     """Begin a run with `begin`, and continue it whenever workers leave or join, or servers are lost."""
     said: list[str] = []
     try:
@@ -161,11 +142,13 @@ def _with_changes(record: RunFolder, show: Show, begin: Callable[[], None]) -> N
     while change is not None:
         now, change = change, None
         try:
-            _resume(record, show, now.workers, said, now)
+            _continued(record, show, jobs, now.workers, said, now).run()
         except NodesChanged as again:
             change = again
         finally:
             now.supervisor.close()
+            if change is None:
+                now.supervisor.newcomers.end()
 
 
 def resume(folder: Path, show: Show = lambda standings, steps: None, workers: int | None = None) -> Summary:
@@ -196,35 +179,46 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
     with owner.owned(record.path):
-        _with_changes(record, show, lambda: _resume(record, show, workers, []))
+        jobs = _Jobs()
+        segment = _continued(record, show, jobs, workers, [])
+        _with_changes(record, show, jobs, segment.run)
     return record.read_summary()
 
 
-def _resume(
-    record: RunFolder, show: Show, workers: int | None, said: list[str], left: NodesChanged | None = None
-) -> None:
-    """Continue a run whose folder this process owns from the newest checkpoint with `workers` workers; None: as many
-    as before.
+def _continued(
+    record: RunFolder,
+    show: Show,
+    jobs: _Jobs,
+    workers: int | None,
+    said: list[str],
+    left: NodesChanged | None = None,
+) -> RunSegment:
+    """Prepare the continuation of a run, whose folder this process owns, from its newest checkpoint.
 
-    `said`: sentences for the record, to which this adds. `left`: how the workers have changed, and the processes that
-    continue; None: all processes are started.
+    Args:
+        record: the run's folder.
+        show: see `train`.
+        jobs: builds the run's job.
+        workers: number of workers from now on; None: as many as before.
+        said: sentences for the record, to which this adds.
+        left: how the nodes have changed, and the processes that continue; None: all processes are started.
     """
     config, checkpoint = record.read_config(), newest(record.path)
     config = config_of(record, checkpoint, config)
-    engine, plan, again = prepare(config)
+    kept = jobs.keeps
+    built = jobs.built(config)
+    plan, again = prepare(config, None, built)[1:]
     require_resumable(checkpoint, plan.strategy, config.workers, config.digest)
-    if (was := config.versions.get(JOB_FILE)) != again.versions.get(JOB_FILE):
-        raise ConfigurationError(
-            f"{config.job} has changed since the run began (its hash was {was}); restore this file"
-        )
+    if not kept:  # otherwise the job was built when the run began
+        require_unchanged(config, again.versions.get(JOB_FILE))
     change = None
     if workers is not None and workers != config.workers:
         gone = () if left is None else left.gone
-        change = resized_run(checkpoint, engine, plan, config, workers, gone, evaluated_in(record))
+        change = resized_run(checkpoint, built, plan, config, workers, gone, evaluated_in(record))
         plan, config = change.plan, change.config
         require_open_files(plan.cluster.workers + plan.cluster.servers)
-    every, policy, steps = plan.evaluate_every, plan.result, plan.steps
-    del engine, plan
+    facts = plan.steps, plan.evaluate_every, plan.result
+    del plan, built
     release()
     with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
         where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
@@ -236,17 +230,7 @@ def _resume(
             said += change.notes
         if config != record.read_config():
             record.write_config(config)
-        shown, here = partial(_shown, show, steps), OtherHosts()
-        _train(config, record, every, policy, shown, here, None, checkpoint, said, left)
-
-
-def evaluated_in(record: RunFolder) -> set[float]:
-    """Seconds of the evaluations in a record."""
-    return {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}
-
-
-def _shown(show: Show, steps: int, nodes: dict[Address, NodeProgress]) -> None:
-    show(nodes, steps)
+    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, said, left)
 
 
 def train_for(gathering: Gathering, config: RunConfig) -> None:
@@ -264,149 +248,3 @@ def train_for(gathering: Gathering, config: RunConfig) -> None:
         return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml()), kernels=True)
 
     gathering.serve(config, settings_of(config), start_worker)
-
-
-def _train(
-    config: RunConfig,
-    record: RunFolder,
-    every: int,
-    policy: ResultPolicy,
-    show: Callable[[dict[Address, NodeProgress]], None],
-    hosts: OtherHosts,
-    test: OwnData | None,
-    resumed: Checkpoint | None = None,
-    said: Sequence[str] = (),
-    left: NodesChanged | None = None,
-) -> None:
-    evaluation = Evaluator(record.path.resolve(), config.threads or 1, test)
-    checkpoints = None
-    if not any(map(hosts.has, range(config.workers))):
-        interval, keep = config.checkpoint_interval, config.keep or KEEP
-        checkpoints = Checkpointer(record.path.resolve(), interval, keep, resumed, evaluation.pending, config.digest)
-        for item in checkpoints.resume_snapshots(record.path.resolve() / SNAPSHOTS, evaluated_in(record)):
-            evaluation.take(item)
-    transport = Transport.parse(config.transport or "shared_memory")
-
-    def start_worker(node_spec: NodeSpec) -> Child:
-        before = None if left is None else left.remaining.get(node_spec.address)
-        if left is not None and before is not None and left.supervisor.reaches(before):
-            return left.supervisor.begin_again(before, node_spec, config.to_toml())
-        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=transport.zero_copy)
-
-    epoch = 0 if left is None else left.epoch + 1
-    back_to = None if config.checkpoint_every is None else 0
-    if back_to is not None and resumed is not None and left is not None and not left.gone:
-        back_to = min(resumed.manifest.steps.values()) + 1  # a server that is lost again and again ends the run
-    supervisor = Supervisor(
-        config.workers,
-        transport,
-        config.heartbeat or HEARTBEAT,
-        record.path.resolve(),
-        start_worker,
-        start_server,
-        show,
-        step_timeout=config.step_timeout,
-        link_timeout=link_timeout_of(config),
-        evaluation=evaluation,
-        seed=config.seed,
-        imports=config.imports,
-        bad_gradients=config.bad_gradients,
-        every=every,
-        hosts=hosts,
-        checkpoints=checkpoints,
-        least=config.min_workers,
-        most=config.max_workers,
-        requests=JoinRequests(record.path.resolve()) if left is None else left.supervisor.requests,
-        epoch=epoch,
-        back_to=back_to,
-    )
-    with finished(record, config) as notes:
-        notes += said
-        outcome = supervisor.run()
-        try:
-            error = settle(record, evaluation, policy, outcome)
-        finally:
-            supervisor.forget()
-        if left is not None and supervisor.began is not None:
-            seconds = supervisor.began - left.since
-            notes.append(f"no worker trained for {seconds:.2f} s while the workers changed ({left})")
-        notes += outcome.warnings
-        notes += [] if checkpoints is None else checkpoints.notes
-        if evaluation.skipped:
-            notes.append(
-                f"{len(evaluation.skipped)} evaluations were skipped because snapshots arrived faster than the model "
-                "could be evaluated; raise evaluate_every to evaluate less often"
-            )
-        if outcome.change is not None:
-            raise NodesChanged(outcome.change, supervisor, config.workers, epoch)
-        if error is not None:
-            raise error
-        record.check_whole(outcome.nodes)
-
-
-def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:
-    """Wait until all snapshots are evaluated, and complete the record; return the reason if the run failed."""
-    try:
-        error = evaluation.finish()
-    finally:
-        owner.check(record.path)
-        with EventWriter(record.node_events_file(None)) as events:
-            for event in outcome.events:
-                events.write(event)
-        if not record.result_file.exists():  # the evaluation did not finish
-            keep_newest(record, policy, outcome)
-    return outcome.error or error
-
-
-def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> None:
-    """Write the newest snapshots as the run's result, selected by `policy` without an evaluation."""
-    tick = outcome.newest.tick(outcome.lost)
-    params = newest_model(tick, policy, outcome)
-    if params is not None and outcome.schema is not None:
-        record.write_result(params, outcome.schema)
-        with EventWriter(record.node_events_file(None)) as events:
-            events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
-
-
-def newest_model(tick: SnapshotTick, policy: ResultPolicy, outcome: Outcome) -> FlatArray | None:
-    """The model that a policy selects from the newest snapshots; None if there is none."""
-    if not tick.workers or outcome.strategy is None or outcome.schema is None:
-        return None
-    return tick.model(policy, outcome.strategy.held(outcome.workers, outcome.schema.size))
-
-
-class TargetReached(Exception):
-    """Raised after the evaluation that reaches the target of a run that ends at its target."""
-
-
-def until_target(config: RunConfig, emit: Emit) -> Emit:
-    """Wrap `emit`: pass on every event, and raise `TargetReached` after the first evaluation that reaches
-    the target.
-    """
-
-    def heard(event: Event) -> None:
-        emit(event)
-        if isinstance(event, EvaluationEvent) and reaches(config, event.metric):
-            raise TargetReached
-
-    return heard
-
-
-@contextlib.contextmanager
-def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
-    """Context manager around a run: however the run ends, its record gets a summary with the run's status and notes."""
-    status: Status = "failed"
-    text, notes = None, list[str]()
-    try:
-        yield notes
-        status = "finished"
-    except (KeyboardInterrupt, Interrupted) as error:
-        status, text = "interrupted", str(error) or "interrupted"
-        raise
-    except Exception as error:
-        status, text = "diverged" if isinstance(error, Diverged) else "failed", str(error)
-        raise
-    finally:
-        if owner.is_ours(record.path):
-            with undisturbed():
-                record.write_summary(summarize(config, record.merge_events(), status, text, notes))

@@ -19,6 +19,7 @@ from flockstep.nodes import BadGradientAction, BadGradients
 
 Kind = Literal["train", "simulate", "launch"]
 ClockKind = Literal["real", "virtual"]
+OutputRanks = Literal["all", "rank0", "none"]
 
 _OPTIONS = (
     "workers",
@@ -47,7 +48,7 @@ _OPTIONS = (
 )
 _LAUNCH_OPTIONS = (
     *("workers", "transport", "heartbeat", "link_timeout", "step_timeout", "checkpoint_every", "keep"),
-    "max_gradient_norm",
+    *("max_gradient_norm", "output", "rank_output"),
 )
 """Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
@@ -161,6 +162,12 @@ class RunConfig:
     """Arguments of a launched script."""
     module: bool | None = None
     """True if `job` is the name of a module, as with python -m; None for a script."""
+    output: OutputRanks | None = None
+    """Ranks of a launched script whose output is shown; None: all."""
+    prefix: bool | None = None
+    """True if each line of a launched script's output begins with the rank of its worker; None if not."""
+    rank_output: str | None = None
+    """Folder for the output of each rank of a launched script; None: no files."""
     imports: tuple[str, ...] = ()
     """Python files that register custom components; they are executed before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -232,8 +239,9 @@ class RunConfig:
         for name, usual in (("on_bad_gradient", "stop"), ("strikes", 3)):
             if getattr(self, name) != usual:
                 options += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
-        if self.until_target:
-            options.append("--until-target")
+        for name in ("until_target", "prefix"):
+            if getattr(self, name):
+                options.append(f"--{name.replace('_', '-')}")
         for fault in self.faults:
             options += ["--fault", fault]
         for file in self.imports:

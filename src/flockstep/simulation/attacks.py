@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
@@ -43,7 +44,24 @@ class WrongGradient(Fault):
 
     def active(self, step: int) -> bool:
         """Whether gradient number `step` is wrong."""
-        return self.begin <= step < (self.end or math.inf)
+        return self.begin <= step < (self.last or math.inf)
+
+    def after(self, steps: int, worker: int) -> WrongGradient | None:
+        """The fault `steps` gradients later, counted from there, of the worker that is now called `worker`; None if the
+        fault is over.
+        """
+        end, component = self.last, cast("Any", self)  # a data class, as every component is
+        if end and end <= steps:
+            return None
+        later: WrongGradient = dataclasses.replace(
+            component, worker=worker, begin=max(0, self.begin - steps), end=max(0, end - steps)
+        )
+        return later
+
+    @property
+    def last(self) -> int:
+        """Number of the first gradient after the fault; 0: the fault lasts forever."""
+        return self.end
 
     @abstractmethod
     def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
@@ -138,8 +156,9 @@ class Miscomputes(WrongGradient):
     end: int = 0
     element: int = 0
 
-    def active(self, step: int) -> bool:
-        return self.begin <= step < (self.end or self.begin + 1)
+    @property
+    def last(self) -> int:
+        return self.end or self.begin + 1
 
     def change(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
         if part.start <= self.element < part.stop:

@@ -517,7 +517,7 @@ class StreamBus(Bus):
         if connection.wanted is not None:
             assert connection.session is not None
             self._dials[connection.wanted] = _Dial(connection.where, connection.session.key, connection.down)
-            self._next_look = 0.0
+            self._next_look = min(self._next_look, connection.down)
 
     def _break(self, connection: _Connection, why: str) -> None:
         """The other end has closed the connection, or the system has."""

@@ -221,7 +221,11 @@ def main() -> BaseException | None:
     changed, parent, children = changes(begun), os.getpid(), set[int]()
     os.write(report, b"ready\n")
     while fields := read(request):
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # the launcher starts this worker, and all later ones, in fresh interpreters
+            os.write(report, b"failed\n")
+            continue
         if pid == 0:
             become_worker(parent, fields, changed, pipes | {request, report})
             _signal.pthread_sigmask(_signal.SIG_SETMASK, mask)

@@ -1,0 +1,196 @@
+"""Supervises a run of a declared job from its start, or a change of its nodes, to the next change, or to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from flockstep.drivers.member import NodeSpec
+from flockstep.errors import Interrupted
+from flockstep.launchers.checkpoints import Checkpointer
+from flockstep.launchers.children import Child, fork
+from flockstep.launchers.completion import finished, settle
+from flockstep.launchers.entry import start_server, worker_main
+from flockstep.launchers.evaluation import Evaluator
+from flockstep.launchers.gathering import HEARTBEAT, link_timeout_of
+from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.join_requests import JoinRequests
+from flockstep.launchers.newcomers import Newcomer, Newcomers
+from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.supervisor import Change, Supervisor
+from flockstep.messages import Address
+from flockstep.records.checkpoints import Checkpoint
+from flockstep.records.config import KEEP, RunConfig
+from flockstep.records.events import EvaluationEvent
+from flockstep.records.folder import RunFolder
+from flockstep.records.snapshots import SNAPSHOTS
+from flockstep.strategies.base import ResultPolicy
+from flockstep.transports.base import Transport
+from flockstep.workloads.own_data import OwnData
+
+Show = Callable[[dict[Address, NodeProgress], int], None]
+_RESTARTED = "the workers, and new servers,"
+
+
+class NodesChanged(Interrupted):
+    """Workers leave or join a run, or nodes are lost, and the processes of the other workers wait to continue."""
+
+    def __init__(self, change: Change, supervisor: Supervisor, workers: int, epoch: int):
+        """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
+        super().__init__(change.reason)
+        self.supervisor, self.gone, self.epoch, self.since = supervisor, change.gone, epoch, change.since
+        self.others = "the other workers" if change.gone else "the run" if change.joined else _RESTARTED
+        """Who continues, for a sentence."""
+        staying = [rank for rank in range(workers) if rank not in change.gone]
+        self.workers = len(staying) + change.joined
+        """Number of workers from now on."""
+        same = self.workers == workers  # then ranks are kept, and workers that join take the places of others
+        self.remaining = {rank if same else new: rank for new, rank in enumerate(staying)}
+        """New rank → old rank of the workers whose processes continue."""
+
+
+@dataclass(frozen=True)
+class RunSegment:
+    """A run from its start, or from a change of its nodes, to the next change, or to its end."""
+
+    config: RunConfig
+    record: RunFolder
+    steps: int
+    """Steps of each worker."""
+    every: int
+    """Steps of each worker between two evaluations."""
+    policy: ResultPolicy
+    show: Show
+    hosts: OtherHosts
+    test: OwnData | None = None
+    """The test set, in place of the job's."""
+    resumed: Checkpoint | None = None
+    """The checkpoint from which the run continues; None if it begins at its start."""
+    said: Sequence[str] = ()
+    """Sentences for the record."""
+    left: NodesChanged | None = None
+    """How the nodes have changed, and the processes that continue; None: all processes are started."""
+
+    def run(self) -> None:
+        """Start the processes, supervise the run, and complete the record.
+
+        Raises:
+            NodesChanged: the run continues with other nodes.
+            RunError: the run failed.
+        """
+        evaluation = Evaluator(self._path, self.config.threads or 1, self.test)
+        checkpoints = self._checkpointer(evaluation)
+        supervisor = self._supervisor(evaluation, checkpoints)
+        with finished(self.record, self.config) as notes:
+            notes += self.said
+            outcome = supervisor.run()
+            try:
+                error = settle(self.record, evaluation, self.policy, outcome)
+            finally:
+                supervisor.forget()
+            notes += self._notes(supervisor, evaluation, checkpoints)
+            if outcome.change is not None:
+                raise NodesChanged(outcome.change, supervisor, self.config.workers, self._epoch)
+            if error is not None:
+                raise error
+            self.record.check_whole(outcome.nodes)
+
+    @property
+    def _path(self) -> Path:
+        return self.record.path.resolve()
+
+    @property
+    def _epoch(self) -> int:
+        """Number of changes of the nodes so far."""
+        return 0 if self.left is None else self.left.epoch + 1
+
+    @property
+    def _transport(self) -> Transport:
+        return Transport.parse(self.config.transport or "shared_memory")
+
+    @property
+    def _back_to(self) -> int | None:
+        """Smallest step of a checkpoint from which the run continues when a server is lost; None: from none.
+
+        A server that is lost again and again ends the run.
+        """
+        if self.config.checkpoint_every is None:
+            return None
+        if self.resumed is None or self.left is None or self.left.gone:
+            return 0
+        return min(self.resumed.manifest.steps.values()) + 1
+
+    def _checkpointer(self, evaluation: Evaluator) -> Checkpointer | None:
+        """Takes the checkpoints; None if the run has several hosts.
+
+        Snapshots that the run had not evaluated at the checkpoint are evaluated now.
+        """
+        if any(map(self.hosts.has, range(self.config.workers))):
+            return None
+        interval, keep = self.config.checkpoint_interval, self.config.keep or KEEP
+        taker = Checkpointer(self._path, interval, keep, self.resumed, evaluation.pending, self.config.digest)
+        for item in taker.resume_snapshots(self._path / SNAPSHOTS, evaluated_in(self.record)):
+            evaluation.take(item)
+        return taker
+
+    def _supervisor(self, evaluation: Evaluator, checkpoints: Checkpointer | None) -> Supervisor:
+        config, left = self.config, None if self.left is None else self.left.supervisor
+        return Supervisor(
+            config.workers,
+            self._transport,
+            config.heartbeat or HEARTBEAT,
+            self._path,
+            self._start_worker,
+            start_server,
+            lambda nodes: self.show(nodes, self.steps),
+            step_timeout=config.step_timeout,
+            link_timeout=link_timeout_of(config),
+            evaluation=evaluation,
+            seed=config.seed,
+            imports=config.imports,
+            bad_gradients=config.bad_gradients,
+            every=self.every,
+            hosts=self.hosts,
+            checkpoints=checkpoints,
+            least=config.min_workers,
+            most=config.max_workers,
+            requests=JoinRequests(self._path) if left is None else left.requests,
+            newcomers=self._newcomers() if left is None else left.newcomers,
+            epoch=self._epoch,
+            back_to=self._back_to,
+        )
+
+    def _newcomers(self) -> Newcomers:
+        return Newcomers(partial(Newcomer, self.config, self._transport.zero_copy))
+
+    def _start_worker(self, node_spec: NodeSpec) -> Child:
+        """Let a process that continues, or one that has prepared to join, take part; otherwise start one."""
+        config, left = self.config, self.left
+        before = None if left is None else left.remaining.get(node_spec.address)
+        if left is not None and before is not None and left.supervisor.reaches(before):
+            return left.supervisor.begin_again(before, node_spec, config.to_toml())
+        if left is not None and (newcomer := left.supervisor.newcomers.next()) is not None:
+            return newcomer.begin(node_spec, config)
+        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=self._transport.zero_copy)
+
+    def _notes(self, supervisor: Supervisor, evaluation: Evaluator, checkpoints: Checkpointer | None) -> list[str]:
+        """Sentences for the record about what has happened."""
+        notes = []
+        if self.left is not None and supervisor.began is not None:
+            seconds = supervisor.began - self.left.since
+            notes.append(f"no worker trained for {seconds:.2f} s while the workers changed ({self.left})")
+        notes += supervisor.outcome.warnings
+        notes += [] if checkpoints is None else checkpoints.notes
+        if evaluation.skipped:
+            notes.append(
+                f"{len(evaluation.skipped)} evaluations were skipped because snapshots arrived faster than the model "
+                "could be evaluated; raise evaluate_every to evaluate less often"
+            )
+        return notes
+
+
+def evaluated_in(record: RunFolder) -> set[float]:
+    """Seconds of the evaluations in a record."""
+    return {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}
