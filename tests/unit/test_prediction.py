@@ -13,7 +13,7 @@ from flockstep.bench.prediction import Pair, Truth, predict, rank_correlation, s
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import Rates
-from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.errors import ConfigurationError, Interrupted, UnknownName
 from flockstep.launchers.simulate import simulate
 from flockstep.planning.calibrate import Calibration
 from flockstep.planning.check import check
@@ -71,6 +71,28 @@ def test_combinations_are_drawn_by_their_seed() -> None:
     assert len(whole.pairs) == 3
     assert [one.holds for one in whole.pairs] == [True, False, True]
     assert whole.misses[0].startswith(f"strategy 0, 4 × {JOB} at 1gbit: -30%")
+
+
+def test_an_interruption_keeps_the_combinations_measured_before(
+    fitted: ClusterShape, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupts(*_arguments: object) -> Pair:
+        if len(measured) == 8:
+            raise Interrupted("terminated; everything computed so far is in the record")
+        measured.append(Pair(f"strategy {len(measured)}", "1gbit", 80, 1.0, 1.0, 1.0, 1.0))
+        return measured[-1]
+
+    measured: list[Pair] = []
+    monkeypatch.setattr(prediction.namespaces, "require", lambda: None)
+    monkeypatch.setattr(prediction, "calibrated", lambda *_: prediction.Known(Calibration(fitted, ()), 1.0))
+    monkeypatch.setattr(prediction, "_pair", interrupts)
+    sizes = [len(pairs) for pairs in prediction.drawn(12, 1).values()]
+    assert len(sizes) > 1
+    assert run(["bench", "prediction", "--draw", "12", "--seed", "1"]) == 130
+    out, err = capsys.readouterr()
+    assert [name for name in ("strategy 0", "strategy 7") if name in out] == ["strategy 0", "strategy 7"]
+    assert "8 of 8 within 20%" in out
+    assert "interrupted after" in err
 
 
 def test_misses_are_told() -> None:

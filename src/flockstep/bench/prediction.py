@@ -21,7 +21,7 @@ import numpy as np
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.drivers.setup import load_job
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.launchers import namespaces
 from flockstep.launchers.train import train
 from flockstep.planning.calibrate import Calibration, calibrate
@@ -127,6 +127,8 @@ class Truth:
     """Bandwidth fitted to the record of the slower link, as a share of the card's bandwidth."""
     notes: tuple[str, ...]
     pairs: tuple[Pair, ...]
+    interrupted: str | None = None
+    """Why the measurement ended before all combinations were measured; None if it did not."""
 
     @property
     def bandwidths(self) -> tuple[str, ...]:
@@ -176,7 +178,7 @@ class Truth:
 
     def document(self) -> dict[str, Any]:
         """The measurement as plain data, for JSON."""
-        names = ("job", "workers", "cores", "efficiency", "notes", "ranks", "misses")
+        names = ("job", "workers", "cores", "efficiency", "notes", "ranks", "misses", "interrupted")
         pairs = [{**vars(one), "error": one.error} for one in self.pairs]
         return {**{name: getattr(self, name) for name in names}, "pairs": pairs}
 
@@ -281,10 +283,12 @@ def measure(
 ) -> Truth:
     """Calibrate, predict, and run every strategy at every bandwidth, or only the combinations in `pairs`.
 
-    A strategy that cannot be predicted is reported to `say` and skipped.
+    A strategy that cannot be predicted is reported to `say` and skipped. If the user interrupts a run, the
+    combinations measured before are returned.
 
     Raises:
         ConfigurationError: network namespaces are not available, or a strategy, bandwidth or job does not exist.
+        Interrupted: the user interrupted the calibration.
     """
     pairs = pairs or [(strategy, bandwidth) for bandwidth in bandwidths for strategy in strategies]
     strategies, bandwidths = (list(dict.fromkeys(names)) for names in zip(*pairs, strict=True))
@@ -298,22 +302,29 @@ def measure(
         runs = _Runs(Path(folder), job, workers)
         say(f"calibrating: {CALIBRATED} at {' and '.join(ENDS)}")
         known = calibrated(runs, task, strategies)
-        found = []
-        for strategy, bandwidth in pairs:
-            cluster = known.at(units.bandwidth(bandwidth))
-            try:
-                steps = steps_for(predict(cluster, task, strategy, workers, FEW).seconds)
-                predicted = predict(cluster, task, strategy, workers, steps).seconds
-            except Unpredictable as why:
-                say(f"{strategy} at {bandwidth}: {why}")
-                continue
-            say(f"{strategy} at {bandwidth}: predicted {predicted * 1e3:.3g} ms per step")
-            took = sorted(
-                measured_in(RunFolder(runs.record(strategy, bandwidth, steps)).read_events(), workers).seconds
-                for _ in range(rounds)
-            )
-            found.append(Pair(strategy, bandwidth, steps, predicted, statistics.median(took), took[0], took[-1]))
-    return Truth(job, workers, cores(), 1 / known.share, known.calibration.notes, tuple(found))
+        found, interrupted = [], None
+        try:
+            for strategy, bandwidth in pairs:
+                try:
+                    found.append(_pair(runs, known, task, strategy, bandwidth, rounds, say))
+                except Unpredictable as why:
+                    say(f"{strategy} at {bandwidth}: {why}")
+        except (KeyboardInterrupt, Interrupted):
+            interrupted = f"interrupted after {len(found)} of {len(pairs)} combinations"
+    return Truth(job, workers, cores(), 1 / known.share, known.calibration.notes, tuple(found), interrupted)
+
+
+def _pair(
+    runs: _Runs, known: Known, task: JobProfile, strategy: str, bandwidth: str, rounds: int, say: ProgressCallback
+) -> Pair:
+    """Predict one combination, and measure it in `rounds` runs."""
+    cluster = known.at(units.bandwidth(bandwidth))
+    steps = steps_for(predict(cluster, task, strategy, runs.workers, FEW).seconds)
+    predicted = predict(cluster, task, strategy, runs.workers, steps).seconds
+    say(f"{strategy} at {bandwidth}: predicted {predicted * 1e3:.3g} ms per step")
+    records = [RunFolder(runs.record(strategy, bandwidth, steps)).read_events() for _ in range(rounds)]
+    took = sorted(measured_in(record, runs.workers).seconds for record in records)
+    return Pair(strategy, bandwidth, steps, predicted, statistics.median(took), took[0], took[-1])
 
 
 def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]:
@@ -324,6 +335,34 @@ def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]
     for job, workers, strategy, bandwidth in map(every.__getitem__, chosen):
         found.setdefault((job, workers), []).append((strategy, bandwidth))
     return found
+
+
+def measure_drawn(count: int, seed: int, rounds: int = 1, say: ProgressCallback = silent) -> Truth:
+    """Measure `count` combinations of strategy, bandwidth, job and number of workers drawn by `seed`.
+
+    If the user interrupts, the combinations measured before are returned.
+
+    Raises:
+        ConfigurationError: network namespaces are not available.
+        Interrupted: the user interrupted before anything was measured.
+    """
+    parts, begun = list[Truth](), 0
+    for (job, workers), pairs in drawn(count, seed).items():
+        note = _placed(say, f"{job}, {workers} workers; combinations measured before: {begun} of {count}")
+        try:
+            parts.append(measure(pairs=pairs, rounds=rounds, say=note, job=job, workers=workers))
+        except (KeyboardInterrupt, Interrupted) as stop:
+            if not parts:
+                raise
+            return replace(together(parts), interrupted=str(stop) or "interrupted")
+        begun += len(pairs)
+        if parts[-1].interrupted is not None:
+            break
+    return replace(together(parts), interrupted=parts[-1].interrupted)
+
+
+def _placed(say: ProgressCallback, place: str) -> ProgressCallback:
+    return lambda what, done=0, total=0: say(f"{what} ({place})", done, total)
 
 
 def together(parts: Sequence[Truth]) -> Truth:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flockstep.cli import show
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.report import formatting
 
 ELEMENTS = 4 << 20
@@ -187,10 +187,7 @@ def prediction(
     with show.status() as say:
         rounds = _at_least_one("rounds", rounds, 1)
         if draw:
-            groups = bench.drawn(draw, seed).items()
-            found = bench.together(
-                [bench.measure(pairs=p, rounds=rounds, say=say, job=j, workers=n) for (j, n), p in groups]
-            )
+            found = bench.measure_drawn(draw, seed, rounds, say)
         else:
             found = bench.measure(strategy or bench.STRATEGIES, names, rounds, say, job or bench.JOB, workers)
     headings = ("strategy", "bandwidth", "predicted", "measured", "error")
@@ -209,10 +206,12 @@ def prediction(
         plots.page(title, plots.PREDICTED, plots.of_prediction(found), headings, rows).write(out)
     if as_json:
         show.json(found.document())
-        return
-    _print((), False, headings, rows)
-    for line in found.sentences():
-        show.page().print(line, highlight=False, markup=False)
+    else:
+        _print((), False, headings, rows)
+        for line in found.sentences():
+            show.page().print(line, highlight=False, markup=False)
+    if found.interrupted is not None:
+        raise Interrupted(found.interrupted)
 
 
 def _answer(
