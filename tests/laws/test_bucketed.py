@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from flockstep.collectives.ring import Ring
-from flockstep.drivers.virtual import due_at as due
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Worker
 from flockstep.records.events import EvaluationEvent
+from flockstep.simulation.compute import portion
 from flockstep.strategies.bucketed import Bucketed, buckets
 from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
@@ -97,7 +97,7 @@ def test_a_step_ends_when_its_last_bucket_does():
     run = run_strategy(f"bucketed({SMALL})", 2, 1, compute="constant(1)", network=f"link(bandwidth={bandwidth})")
     end = 0.0
     for part in buckets(18, 4, Bucketed(cap=28e-6, first=12e-6)):
-        ready = due(0, 1, 1 - part.start / 18)
+        ready = portion(1 - part.start / 18)
         larger = -(-(part.stop - part.start) // 2)
         # Reduce-scatter and gather each pass one half between the two workers; the larger one decides.
         end = max(end, ready) + 2 * (4 * larger + HEADER_BYTES) / bandwidth

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.simulation.compute import (
+    Clock,
     ComputeModel,
     ConstantTime,
     Exponential,
@@ -28,9 +29,15 @@ ALL: list[ComputeModel] = [
 ]
 
 
+def finish(clock: Clock, rank: int, t: float, stretch: float = 1.0) -> float:
+    """Begin a gradient and return the time at which it ends if no other begins later."""
+    clock.begin(rank, t, stretch)
+    return clock.due(rank, t)
+
+
 def draws(model: ComputeModel, count: int, seed: int = 7, rank: int = 0, workers: int = 1) -> np.ndarray:
     clock = model.start(max(workers, rank + 1), seed)
-    return np.array([clock.finish(rank, 0.0) for _ in range(count)])
+    return np.array([finish(clock, rank, 0.0) for _ in range(count)])
 
 
 @pytest.mark.parametrize("model", RANDOM, ids=str)
@@ -81,7 +88,7 @@ def test_draws_do_not_depend_on_the_order_of_calls(model: ComputeModel, calls: l
     clock = model.start(4, seed)
     seen: dict[int, list[float]] = {}
     for rank in calls:
-        seen.setdefault(rank, []).append(clock.finish(rank, 0.0))
+        seen.setdefault(rank, []).append(finish(clock, rank, 0.0))
     for rank, values in seen.items():
         assert values == draws(model, len(values), seed, rank, workers=9).tolist()
 
@@ -97,8 +104,8 @@ def test_ranks_and_seeds_draw_differently(model: ComputeModel) -> None:
 
 
 def test_the_start_is_added() -> None:
-    assert ConstantTime(0.5).start(2, 0).finish(1, 3.0) == 3.5
-    assert ConstantTime(0).start(1, 0).finish(0, 3.0) == 3.0
+    assert finish(ConstantTime(0.5).start(2, 0), 1, 3.0) == 3.5
+    assert finish(ConstantTime(0).start(1, 0), 0, 3.0) == 3.0
 
 
 def test_speeds_cycle_and_keep_the_draws() -> None:
@@ -131,7 +138,7 @@ def test_slow_spells_at_the_ends_of_the_range() -> None:
 
 def test_spells_begin_whatever_the_durations_are() -> None:
     clock = SlowSpells(Exponential(1.0), 0.2, 1e9, 1).start(2_000, 7)
-    first = np.array([clock.finish(rank, 0.0) for rank in range(2_000) for _ in range(5)])
+    first = np.array([finish(clock, rank, 0.0) for rank in range(2_000) for _ in range(5)])
     slow = first[first > 1e4] / 1e9
     assert abs(slow.mean() - 1.0) < 4 / math.sqrt(len(slow))
 
@@ -145,18 +152,62 @@ def test_nested_slow_spells_are_independent() -> None:
 
 def test_a_core_serves_first_come_first_served() -> None:
     clock = SharedCores(ConstantTime(1.0), 2).start(4, 0)
-    assert [clock.finish(rank, 0.0) for rank in (2, 0, 1)] == [1.0, 2.0, 1.0]
-    assert clock.finish(2, 1.0) == 3.0  # behind rank 0, on core 0
-    assert clock.finish(1, 1.5) == 2.5  # core 1 was idle for half a second
-    assert clock.finish(3, 1.6) == 3.5
+    assert [finish(clock, rank, 0.0) for rank in (2, 0, 1)] == [1.0, 2.0, 1.0]
+    assert finish(clock, 2, 1.0) == 3.0  # behind rank 0, on core 0
+    assert finish(clock, 1, 1.5) == 2.5  # core 1 was idle for half a second
+    assert finish(clock, 3, 1.6) == 3.5
 
 
-def test_workers_that_take_turns_are_slowed_by_those_that_compute_already() -> None:
-    law = Speeds(SharedCores(ConstantTime(1.0), 2, turns=True), (1.0,))
-    clock = law.start(5, 0)
-    assert [clock.finish(rank, 0.0) for rank in range(5)] == [1.0, 1.0, 1.5, 2.0, 2.5]
-    assert clock.finish(0, 2.2) == pytest.approx(3.2)  # only worker 4 computes
-    assert clock.finish(1, 2.2) == pytest.approx(3.7)
+def test_workers_that_share_cores_at_every_moment_slow_each_other_down() -> None:
+    clock = Speeds(SharedCores(ConstantTime(1.0), 2, turns=True), (1.0,)).start(5, 0)
+    assert finish(clock, 0, 0.0) == 1.0
+    clock.begin(1, 0.5)
+    assert [clock.due(rank, 0.5) for rank in (0, 1)] == pytest.approx([1.0, 1.5])  # a core for each
+    clock.begin(2, 0.75)  # worker 0 has .25 left, worker 1 has .75, and each gets 2/3 of a core
+    assert [clock.due(rank, 0.75) for rank in (0, 1, 2)] == pytest.approx([1.125, 1.625, 1.875])
+    assert clock.due(0, 1.125) == 1.125
+    assert clock.due(2, 1.3, share=0.5) == pytest.approx(1.125 + 2 / 3 - 1 / 4)
+    clock.drop(1, 1.3)
+    assert clock.due(2, 1.3) == pytest.approx(1.875)  # a gradient has one core at the most
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.floats(0, 0.2), st.floats(0.1, 3)), min_size=1, max_size=12),
+    st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_shared_cores_agree_with_small_time_slices(calls: list[tuple[int, float, float]], cores: int) -> None:
+    """Beside a scheduler that gives each running gradient its share of a short slice of time after the other."""
+    slice_, left, ends = 1e-4, [0.0] * 5, dict[int, float]()
+    clock, now, before = SharedCores(ConstantTime(0.1), cores, turns=True).start(5, 0), 0.0, 0.0
+
+    def advance(until: float) -> None:
+        nonlocal before
+        while before < until:
+            running = [rank for rank in range(5) if left[rank] > 0]
+            if not running and until == math.inf:
+                return
+            for rank in running:
+                left[rank] -= slice_ * min(1.0, cores / len(running))
+                if left[rank] <= 0:
+                    ends[rank] = before + slice_
+            before += slice_
+
+    begun = set[int]()
+    for rank, pause, stretch in calls:
+        now += pause
+        advance(now)
+        if left[rank] > 0:
+            continue
+        if rank in begun:
+            assert clock.due(rank, now) <= now
+        clock.begin(rank, now, stretch)
+        begun.add(rank)
+        left[rank] = 0.1 * stretch
+        ends.pop(rank, None)
+    found = {rank: clock.due(rank, now) for rank in begun if left[rank] > 0}
+    advance(math.inf)
+    assert found == {rank: pytest.approx(ends[rank], abs=30 * slice_) for rank in found}
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 0.2)), max_size=60), st.integers(1, 3))
@@ -167,31 +218,31 @@ def test_a_core_never_serves_two_at_once(calls: list[tuple[int, float]], cores: 
     free, now = [0.0] * cores, 0.0
     for rank, pause in calls:
         now += pause
-        done, duration = clock.finish(rank, now), next(durations[rank])
+        done, duration = finish(clock, rank, now), next(durations[rank])
         assert done == max(now, free[rank % cores]) + duration
         free[rank % cores] = done
 
 
 def test_a_longer_gradient_holds_its_core_for_longer() -> None:
     clock = SharedCores(ConstantTime(1.0), 1).start(2, 0)
-    assert [clock.finish(0, 0.0), clock.finish(1, 0.0, 3.0), clock.finish(0, 1.0)] == [1.0, 4.0, 5.0]
-    assert ConstantTime(1.0).start(1, 0).finish(0, 2.0, 3.0) == 5.0
+    assert [finish(clock, 0, 0.0), finish(clock, 1, 0.0, 3.0), finish(clock, 0, 1.0)] == [1.0, 4.0, 5.0]
+    assert finish(ConstantTime(1.0).start(1, 0), 0, 2.0, 3.0) == 5.0
 
 
 def test_enough_cores_change_nothing_and_one_core_adds_up() -> None:
     base = Exponential(0.05)
     alone, shared = base.start(4, 1), SharedCores(base, 4).start(4, 1)
-    assert [alone.finish(r, 0.0) for r in range(4)] == [shared.finish(r, 0.0) for r in range(4)]
+    assert [finish(alone, r, 0.0) for r in range(4)] == [finish(shared, r, 0.0) for r in range(4)]
     single, alone = SharedCores(base, 1).start(4, 1), base.start(4, 1)
-    ends = [single.finish(r, 0.0) for r in range(4)]
-    assert ends == list(itertools.accumulate(alone.finish(r, 0.0) for r in range(4)))
+    ends = [finish(single, r, 0.0) for r in range(4)]
+    assert ends == list(itertools.accumulate(finish(alone, r, 0.0) for r in range(4)))
 
 
 def test_wrappers_commute_with_shared_cores() -> None:
     inside = SharedCores(Speeds(Exponential(0.05), (1.0, 4.0)), 1).start(2, 5)
     outside = Speeds(SharedCores(Exponential(0.05), 1), (1.0, 4.0)).start(2, 5)
     calls = [0, 1, 1, 0, 1]
-    assert [inside.finish(r, 0.0) for r in calls] == [outside.finish(r, 0.0) for r in calls]
+    assert [finish(inside, r, 0.0) for r in calls] == [finish(outside, r, 0.0) for r in calls]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +262,7 @@ def test_wrappers_commute_with_shared_cores() -> None:
 def test_text_round_trip(text: str) -> None:
     model = ComputeModel.parse(text)
     assert ComputeModel.parse(str(model)) == model
-    assert model.start(2, 0).finish(1, 1.0) > 1.0
+    assert finish(model.start(2, 0), 1, 1.0) > 1.0
 
 
 @pytest.mark.parametrize(

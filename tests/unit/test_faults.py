@@ -118,6 +118,17 @@ def test_a_slow_worker_holds_its_core_for_as_long_as_it_computes():
     assert ends == {0: [1, 5], 1: [4, 8]}
 
 
+def test_gradients_on_shared_cores_slow_each_other_down_until_a_worker_dies():
+    compute = "shared_cores(constant(1), 1, turns=True)"
+    slow = run_strategy("asgd", 3, 3, compute=compute, network="ideal", faults=["slows(0, 0.5)"])
+    ends = {rank: [event.seconds for event in slow.of(StepEvent) if event.rank == rank] for rank in range(3)}
+    assert ends[0] == pytest.approx([1.5, 3, 4.5])  # half a gradient's work, at a third of the core
+    assert ends[1] == ends[2] == pytest.approx([3, 5.5, 7.5])  # worker 0 has ended at 4.5
+    run = run_strategy("asgd", 3, 3, compute=compute, network="ideal", faults=["dies(1, 1.5)"])
+    ends = {rank: [event.seconds for event in run.of(StepEvent) if event.rank == rank] for rank in range(3)}
+    assert ends == {0: pytest.approx([2.5, 4.5, 6.5]), 1: [], 2: pytest.approx([2.5, 4.5, 6.5])}
+
+
 @pytest.mark.parametrize(
     ("fault", "ends"),
     [

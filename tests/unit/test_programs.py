@@ -9,11 +9,11 @@ import pytest
 
 from flockstep.arrays.schema import slices
 from flockstep.collectives.ring import Ring
-from flockstep.drivers.virtual import FORWARD
 from flockstep.errors import PeerLost
 from flockstep.messages import Message
 from flockstep.nodes import Worker
 from flockstep.records.events import StepEvent
+from flockstep.simulation.compute import FORWARD
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy
 

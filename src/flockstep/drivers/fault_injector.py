@@ -113,9 +113,16 @@ def remaining_faults(
 
 class _Stretched(Clock):
     def __init__(self, clock: Clock, slows: Sequence[Slows]):
+        self.fixed = clock.fixed
         self._clock = clock
         self._slows = slows
 
-    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
-        """The end of a gradient on the undisturbed clock, with its duration stretched."""
-        return self._clock.finish(rank, t, stretch * math.prod(fault.stretch(rank, t) for fault in self._slows))
+    def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
+        """Begin a gradient on the undisturbed clock, with its duration stretched."""
+        self._clock.begin(rank, t, stretch * math.prod(fault.stretch(rank, t) for fault in self._slows))
+
+    def due(self, rank: int, t: float, share: float = 1.0) -> float:
+        return self._clock.due(rank, t, share)
+
+    def drop(self, rank: int, t: float) -> None:
+        self._clock.drop(rank, t)

@@ -30,24 +30,17 @@ from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient
 from flockstep.records.events import LostEvent
 from flockstep.simulation.collector import seldom
-from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.compute import FORWARD, ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network, Transit
 from flockstep.simulation.queue import EventQueue
-
-FORWARD = 1 / 3
-"""Share of a gradient's time that passes before the backward pass, whose work is about twice the work of the forward
-pass.
-"""
 
 
 class Computing(msgspec.Struct, eq=False, gc=False):
     """A worker's running gradient, or the requested share of it."""
 
-    began: float
-    """Virtual second at which the computation of the whole gradient began."""
-    finish: float
-    """Virtual second at which the gradient is complete."""
+    share: float
+    """Share that the program has asked for, counted from the end of the flat array."""
 
 
 class Simulation:
@@ -341,17 +334,19 @@ class Simulation:
             if not runner.partly:
                 self._gradients.batches[rank].next(need)
             return
-        if runner.partly:  # the rest of the running gradient
-            before = self._computing[rank]
-            computing = Computing(before.began, before.finish)
-        else:
+        if not runner.partly:  # otherwise the rest of the running gradient is wanted
             stretch = self._gradients.ask(rank, need) / self.plan.batch * (1 + FORWARD * len(need.teachers))
-            computing = Computing(now, self._clock.finish(rank, now, stretch))
-        self._computing[rank] = computing
-        due = due_at(computing.began, computing.finish, need.share)
-        self._queue.schedule(max(now, due), partial(self._gradient_due, runner, computing))
+            self._clock.begin(rank, now, stretch)
+        self._expect(runner, need.share)
         if need.unless is not None:
             self._look_for_needless(runner)
+
+    def _expect(self, runner: Runner, share: float) -> None:
+        """Schedule the time at which the requested share of a worker's gradient is complete."""
+        rank, now = runner.node.address, self._queue.now
+        self._computing[rank] = computing = Computing(share)
+        due = self._clock.due(rank, now, share)
+        self._queue.schedule(max(now, due), partial(self._gradient_due, runner, computing))
 
     def _look_for_needless(self, runner: Runner) -> None:
         """Cancel the worker's gradient if the message that supersedes it has arrived."""
@@ -363,10 +358,18 @@ class Simulation:
     def _drop_gradient(self, rank: Address) -> None:
         self._computing.pop(rank, None)
         self._gradients.forget(rank)
+        self._clock.drop(rank, self._queue.now)
+        if not self._clock.fixed:  # the others have more of the cores
+            for other, computing in list(self._computing.items()):
+                if type(self.runners[other].waiting) is NeedGradient:
+                    self._expect(self.runners[other], computing.share)
 
     def _gradient_due(self, runner: Runner, computing: Computing) -> None:
         rank = runner.node.address
         if self._computing.get(rank) is not computing:  # canceled meanwhile
+            return
+        if not self._clock.fixed and self._clock.due(rank, self._queue.now, computing.share) > self._queue.now:
+            self._expect(runner, computing.share)  # gradients that began meanwhile slow it down
             return
         gradient = self._gradients.take(rank)
         self._steppers[rank].lr = self.plan.lr_at(runner.node.step)
@@ -404,13 +407,6 @@ class Simulation:
     def _ended(self, runner: Runner) -> None:
         self._send_snapshot(runner, FINAL)
         runner.metrics.close(self.now, runner.node.params)
-
-
-def due_at(began: float, finish: float, share: float) -> float:
-    """Return the virtual second at which the given share of a gradient, counted from the end of the flat array, is
-    complete.
-    """
-    return finish if share >= 1 else began + (finish - began) * (FORWARD + (1 - FORWARD) * share)
 
 
 def _doing(runner: Runner) -> str:

@@ -23,19 +23,43 @@ from flockstep.expression import Component
 _TAG = int.from_bytes(b"time", "big")  # separates these random streams from others of the same seed
 _BLOCK = 32
 _BASE, _SPELLS = 0, 1
+FORWARD = 1 / 3
+"""Share of a gradient's time that passes before the backward pass, whose work is about twice the work of the forward
+pass.
+"""
+_CLOSE = 1e-9
+"""Rounding error with which a gradient counts as complete, as a share of its work."""
 
 Draws = npt.NDArray[np.float64]
 
 
 class Clock(ABC):
-    """Computes when gradients end, for all workers of one run."""
+    """Computes when gradients end, for all workers of one run. All calls are made in order of time."""
+
+    fixed: bool
+    """Whether the end of a gradient is known when the gradient begins, whatever begins later."""
 
     @abstractmethod
-    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
-        """Return the time at which a gradient that worker `rank` starts at time `t` ends.
+    def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
+        """Begin a gradient of worker `rank` at time `t`, which takes `stretch` times the worker's next draw."""
 
-        The gradient takes `stretch` times its next draw. Call this once for each gradient, in order of time.
+    @abstractmethod
+    def due(self, rank: int, t: float, share: float = 1.0) -> float:
+        """Return when the given share of the worker's last gradient is complete, if no other gradient begins after `t`.
+
+        The share is counted from the end of the flat array. The result is at most `t` if the share is complete.
         """
+
+    @abstractmethod
+    def drop(self, rank: int, t: float) -> None:
+        """Cancel the gradient that runs on worker `rank`."""
+
+
+def portion(share: float) -> float:
+    """Return the part of a gradient's time after which the given share of it, counted from the end of the flat array,
+    is complete.
+    """
+    return FORWARD + (1 - FORWARD) * share
 
 
 class ComputeModel(Component):
@@ -54,7 +78,7 @@ class ComputeModel(Component):
 
     @property
     def turns(self) -> bool:
-        """Whether workers that share cores take turns on all of them, instead of waiting for one core."""
+        """Whether workers that share cores share them evenly at every moment, instead of waiting for one core."""
         return False
 
     @property
@@ -78,37 +102,92 @@ class ComputeModel(Component):
         return (_Turns if self.turns else _SharedCores)(streams, self.sharing)
 
 
-class _OwnCores(Clock):
+class _Fixed(Clock):
+    """A clock whose gradients end when they were said to end; one that is canceled keeps its core until then."""
+
+    fixed = True
+
     def __init__(self, streams: list[Iterator[float]]) -> None:
         self._next = [stream.__next__ for stream in streams]
+        self._began = [0.0] * len(streams)
+        self._finish = [0.0] * len(streams)
 
-    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
-        return t + self._next[rank]() * stretch
+    def due(self, rank: int, t: float, share: float = 1.0) -> float:
+        finish = self._finish[rank]
+        return finish if share >= 1 else self._began[rank] + (finish - self._began[rank]) * portion(share)
+
+    def drop(self, rank: int, t: float) -> None:
+        pass
 
 
-class _SharedCores(Clock):
+class _OwnCores(_Fixed):
+    def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
+        self._began[rank] = t
+        self._finish[rank] = t + self._next[rank]() * stretch
+
+
+class _SharedCores(_Fixed):
     def __init__(self, streams: list[Iterator[float]], cores: int) -> None:
-        self._next = [stream.__next__ for stream in streams]
+        super().__init__(streams)
         self._free = [0.0] * cores
 
-    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
+    def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
         core = rank % len(self._free)
-        self._free[core] = done = max(t, self._free[core]) + self._next[rank]() * stretch
-        return done
+        self._began[rank] = t
+        self._finish[rank] = self._free[core] = max(t, self._free[core]) + self._next[rank]() * stretch
 
 
 class _Turns(Clock):
-    """Workers take turns: a gradient is slowed by the gradients that are running when it begins, not by later ones."""
+    """Gradients that run at the same time share the cores evenly: each has at most one core."""
+
+    fixed = False
 
     def __init__(self, streams: list[Iterator[float]], cores: int) -> None:
         self._next = [stream.__next__ for stream in streams]
         self._cores = cores
-        self._until = [0.0] * len(streams)
+        self._work = [0.0] * len(streams)
+        self._left: dict[int, float] = {}
+        """Worker → seconds that its running gradient still takes on a core of its own."""
+        self._now = 0.0
 
-    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
-        crowd = 1 + sum(until > t for until in self._until)
-        self._until[rank] = done = t + self._next[rank]() * stretch * max(1.0, crowd / self._cores)
-        return done
+    def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
+        self._flow(t)
+        self._work[rank] = self._left[rank] = self._next[rank]() * stretch
+
+    def due(self, rank: int, t: float, share: float = 1.0) -> float:
+        self._flow(t)
+        return self._end(rank, 0.0 if share >= 1 else self._work[rank] * (1 - portion(share)))
+
+    def drop(self, rank: int, t: float) -> None:
+        self._flow(t)
+        self._left.pop(rank, None)
+
+    def _pace(self, running: int) -> float:
+        """Speed of a gradient while `running` gradients share the cores."""
+        return min(1.0, self._cores / running)
+
+    def _flow(self, t: float) -> None:
+        """Let the gradients run until time `t`."""
+        while self._left and self._now < t:
+            pace = self._pace(len(self._left))
+            first = min(self._left.values()) / pace
+            passed = min(first, t - self._now)
+            self._now = t if passed < first else self._now + passed
+            rest = {rank: left - passed * pace for rank, left in self._left.items()}
+            self._left = {rank: left for rank, left in rest.items() if left > _CLOSE * self._work[rank]}
+        self._now = max(self._now, t)
+
+    def _end(self, rank: int, until: float) -> float:
+        """Time at which `until` seconds are left of a worker's gradient, if no other begins before."""
+        wanted = self._left.get(rank, 0.0) - until
+        if wanted <= _CLOSE * self._work[rank]:
+            return self._now
+        at, done, running = self._now, 0.0, len(self._left)
+        for left in sorted(self._left.values()):
+            if left >= wanted:
+                break
+            at, done, running = at + (left - done) / self._pace(running), left, running - 1
+        return at + (wanted - done) / self._pace(running)
 
 
 def _generator(seed: int, stream: int, rank: int) -> np.random.Generator:
@@ -339,7 +418,7 @@ class SlowSpells(_Wrapper):
 class SharedCores(_Wrapper):
     """Worker r computes on core r mod `cores`; a core computes one gradient at a time, in order of arrival.
 
-    With `turns` all workers take turns on all cores, as under an operating system.
+    With `turns` the gradients that run at the same time share all cores evenly, as under an operating system.
     """
 
     cores: int
