@@ -117,6 +117,38 @@ flockstep.jax.distribute(start, optimizer, "all_reduce", optimizer_state=state)
 
 
 @pytest.mark.parametrize(
+    ("strategy", "optimizer", "sentence"),
+    few(
+        [
+            ("all_reduce", "optax.sgd(0.1 + 0.1 * rank)", "an optax optimizer whose step is"),
+            ("all_reduce", "(optax.sgd if rank else optax.adam)(0.1)", "an optax optimizer whose step is"),
+            ("all_reduce", "'sgd(lr=0.1)' if rank else optax.sgd(0.1)", "an optax optimizer whose step is"),
+            ("ps(bsp)", "f'sgd(lr=0.{1 + rank})'", "sgd(lr=0.1)"),
+            ("asgd", "f'sgd(momentum=0.{1 + rank})'", "sgd(lr=1.0, momentum=0.1)"),
+        ],
+        ("all_reduce", "optax.sgd(0.1 + 0.1 * rank)", "an optax optimizer whose step is"),
+    ),
+)
+def test_optimizers_that_differ_are_refused(strategy: str, optimizer: str, sentence: str, tmp_path: Path) -> None:
+    ended = outcome(SCRIPT.format(strategy=strategy, optimizer=optimizer), tmp_path)
+    assert ended.code != 0
+    assert "must have the same optimizer, got " in ended.err
+    assert sentence in ended.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [("local_sgd(period=3)", "optax.sgd(0.1 + 0.1 * rank)"), ("asgd", "f'sgd(lr=0.{1 + rank})'")],
+)
+def test_optimizers_may_differ_where_every_rank_steps_with_its_own(
+    strategy: str, optimizer: str, tmp_path: Path
+) -> None:
+    ended = outcome(SCRIPT.format(strategy=strategy, optimizer=optimizer), tmp_path)
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize(
     ("strategy", "optimizer"),
     few(
         [

@@ -12,11 +12,16 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
+from flockstep.costs.cluster_reading import load_cluster  # noqa: E402
 from flockstep.drivers.state import from_bytes, to_bytes  # noqa: E402
 from flockstep.errors import ConfigurationError, FlockstepError  # noqa: E402
 from flockstep.frameworks.base import Data, DistillationTargets  # noqa: E402
 from flockstep.frameworks.jax import JaxEngine, JaxModel  # noqa: E402
 from flockstep.frameworks.job import make_engine  # noqa: E402
+from flockstep.planning.job_profile import task_of  # noqa: E402
+from flockstep.planning.plan import plan  # noqa: E402
+from flockstep.planning.search import Search  # noqa: E402
+from flockstep.planning.trial_store import TrialStore  # noqa: E402
 from flockstep.testing.strategies import run_strategy  # noqa: E402
 from support.jax_jobs import apply, apply_with_noise, cross_entropy, data, init, job, squares  # noqa: E402
 
@@ -201,3 +206,38 @@ def test_targets_that_jax_would_cut_off_are_refused() -> None:
     large = Data(samples.train_x, samples.train_y + 2**31, samples.test_x, samples.test_y)
     with pytest.raises(ConfigurationError, match="beyond 32 bits"):
         make_engine(job(data=lambda: large), 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slots"), [("adam(lr=0.1)", 2), (optax.adam(0.1), 2), (optax.sgd(0.1, momentum=0.9), 1)]
+)
+def test_a_plan_knows_the_sizes_and_the_work_of_functions(optimizer: Any, slots: int) -> None:
+    """Five products of matrices: two forward, two for the weights, one for the hidden units."""
+    profile = task_of("own", imported=job(optimizer=optimizer))
+    assert (profile.elements, profile.slots, profile.batch) == (51, slots, 8)
+    assert set(profile.tensors) == {(6,), (4, 6), (3,), (6, 3)}
+    products = 2 * 8 * (2 * 4 * 6 + 3 * 6 * 3)
+    assert products < profile.work < 2 * products
+    assert profile.noise < 30
+
+
+def test_a_plan_refuses_only_strategies_whose_servers_would_step_with_optax() -> None:
+    found = plan(
+        task_of("own", imported=job(optimizer=optax.adam(0.1))),
+        load_cluster("edge"),
+        strategies=["all_reduce", "gossip", "ps"],
+        further=False,
+    )
+    assert {one.name for one in found.predictions} >= {"all_reduce", "gossip"}
+    [(name, why)] = found.refused
+    assert name == "ps(consistency=bsp)"
+    assert "updates slices of the parameters, got an optax optimizer" in why
+    own = plan(task_of("own", imported=job()), load_cluster("edge"), strategies=["ps"], further=False)
+    assert own.refused == ()
+
+
+def test_a_search_needs_a_learning_rate_to_change() -> None:
+    task = task_of("own", imported=job(optimizer=optax.adam(0.1), target=0.9))
+    outlook = plan(task, load_cluster("edge"), strategies=["all_reduce"], further=False)
+    with pytest.raises(ConfigurationError, match=r"a search changes the learning rate, .*inject_hyperparams"):
+        Search(outlook, outlook.predictions, TrialStore({}))

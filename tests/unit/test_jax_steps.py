@@ -17,6 +17,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import flockstep.jax  # noqa: E402
 from flockstep.errors import CompositionError, ConfigurationError  # noqa: E402
+from flockstep.frameworks.jax_optax import FlatOptax  # noqa: E402
+from flockstep.frameworks.jax_tree import FlatTree  # noqa: E402
 from support.jax_jobs import apply, cross_entropy, data, init  # noqa: E402
 
 
@@ -234,3 +236,40 @@ flockstep.jax.distribute({"w": params}, optax.sgd(0.1), "all_reduce")
     environment |= os.environ
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert "parameter w must be on one device, got 2" in done.stderr
+
+
+def weighed(last: float) -> Any:
+    """A chain that multiplies the first weights by a constant array."""
+    weights = np.append(np.linspace(0, 1, 23), last).astype("float32").reshape(4, 6)
+
+    def update(updates: Any, params: Any) -> Any:
+        return updates | {"hidden": {"w": updates["hidden"]["w"] * weights, "b": updates["hidden"]["b"]}}
+
+    return optax.stateless(update)
+
+
+DIFFERENT = {
+    "sgd": lambda: optax.sgd(0.1),
+    "another rate": lambda: optax.sgd(0.2),
+    "a rate one bit higher": lambda: optax.sgd(float(np.nextafter(np.float32(0.1), np.float32(1)))),
+    "a rule": lambda: optax.adam(0.1),
+    "a chain": lambda: optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    "a schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 20)),
+    "a longer schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 21)),
+    "an array": lambda: weighed(1.0),
+    "an array with another last element": lambda: weighed(2.0),
+}
+
+
+def test_optimizers_have_one_digest_if_they_compute_the_same() -> None:
+    tree = FlatTree(start())
+    flat = np.empty(tree.schema.size, tree.schema.dtype)
+    tree.write(start(), flat)
+
+    def digest(name: str) -> str:
+        optimizer = FlatOptax(DIFFERENT[name](), tree)
+        return optimizer.digest(optimizer.init(flat))
+
+    found = [digest(name) for name in DIFFERENT]
+    assert found == [digest(name) for name in DIFFERENT]
+    assert len(set(found)) == len(DIFFERENT)

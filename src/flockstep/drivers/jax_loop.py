@@ -19,6 +19,7 @@ from flockstep.drivers.plan import LocalOptimizer
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.jax_optax import FlatOptax
 from flockstep.frameworks.jax_tree import FlatTree, Tree
+from flockstep.messages import Fields
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
@@ -61,8 +62,9 @@ class Trainer:
             self._load(optimizer_state)
         self.loop = Loop(self._flat, np.zeros_like(self._flat), schema, strategy, self._stepper, spec)
         self.loop.watch = FiniteGuard(schema, self._flat)
-        if self.loop.workers > 1 and strategy.traits.alike:
-            self.loop.exchange("memory", self._require_equal_states)
+        if self.loop.workers > 1 and (strategy.traits.alike or strategy.traits.server_optimizer):
+            rule = self._stepper.rule if isinstance(self._stepper, OptaxStepper) else _text(spec, strategy)
+            self.loop.exchange("settings", lambda me: self._require_equal(me, rule))
 
     @property
     def params(self) -> Tree:
@@ -131,13 +133,20 @@ class Trainer:
             )
         self._stepper.state = optimizer_state
 
-    async def _require_equal_states(self, me: Worker) -> None:
-        """Raise `ConfigurationError` unless replicas that step along the same gradient do so with equal states."""
+    async def _require_equal(self, me: Worker, rule: str) -> None:
+        """Raise `ConfigurationError` unless all ranks have the optimizer `rule`, and start with equal states of it."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.optimizer_state)]
-        digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
-        me.send_all(me.peers, "memory", None, {"digest": digest})
+        own: Fields = {"rule": rule, "digest": hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()}
+        me.send_all(me.peers, "settings", None, own)
         for peer in me.peers:
-            if (await me.receive("memory", peer)).note["digest"] != digest:
+            note = (await me.receive("settings", peer)).note
+            if note["rule"] != rule:
+                raise ConfigurationError(
+                    f"all ranks of {self.loop.strategy} must have the same optimizer, got {rule} on rank {me.rank} and "
+                    f"{note['rule']} on rank {peer}; give every rank the same optimizer, or use a strategy whose "
+                    "workers step by themselves, such as local_sgd"
+                )
+            if note["digest"] != own["digest"]:
                 raise ConfigurationError(
                     f"all replicas of {self.loop.strategy} must start with the same optimizer state, got different "
                     f"states on ranks {me.rank} and {peer}; load the same optimizer_state on every rank"
@@ -174,9 +183,19 @@ class OptaxStepper:
         new, self.state = self._optax.stepped(params, gradient, self.state)
         params[:] = np.asarray(new)  # waits for the result: `gradient` may change afterwards
 
+    @property
+    def rule(self) -> str:
+        """A name for the optimizer's computation: equal for optimizers that XLA computes in the same way."""
+        return f"an optax optimizer whose step is {self._optax.digest(self.state)}"
+
     def reset(self, params: FlatArray) -> None:
         """Initialize the optimizer's state anew from the current parameters."""
         self.state = jax.block_until_ready(self._optax.init(params.copy()))
+
+
+def _text(optimizer: Optimizer, strategy: Strategy) -> str:
+    """The expression of an optimizer; without its learning rate if each gradient brings its worker's own."""
+    return str(optimizer if strategy.traits.delivery == "synchronous" else optimizer.with_lr(1.0))
 
 
 def _require_own_steps(strategy: Strategy) -> None:

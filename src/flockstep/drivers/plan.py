@@ -44,12 +44,7 @@ class Plan:
     """Faults to inject."""
 
     def __post_init__(self) -> None:
-        if self.strategy.traits.server_optimizer and not self.optimizer.elementwise:
-            raise CompositionError(
-                f"{self.strategy} updates slices of the parameters, got {self.optimizer}, which needs whole layers; "
-                "use an elementwise optimizer such as sgd, or a strategy whose workers update the parameters, such "
-                "as all_reduce"
-            )
+        require_steppable(self.strategy, self.optimizer)
 
     def lr_at(self, step: int) -> float:
         """Learning rate for a worker's gradient after `step` earlier gradients."""
@@ -98,6 +93,16 @@ class Plan:
         )
         worker.bad_gradients = self.bad_gradients
         return worker
+
+
+def require_steppable(strategy: Strategy, optimizer: Optimizer) -> None:
+    """Raise `CompositionError` if nodes of the strategy would step slices with an optimizer of whole layers."""
+    if strategy.traits.server_optimizer and not optimizer.elementwise:
+        raise CompositionError(
+            f"{strategy} updates slices of the parameters, got {optimizer}, which needs whole layers; "
+            "use an elementwise optimizer such as sgd, or a strategy whose workers update the parameters, such "
+            "as all_reduce"
+        )
 
 
 FIRST_BATCH = -1

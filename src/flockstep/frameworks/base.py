@@ -172,6 +172,10 @@ class Engine(ABC):
         """Either "batched", or "one by one: …" with the reason why gradients of several replicas take several calls."""
         return "batched"
 
+    def operations(self, batch: int) -> float | None:
+        """Floating-point operations of the gradient of `batch` samples; None if the framework does not count them."""
+        return None
+
     @abstractmethod
     def initial(self) -> FlatArray:
         """Return a copy of the parameters (K,) that every replica starts from."""

@@ -80,6 +80,12 @@ class JaxEngine(Engine):
         self._outputs = jax.jit(lambda params, x: self._call(self._tree.unflatten(params), x, None))
         self._probe(job)
 
+    def operations(self, batch: int) -> float | None:
+        """Floating-point operations of a gradient as XLA counts them, before it optimizes."""
+        x, y = (values[np.arange(batch) % self.train_size] for values in (self._data.train_x, self._data.train_y))
+        lowered = self._one.lower(self._start, x, y, np.zeros(2, np.uint32), None, 0.0)
+        return (lowered.cost_analysis() or {}).get("flops")
+
     def initial(self) -> FlatArray:
         return self._start.copy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -34,9 +35,15 @@ class FlatOptax:
             nothing = jnp.zeros(tree.schema.size, tree.schema.dtype)
             return stepped(nothing, nothing, state)[1].hyperparams["learning_rate"]
 
+        self._size, self._dtype = tree.schema.size, tree.schema.dtype
         self.init = jax.jit(lambda params: optimizer.init(tree.unflatten(params, narrow=False)))
         self.stepped = jax.jit(stepped)
         self.next_lr = jax.jit(next_lr)
+
+    def digest(self, state: Any) -> str:
+        """Digest of what a step computes, with all constants: 16 hexadecimal digits of its StableHLO."""
+        array = jax.ShapeDtypeStruct((self._size,), self._dtype)
+        return hashlib.sha256(self.stepped.lower(array, array, state).as_text().encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from flockstep.drivers.setup import digest, load_job
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
-from flockstep.frameworks.base import Job
+from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import build_model, make_engine
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
@@ -304,7 +304,9 @@ def _work(model: ModelShape, batch: int) -> float | None:
 
 def _of_job(job: Job, batch: int | None) -> JobProfile:
     size = batch or job.batch
-    model = build_model(job)
+    usual, model = size == job.batch, build_model(job)
+    if not isinstance(model, Model) and not hasattr(model, "named_parameters"):
+        return _of_engine(make_engine(job, 0), job.name, size, usual)
     schema, parameters = _schema(job, model)
     optimizer = _optimizer(job, parameters)
     try:
@@ -313,19 +315,22 @@ def _of_job(job: Job, batch: int | None) -> JobProfile:
         work = None
     slots = 1 if optimizer is None else _slots(optimizer, schema)
     tensors = tuple(entry.shape for entry in schema.entries)
-    usual = size == job.batch
     return JobProfile(job.name, schema.size, tensors, schema.dtype, size, usual, slots, work, optimizer)
+
+
+def _of_engine(engine: Engine, name: str, batch: int, usual: bool) -> JobProfile:
+    """The profile of a job whose model has no layers, only functions, as in JAX."""
+    schema, optimizer = engine.schema, engine.optimizer
+    foreign = optimizer.init(engine.initial()).foreign
+    slots = _slots(optimizer, schema) if foreign is None else sum(leaf.size for leaf in foreign) // schema.size
+    tensors, work = tuple(entry.shape for entry in schema.entries), engine.operations(batch)
+    return JobProfile(name, schema.size, tensors, schema.dtype, batch, usual, slots, work, optimizer)
 
 
 def _schema(job: Job, model: Any) -> tuple[Schema, list[Any]]:
     """Shapes of the trained parameters, and torch's parameters if it is a torch model."""
     if isinstance(model, Model):
         return Schema.of(model.shapes, model.dtype), []
-    if not hasattr(model, "named_parameters"):
-        raise ConfigurationError(
-            f"the model of job {job.name!r} must be a torch.nn.Module or a flockstep.frameworks.numpy.Model, got "
-            f"{type(model).__name__}; let model() return one of these"
-        )
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trained:
         raise ConfigurationError(f"the model of job {job.name!r} must have parameters to train, got none; add a layer")

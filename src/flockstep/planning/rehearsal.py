@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.codecs.base import Codec, Shape
-from flockstep.drivers.plan import Plan
+from flockstep.drivers.plan import Plan, require_steppable
 from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
@@ -261,7 +261,7 @@ def rehearse(
         tensors: shapes of the model's tensors, or their numbers of elements, on which codecs and buckets depend; empty
             for one tensor.
         dtype_bytes: bytes of an element.
-        optimizer: optimizer of the servers; None for the default.
+        optimizer: optimizer of the job; None for the default.
         steps: number of steps; None for as many as whole periods of the strategy need, until both halves agree.
         quick: use a surrogate also for a small model.
         seed: seed of the random draws.
@@ -276,6 +276,9 @@ def rehearse(
     strategy.check(workers)
     if steps is not None and steps < 2:
         raise ConfigurationError(f"a rehearsal needs >= 2 steps, got {steps}; {STEPS} is usual")
+    if optimizer is not None:
+        require_steppable(strategy, optimizer)
+        optimizer = optimizer.on_servers  # an optimizer that only workers can step may not step a surrogate either
     shapes = tuple((one,) if isinstance(one, int) else tuple(one) for one in tensors)
     stage = _Stage(
         strategy,

@@ -135,6 +135,11 @@ class Search:
         require("optuna", "search", "a search for hyper-parameters")
         self._context = self.context or TrialContext(self.outlook.site)
         lr = self._context.engine(self._context.job(self.seed), self.seed).optimizer.lr
+        if math.isnan(lr):
+            raise ConfigurationError(
+                "a search changes the learning rate, and the optimizer of this job has one of its own; use for example "
+                "optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or plan without trials"
+            )
         self._studies = [
             _Candidate(one, lr, self.outlook.workers, self.seed, _guess(self.outlook, one)) for one in self.candidates
         ]

@@ -161,7 +161,7 @@ def trial(
     context = context or TrialContext(site)
     job = context.job(seed)
     goal, engine = goal_of(job, target), context.engine(job, seed)
-    optimizer = engine.optimizer if lr is None else dataclasses.replace(engine.optimizer, lr=lr)  # type: ignore[type-var]
+    optimizer = engine.optimizer if lr is None else engine.optimizer.with_lr(lr)
     count = 1 if strategy is None else workers
     chosen = AllReduce() if strategy is None else strategy
     chosen.check(count)
