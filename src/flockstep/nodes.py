@@ -60,11 +60,31 @@ class Cluster:
     servers: int = 0
     beside: tuple[int, ...] = ()
     """For each server, the rank of a worker on whose host the server runs; empty: servers run on the hosts in turn."""
+    replicas: int = 0
+    """Number of backups of each server, each in a process of its own."""
 
     @property
     def addresses(self) -> list[Address]:
         """Addresses of all nodes: workers by rank, then servers by index."""
         return [*range(self.workers), *map(server, range(self.servers))]
+
+    @property
+    def processes(self) -> list[Address]:
+        """Addresses of the processes of all nodes: workers by rank, servers by index, then the backups of servers."""
+        return [*range(self.workers), *map(server, range(self.servers * (1 + self.replicas)))]
+
+    def logical(self, process: Address) -> Address:
+        """Address of the node whose program a process runs: of the server, if the process is a backup."""
+        return process if process >= 0 or not self.replicas else server((-1 - process) % self.servers)
+
+    def chain(self, address: Address) -> list[Address]:
+        """The processes of a server: the server's own, then the backups in the order in which they take its place."""
+        return [server(-1 - address + self.servers * i) for i in range(1 + self.replicas)]
+
+    def turn(self, process: Address) -> int:
+        """Number by which a server or a backup gets a host in turn, so that a backup is not with its server."""
+        index = -1 - process
+        return index if not self.replicas else index % self.servers + index // self.servers
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
+from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
@@ -93,6 +94,8 @@ class Welcome(Note, frozen=True):
     servers: int
     peers: dict[int, str]
     memory: str = ""
+    replicas: int = 0
+    """Number of backups of each server."""
 
 
 class NodeLost(Note, frozen=True):
@@ -101,6 +104,8 @@ class NodeLost(Note, frozen=True):
     address: int
     reason: str
     view: View
+    replaced: bool = False
+    """Whether the node is a process of a server of which another process continues."""
 
 
 SAID: Notes = {"welcome": Welcome, "lost": NodeLost}
@@ -231,7 +236,9 @@ class Member:
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
         secret = bytes.fromhex(node_spec.secret)
-        me = SenderIdentity(node_spec.run, node_spec.address, schema.hash, self.largest, notes=notes, secret=secret)
+        me = SenderIdentity(
+            node_spec.run, node_spec.address, schema.hash, self.largest, notes={**notes, **REPLICAS}, secret=secret
+        )
         transport, folder = Transport.parse(node_spec.transport), Path(node_spec.directory)
         name = node_name(node_spec.address).replace(" ", "-")
         if node_spec.call == 1 or node_spec.address < 0:
@@ -252,6 +259,8 @@ class Member:
         """The workers of each host."""
         self._linked = False
         self._untaken = 0
+        self._replicated = False
+        """Whether the servers of the run have backups."""
         self._early: deque[Message] = deque()
 
     def begin_call(self, node_spec: NodeSpec) -> NodeSpec:
@@ -295,18 +304,23 @@ class Member:
         self._linked = True
         welcome = self.wait_for("welcome")
         self.view, self.hosts = welcome.note.view, welcome.note.hosts
-        cluster = Cluster(len(self.view.ranks), welcome.note.servers)
+        self._replicated = welcome.note.replicas > 0
+        cluster = Cluster(len(self.view.ranks), welcome.note.servers, replicas=welcome.note.replicas)
         if welcome.note.memory:
             self._share(welcome.note.memory, cluster)
         self._meet(welcome.note.peers)
         self._share_on_host()
-        params = self._handed_on(initial, cluster.addresses)
+        params = self._handed_on(initial, cluster.processes)
         self.bus.traffic = Traffic(rejected=self.bus.traffic.rejected)  # messages from here on, of the run itself
         return cluster, params
 
     def expect(self, received: Mapping[Address, int]) -> None:
         """Set the number of messages that had arrived from each peer at the checkpoint from which the run continues."""
-        self._me.heard.update(received)
+        self._me.heard.update({peer: n for peer, n in received.items() if not self._renumbers(peer)})
+
+    def _renumbers(self, peer: Address) -> bool:
+        """Whether messages between the processes of this node and a peer are numbered anew in a resumed run."""
+        return self._replicated and min(peer, self.node_spec.address) < 0
 
     def begin(self) -> None:
         """Compare the clocks, tell the supervisor that this node is ready, and wait until all nodes are; then the clock

@@ -34,6 +34,8 @@ class NodeMetrics:
         self.address = address
         self.emit = emit
         self.traffic = traffic or Traffic()
+        self.backup_of: Address | None = None
+        """The server of which this process is a backup; None for all other nodes."""
         self.steps = 0
         self.waited = 0.0
         """Seconds since the last entry in which this node waited for others in shared memory."""
@@ -117,7 +119,8 @@ class NodeMetrics:
             self.scalar(t, "bytes_by_formula", self.estimated_bytes)
         if self.traffic.rejected:
             self.scalar(t, "rejected_connections", self.traffic.rejected)
-        self.emit(NodeEvent(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
+        counts = *totals, self.traffic.header_bytes
+        self.emit(NodeEvent(self.address, t, self.steps, *counts, fingerprint(params), self.backup_of))
 
     def kept(self) -> dict[str, int | float | list[int | float]]:
         """The totals so far, with which `restore` continues."""

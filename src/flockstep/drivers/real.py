@@ -17,6 +17,7 @@ from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import PAUSE, Member
 from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.program_restart import ScriptRequests
+from flockstep.drivers.replication import ReplicatedServer, replicate
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.drivers.tracker import FINAL, Progress
@@ -44,7 +45,7 @@ class NodeConnection(Messenger):
         """`every`: steps of a worker between two evaluations; 0 for none."""
         self.reports = EventSender(member)
         super().__init__(member.bus, member.receive, node, self._report, member.seconds)
-        self.reports.write(ClockEvent(self.now(), node.address, *member.clock))
+        self.reports.write(ClockEvent(self.now(), member.node_spec.address, *member.clock))
         node.view, node.hosts = member.view, member.hosts
         self.snapshots = SnapshotSender(member)
         self.checkpoints = NodeCheckpoints(self)
@@ -66,6 +67,9 @@ class NodeConnection(Messenger):
         self._staging: FlatArray | None = None
         """Place in shared memory for arrays that a host's workers sum and that lie elsewhere."""
         self.runner.send_snapshot, self.runner.every, self.runner.stepped = self.send_snapshot, every, self._stepped
+        address = member.node_spec.address
+        self.runner.metrics.address = address
+        self.replication = self.runner.replication = replicate(self.runner, node.cluster, address, self.send)
         node.bad_gradients, self.runner.quarantine = member.node_spec.bad_gradients, self._quarantine
         if isinstance(node, Worker):
             self._meet(node)
@@ -95,7 +99,7 @@ class NodeConnection(Messenger):
         """
         node = self.node
         while (wanted := runner.waiting) is not None and not isinstance(wanted, NeedGradient):
-            if node.address < 0:
+            if node.address < 0 and self._leads:
                 self.snapshots.newest(node, self.now, runner.metrics.traffic.sent_bytes)
             if isinstance(wanted, NeedWork):
                 runner.go_on(self._join(wanted.work))
@@ -203,26 +207,39 @@ class NodeConnection(Messenger):
         nbytes, messages = group.moved_in_shares(array, shares)
         metrics.traffic.moved(nbytes, nbytes, messages)
 
-    def send_snapshot(self, tick: float) -> None:
-        """Send a snapshot of the node's current parameters, to be evaluated off the clock."""
-        self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes)
+    def send_snapshot(self, tick: float, params: FlatArray | None = None) -> None:
+        """Send a snapshot of the node's parameters (None: the current ones), to be evaluated off the clock."""
+        self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes, params)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this process is not a backup of a server."""
+        return not isinstance(self.replication, ReplicatedServer) or self.replication.leads
 
     def salvage(self) -> None:
         """Send the messages that are ready, because the run is failing."""
         with contextlib.suppress(FlockstepError):
             self.reports.flush()
             self.send_flight()
-        self.snapshots.salvage(self.node, self.now(), self.runner.metrics.traffic.sent_bytes)
+        if self._leads:
+            self.snapshots.salvage(self.node, self.now(), self.runner.metrics.traffic.sent_bytes)
 
     def close(self) -> None:
         """Record the totals of a program that has ended, and send the final parameters."""
         self.checkpoints.close()
+        if self.replication is not None:
+            self.replication.close()
         self.runner.metrics.close(self.now(), self.node.params)
-        self.send_snapshot(FINAL)
+        assert self.runner.send_snapshot is not None
+        self.runner.send_snapshot(FINAL)
+        if not self._leads:
+            self.tell("done", {"step": self.node.run_step})
 
     def attend(self, message: Message) -> None:
         """Deliver a message after the end of the program, for background tasks that still run."""
-        if self.node.tasks or (message.source == LAUNCHER and message.tag == CHECKPOINT):
+        said = message.source == LAUNCHER
+        replicas = self.replication is not None and (not said or (message.tag == "lost" and message.note.replaced))
+        if self.node.tasks or replicas or (said and message.tag == CHECKPOINT):
             self.take(message)
             self.checkpoints.idle()
 
@@ -303,7 +320,7 @@ class NodeConnection(Messenger):
     def _hear_of_loss(self, failure: PeerLost, to: Address | None = None) -> None:
         """After a failure caused by a peer, wait for the supervisor's report of the lost node."""
         deadline = time.monotonic() + 2 * self._member.node_spec.heartbeat
-        while not (self.node.lost if to is None else to in self.node.lost):
+        while not (self.node.lost if to is None else to in self.node.lost | self.replaced):
             self._require_others()
             message = self._receive(max(0.0, deadline - time.monotonic()))
             if message is None:
@@ -341,8 +358,8 @@ class NodeConnection(Messenger):
         """Deliver a message, or follow an instruction of the supervisor."""
         super().take(message)
         if message.source != LAUNCHER:
-            if message.tag == LEAVE:
-                self._release(message.source)
+            for address in [message.source] if message.tag == LEAVE else self._left if self.replication else ():
+                self._release(address)
         elif message.tag == CHECKPOINT:
             self.checkpoints.hear(message.note)
         elif message.tag == "left" and (address := int(message.note["address"])) not in self._left:
@@ -361,6 +378,9 @@ class NodeConnection(Messenger):
         has arrived.
         """
         if self._survives and self.node.address < 0 and address in self._left and address in self.node.departed:
+            if isinstance(self.replication, ReplicatedServer):
+                self.replication.release(address)
+                return
             self.node.deliver(Message(address, LEAVE, note={"lost": 1}))
             self.runner.wake()
 
@@ -370,7 +390,7 @@ class NodeConnection(Messenger):
         If all workers proceed in step, none can continue after one has left with fewer steps; servers leave last. The
         supervisor reports dead nodes in time; if it reports none, only the connection has broken.
         """
-        for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost:
+        for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost - self.replaced:
             raise PeerLost(f"{self._bus.why_broken(peer)}, although both processes are alive; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:

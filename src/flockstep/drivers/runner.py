@@ -17,14 +17,29 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.fault_injector import WrongGradients
 from flockstep.drivers.node_metrics import NodeMetrics
 from flockstep.drivers.program_restart import CHANNEL, ProgramRestart, ScriptRequests
+from flockstep.drivers.replication import NOTES as BETWEEN_PROCESSES
 from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import CompositionError, Diverged, PeerLost, RunError
 from flockstep.messages import ANYTHING, LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import BadGradients, Node, Server, Worker
 from flockstep.programs import Effect, NeedGradient, Program
+from flockstep.records.events import Event
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import bad_gradient, require_finite_message
+
+
+class Replication(Protocol):
+    """Takes the messages of other processes, in a run whose servers have backups."""
+
+    def take(self, message: Message, sent_at: float | None) -> None:
+        """Handle a message of another process, which may hold a message for the program."""
+
+    def loses(self, address: Address) -> bool:
+        """Handle the death of a process; return whether the program goes on as if nothing had happened."""
+
+    def close(self) -> None:
+        """Write to the record how many messages were dropped, because the node's program has ended."""
 
 
 class Driver(Protocol):
@@ -87,8 +102,8 @@ class Runner:
     `waiting` is the request for which the program waits; None while it runs.
     """
 
-    send_snapshot: Callable[[float], None] | None = None
-    """Function that sends a snapshot of the node's parameters for a tick of progress."""
+    send_snapshot: Callable[..., None] | None = None
+    """Function that sends a snapshot of the node's parameters, or of the given ones, for a tick of progress."""
     every = 0
     """Number of steps of a worker between two ticks of progress; 0 for no ticks."""
     progress: Progress | None = None
@@ -112,6 +127,8 @@ class Runner:
     """Removes a worker from the run, for a reason."""
     wrong_gradients: WrongGradients | None = None
     """Injected faults of the worker's gradients."""
+    replication: Replication | None = None
+    """Handles the messages between the processes of a run whose servers have backups; None if there are no backups."""
 
     def __init__(self, node: Node, driver: Driver, metrics: NodeMetrics, clock: Callable[[], float]):
         self.node = node
@@ -369,6 +386,9 @@ class Runner:
 
     def deliver(self, message: Message, sent_at: float | None = None) -> None:
         """Handle a message that has arrived; `sent_at` is the time of sending, if known."""
+        if self.replication is not None and message.tag in BETWEEN_PROCESSES:
+            self.replication.take(message, sent_at)
+            return
         node = self.node
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("message", message, sent_at))
@@ -405,6 +425,11 @@ class Runner:
 
     def lose(self, address: Address) -> None:
         """Handle the death of a node."""
+        if self.replication is None or not self.replication.loses(address):
+            self.take_loss(address)
+
+    def take_loss(self, address: Address) -> None:
+        """Tell the program of the death of a node."""
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("loss", address))
         self.node.lose(address)
@@ -438,6 +463,11 @@ class Runner:
     def collect(self) -> None:
         """Deliver the messages that have arrived."""
         self._driver.collect()
+
+    def emit(self, event: Event) -> None:
+        """Write an event to the record."""
+        if self.recorded and self.metrics.emit is not None:
+            self.metrics.emit(event)
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Record updates that took effect on this node."""

@@ -34,13 +34,14 @@ class SnapshotSender:
         self._due = NEWEST_FIRST
         self._closed = False
 
-    def send_snapshot(self, node: Node, tick: float, t: float, sent: int) -> None:
-        """Send a snapshot of the node's current parameters to the supervisor."""
+    def send_snapshot(self, node: Node, tick: float, t: float, sent: int, params: FlatArray | None = None) -> None:
+        """Send a snapshot of the node's parameters (None: the current ones) to the supervisor."""
+        params = node.params if params is None else params
         buffers = self.buffers()
         self._closed = tick == FINAL
         note: Fields = {"tick": tick, "seconds": t, "step": node.run_step, "sent_bytes": sent}
-        size: Fields = {"size": len(node.params), "dtype": name_of(node.params), "buffers": buffers.nbytes}
-        self._member.send_in_parts({**note, **size}, [to_host(node.params), buffers])
+        size: Fields = {"size": len(params), "dtype": name_of(params), "buffers": buffers.nbytes}
+        self._member.send_in_parts({**note, **size}, [to_host(params), buffers])
         if self._closed:
             self._member.tell("done", None, {"step": node.run_step})
 

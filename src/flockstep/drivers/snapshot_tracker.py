@@ -142,6 +142,8 @@ class SnapshotTracker(Tracker):
         if item.tick == LAST or item.address in self._idle:
             return
         tick = FINAL if item.tick is None else item.tick
+        if self._repeats(item.address, tick):
+            return
         entry = self._ticks.setdefault(tick, SnapshotTick(set(self._alive)))
         assert isinstance(entry, SnapshotTick)
         entry.add_snapshot(item, self._samples(item.step))

@@ -135,6 +135,8 @@ class Tracker:
         self._alive = set(cluster.addresses) - self._idle
         self._ticks: dict[float, Tick] = {}
         self._latest = -1.0
+        self._ticks_of: dict[Address, float] = {}
+        """Server → the newest tick of which it has sent its parameters."""
         self._own: dict[str, Evaluation] = {}
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
@@ -142,7 +144,7 @@ class Tracker:
 
         Parameters of servers that only cache are dropped.
         """
-        if address in self._idle:
+        if address in self._idle or self._repeats(address, tick):
             return
         params = to_host(params)
         entry = self._ticks.setdefault(tick, Tick(set(self._alive)))
@@ -156,6 +158,14 @@ class Tracker:
             self._evaluate_own(address, params, t)
         if not entry.missing:
             self._evaluate(tick)
+
+    def _repeats(self, address: Address, tick: float) -> bool:
+        """Whether a backup that has taken the place of a server sends a tick again that the server had sent."""
+        if address >= 0:
+            return False
+        repeats = tick <= self._ticks_of.get(address, -1.0)
+        self._ticks_of[address] = max(tick, self._ticks_of.get(address, -1.0))
+        return repeats
 
     def lose(self, address: Address) -> None:
         """Stop waiting for a lost node."""

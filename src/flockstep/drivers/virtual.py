@@ -14,12 +14,14 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.batched import BatchedGradients
 from flockstep.drivers.fault_injector import FaultInjector
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.node_metrics import Emit, NodeMetrics
 from flockstep.drivers.node_state import Saved, facts_of, restart_point, restore
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
+from flockstep.drivers.replication import ProgramEvents, replicate
 from flockstep.drivers.runner import History, Runner
 from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.drivers.tracker import FINAL, Progress, Tracker
@@ -28,7 +30,7 @@ from flockstep.frameworks.base import Engine
 from flockstep.messages import HEADER_BYTES, Address, Message, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient
-from flockstep.records.events import LostEvent
+from flockstep.records.events import Event, LostEvent
 from flockstep.simulation.collector import seldom
 from flockstep.simulation.compute import FORWARD, ComputeModel
 from flockstep.simulation.faults import Fault
@@ -63,6 +65,7 @@ class Simulation:
         self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
         self._engine = engine
         self._emit = emit
+        self._program_events = ProgramEvents(plan.cluster)
         self._report = progress
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._clock_of_run = partial(getattr, self._queue, "now")
@@ -73,7 +76,7 @@ class Simulation:
         for t, node, factor in reversed(
             self._fault_injector.narrowings()
         ):  # refuses the impossible, applies those at 0
-            self._fabric.narrow(node, plan.cluster.addresses, 1.0 if t else factor)
+            self._fabric.narrow(node, plan.cluster.processes, 1.0 if t else factor)
         self._gradients = BatchedGradients(engine, plan)
         self._computing: dict[int, Computing] = {}
         self._dead: set[Address] = set()
@@ -112,7 +115,7 @@ class Simulation:
             for t in self._restarts:
                 self._queue.schedule(t, self._begin_anew)
             for t, address, factor in self._fault_injector.narrowings():
-                self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.addresses, factor))
+                self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.processes, factor))
             for t, address, noticed in self._fault_injector.deaths():
                 self._queue.schedule(t, partial(self._notice if noticed else self._die, address))
             self._end()
@@ -248,13 +251,13 @@ class Simulation:
         """Create the workers by rank, then the servers by index, each with its runner."""
         plan = self.plan
         for rank in range(plan.cluster.workers):
-            runner = self._runner_of(self._make_worker(rank))
+            runner = self._runner_of(self._make_worker(rank), rank)
             runner.every = plan.evaluate_every
             runner.source = partial(self._start_gradient, runner)
             runner.stepped = self._stepped
             runner.wrong_gradients = self._fault_injector.wrong_gradients(rank)
-        for index in range(plan.cluster.servers):
-            runner = self._runner_of(self._make_server(index))
+        for address in plan.cluster.processes[plan.cluster.workers :]:
+            runner = self._runner_of(self._make_server(-1 - plan.cluster.logical(address)), address)
             runner.progress = Progress(plan.cluster, plan.evaluate_every)
 
     def _make_worker(self, rank: int) -> Worker:
@@ -273,13 +276,21 @@ class Simulation:
         made.bad_gradients = plan.bad_gradients
         return made
 
-    def _runner_of(self, node: Node) -> Runner:
-        metrics = NodeMetrics(node.address, self._emit)
-        runner = self.runners[node.address] = Runner(node, self, metrics, self._clock_of_run)
+    def _runner_of(self, node: Node, address: Address) -> Runner:
+        """`address`: address of the node's process."""
+        emit = self._emit if node.address >= 0 or not self.plan.cluster.replicas else partial(self._emit_once, address)
+        metrics = NodeMetrics(address, emit)
+        runner = self.runners[address] = Runner(node, self, metrics, self._clock_of_run)
         runner.send_snapshot = partial(self._send_snapshot, runner)
         runner.ended = partial(self._ended, runner)
         runner.quarantine = self._quarantine
+        runner.replication = replicate(runner, self.plan.cluster, address, self.send)
         return runner
+
+    def _emit_once(self, address: Address, event: Event) -> None:
+        """Write an event of a process of a replicated server."""
+        if (kept := self._program_events.once(address, event)) is not None:
+            self._emit(kept)
 
     def _facts(self, node: Node) -> Saved:
         """The current state of a node, not copied."""
@@ -319,6 +330,12 @@ class Simulation:
         if address not in self._dead:
             return
         self._emit(LostEvent(self.now, address, reason or f"{node_name(address)} died"))
+        if address < 0 and not self._dead.issuperset(self.plan.cluster.chain(self.plan.cluster.logical(address))):
+            for runner in self.runners.values():
+                if runner.metrics.address not in self._dead:
+                    runner.lose(address)
+                    self._look_for_needless(runner)
+            return
         self.tracker.lose(address)
         others = [runner for runner in self.runners.values() if not runner.done]
         if others and (address < 0 or not self.plan.strategy.traits.survives):
@@ -400,12 +417,17 @@ class Simulation:
         if type(waiting) is NeedGradient and waiting.unless is not None:
             self._look_for_needless(runner)
 
-    def _send_snapshot(self, runner: Runner, tick: float) -> None:
+    def _send_snapshot(self, runner: Runner, tick: float, params: FlatArray | None = None) -> None:
+        """`params`: None for the node's current parameters."""
         node = runner.node
-        self.tracker.add(tick, node.address, node.params, self.now, node.step, runner.metrics.traffic.sent_bytes)
+        array = node.params if params is None else params
+        self.tracker.add(tick, node.address, array, self.now, node.step, runner.metrics.traffic.sent_bytes)
 
     def _ended(self, runner: Runner) -> None:
-        self._send_snapshot(runner, FINAL)
+        if runner.send_snapshot is not None:
+            runner.send_snapshot(FINAL)
+        if runner.replication is not None:
+            runner.replication.close()
         runner.metrics.close(self.now, runner.node.params)
 
 

@@ -109,7 +109,7 @@ class Checkpointer:
     def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy) -> None:
         """Begin to count the time until the first checkpoint, because all nodes are ready and the run begins."""
         self._links, self._strategy = links, strategy
-        self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
+        self._over = bool(strategy.replicas) or not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
             self.why_not = f"a run with {strategy} has no checkpoints"
         self._since = time.monotonic()
@@ -353,6 +353,11 @@ def require_checkpoints(strategy: Strategy) -> None:
         raise CompositionError(
             f"a run with {strategy} has no checkpoints, because no single node holds its state; leave out "
             "--checkpoint-every, or use another strategy"
+        )
+    if strategy.replicas:
+        raise CompositionError(
+            f"a run with {strategy} has no checkpoints, because its servers have backups; leave out "
+            "--checkpoint-every, or replicas"
         )
     if not strategy.traits.checkpoints:
         raise CompositionError(

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +21,7 @@ from flockstep.communicator.joining import rule_of
 from flockstep.drivers.event_sender import MOST, events_in
 from flockstep.drivers.member import AGAIN, WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short, run_of_call
 from flockstep.drivers.node_metrics import fingerprint
+from flockstep.drivers.replication import ProgramEvents
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
@@ -41,8 +42,8 @@ from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
-from flockstep.messages import Address, AnyNote, Fields, Message, node_name, server
-from flockstep.nodes import BadGradients, Hosts, View
+from flockstep.messages import Address, AnyNote, Fields, Message, node_name
+from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint
@@ -87,6 +88,8 @@ class Outcome:
     """The workers of each host; empty before all nodes have joined."""
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
+    replaced: set[Address] = field(default_factory=set)
+    """Lost processes of servers of which other processes continue."""
     change: Change | None = None
     """How the workers change while the run continues, whose processes still run; None if the run has ended."""
     nodes: set[Address] = field(default_factory=set)
@@ -122,6 +125,9 @@ class Supervisor:
     """Whether a later call has ended, and its sockets and files are closed."""
     _memory: SharedMemory | None = None
     """Segment of the workers, until all of them have attached to it."""
+    _cluster = Cluster(0)
+    """The nodes of the run; none until the strategy is known."""
+    _program_events = ProgramEvents(_cluster)
     _condemned: dict[Address, str]
     """Workers to remove from the run, with the reason."""
     _went: float | None = None
@@ -605,7 +611,8 @@ class Supervisor:
                     self._checkpoints.look(self.standings)
             return
         assert self.outcome.strategy is not None
-        for address in self._gone - self._done:  # the others may have finished too when this node was lost
+        missing = self._gone - self._done - self.outcome.replaced
+        for address in missing:  # the others may have finished too when this node was lost
             if address < 0 or not self.outcome.strategy.traits.survives:
                 raise PeerLost(self.outcome.lost[address].reason)
         self._dismiss(result(self.outcome))
@@ -691,6 +698,8 @@ class Supervisor:
         if self.outcome.schema is None or self.outcome.strategy is None:
             self.outcome.schema, self.outcome.strategy = hello.schema, rule_of(hello.strategy)
             self.outcome.strategy.check(self._workers)
+            self._cluster = self.outcome.strategy.cluster(self._workers)
+            self._program_events = ProgramEvents(self._cluster)
             return
         self.outcome.schema.require(hello.schema, node_name(hello.address))
         if rule_of(hello.strategy) != self.outcome.strategy:
@@ -703,16 +712,15 @@ class Supervisor:
         strategy = self.outcome.strategy
         if strategy is None or len([a for a in self._links if a >= 0]) < self._workers:
             return
-        for index in range(strategy.servers_for(self._workers)):
-            if server(index) not in self.standings:
+        for address in self._cluster.processes[self._workers :]:
+            if address not in self.standings:
                 require_open_files(1, more=0)
-                self.standings[server(index)] = NodeProgress()
-                hello = self._links[0].hello
-                node_spec = self._node_spec(server(index))
-                self._keep_child(server(index), self._server(node_spec, index, hello, strategy.beside(self._workers)))
+                self.standings[address] = NodeProgress()
+                self._keep_child(address, self._server(self._node_spec(address), self._links[0].hello))
 
-    def _server(self, node_spec: NodeSpec, index: int, hello: Hello, beside: Sequence[int]) -> Child | None:
-        """Start a server, on this host or on another one; on this host in a later call."""
+    def _server(self, node_spec: NodeSpec, hello: Hello) -> Child | None:
+        """Start a server or a backup, on this host or on another one; on this host in a later call."""
+        index, cluster = -1 - self._cluster.logical(node_spec.address), self._cluster
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
         spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
         if self._number > 1 and all(map(self._hosts.has, range(self._workers))):
@@ -721,15 +729,15 @@ class Supervisor:
                 "coordinator without workers, whose host no worker can reach; use a strategy without servers in "
                 "later calls"
             )
-        if self._number == 1 and self._hosts.place_server(node_spec.address, index, beside):
+        turn = cluster.turn(node_spec.address)
+        if self._number == 1 and self._hosts.place_server(node_spec.address, turn, cluster.beside):
             return self._hosts.start(node_spec, spec)
         return self._start_server(node_spec, spec)
 
     def _welcome(self) -> None:
         """When all nodes have joined, send each of them the addresses of the others."""
         strategy = self.outcome.strategy
-        servers = 0 if strategy is None else strategy.servers_for(self._workers)
-        if strategy is None or len(self._links) < self._workers + servers:
+        if strategy is None or len(self._links) < len(self._cluster.processes):
             return
         model = self._links[0].hello.schema.nbytes
         peers = {address: link.hello.bus for address, link in self._links.items()}
@@ -738,7 +746,8 @@ class Supervisor:
         for rank in self._view.ranks:
             places.setdefault(self._links[rank].hello.host, []).append(rank)
         hosts = self.outcome.hosts = tuple(map(tuple, places.values()))
-        welcome = Welcome(self._view, hosts, servers, peers, "" if self._memory is None else self._memory.address)
+        memory, servers, replicas = self._memory, self._cluster.servers, self._cluster.replicas
+        welcome = Welcome(self._view, hosts, servers, peers, "" if memory is None else memory.address, replicas)
         for link in self._links.values():
             link.tell("welcome", welcome)
 
@@ -856,7 +865,9 @@ class Supervisor:
         writer = self._writers.get(address)
         if writer is None:
             raise ProtocolError("the process sent events before the run began")
-        for event in events:
+        for kept in events:
+            if (event := self._program_events.once(address, kept)) is None:
+                continue
             writer.write(event)
             if isinstance(event, StepEvent):
                 self.standings[address].progress(event)
@@ -870,7 +881,8 @@ class Supervisor:
 
     def _begin_snapshot(self, link: ProcessLink, note: Fields) -> None:
         with self._warned(float(note["tick"])):
-            self._arriving[link.address] = SnapshotWriter(self._places, link.address, note, link.hello.largest)
+            node = self._cluster.logical(link.address)
+            self._arriving[link.address] = SnapshotWriter(self._places, node, note, link.hello.largest)
             self._take(link.address, np.empty(0, np.uint8))
 
     def _take(self, address: Address, part: FlatArray) -> None:
@@ -934,7 +946,10 @@ class Supervisor:
         if (arriving := self._arriving.pop(address, None)) is not None:
             arriving.drop()
         self.standings[address].state = "lost"
-        self._evaluation.lose(address)
+        if self._is_replaced(address):
+            self._replace(address, reason)
+            return
+        self._evaluation.lose(self._cluster.logical(address))
         if self._went is None and child is not None:
             refuse_unguarded(child)
         self._view = self._view.without(address)
@@ -953,6 +968,29 @@ class Supervisor:
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits
         if address >= 0 and self._view.ranks and traits is not None and traits.survives and traits.results:
             on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers continue")
+        self._tell_others("lost", address, loss)
+
+    def _is_replaced(self, address: Address) -> bool:
+        """Whether another process of a lost server continues."""
+        node = self._cluster.logical(address)
+        return address < 0 and self._went is not None and not self._gone.issuperset(self._cluster.chain(node))
+
+    def _replace(self, address: Address, reason: str) -> None:
+        """A process of a server is lost, and another one continues: tell all nodes."""
+        self.outcome.replaced.add(address)
+        chain = self._cluster.chain(self._cluster.logical(address))
+        leads = next(one for one in chain if one not in self._gone)
+        if chain.index(leads) > chain.index(address):
+            self._done.discard(leads)  # it has to send the result
+            text = f"{reason}; {node_name(leads)}, its backup, continues in its place"
+        else:
+            text = f"{reason}; {node_name(leads)}, whose backup it was, continues"
+        on_stderr(text)
+        self.outcome.warnings.append(text)
+        if self._checkpoints is not None:
+            self._checkpoints.lose(address)
+        loss = self._losses[address] = NodeLost(address, reason, self._view, True)
+        self._keep_own_flight()
         self._tell_others("lost", address, loss)
 
     def _tell_others(self, tag: str, address: Address, note: AnyNote) -> None:

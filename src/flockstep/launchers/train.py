@@ -68,7 +68,7 @@ def train(
         require_one_machine(config)
     jobs = _Jobs(test)
     plan, config = prepare(config, test, jobs.built(config))[1:]
-    require_open_files(plan.cluster.workers + plan.cluster.servers)
+    require_open_files(len(plan.cluster.processes))
     if config.checkpoint_every is not None:
         require_checkpoints(plan.strategy)
     require_changes(config, plan.strategy)
@@ -216,7 +216,7 @@ def _continued(
         gone = () if left is None else left.gone
         change = resized_run(checkpoint, built, plan, config, workers, gone, evaluated_in(record))
         plan, config = change.plan, change.config
-        require_open_files(plan.cluster.workers + plan.cluster.servers)
+        require_open_files(len(plan.cluster.processes))
     facts = plan.steps, plan.evaluate_every, plan.result
     del plan, built
     release()

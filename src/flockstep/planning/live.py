@@ -25,9 +25,9 @@ class LiveSimulation(Simulation):
 
     _begun = 0
 
-    def _send_snapshot(self, runner: Runner, tick: float) -> None:
+    def _send_snapshot(self, runner: Runner, tick: float, params: FlatArray | None = None) -> None:
         if tick == FINAL or self.plan.result not in NOW:
-            super()._send_snapshot(runner, tick)
+            super()._send_snapshot(runner, tick, params)
             return
         if runner.node.address < 0:
             return
@@ -58,5 +58,6 @@ class LiveSimulation(Simulation):
             return first
         whole: FlatArray = np.empty_like(replicas[0])
         for index, part in reversed(list(enumerate(self.plan.held(len(whole))))):
-            whole[part] = self.runners[server(index)].node.params
+            processes = [one for one in self.plan.cluster.chain(server(index)) if one not in self._dead]
+            whole[part] = self.runners[processes[0]].node.params
         return whole

@@ -119,6 +119,8 @@ class NodeEvent(msgspec.Struct, tag="node", frozen=True, forbid_unknown_fields=T
     messages_received: int
     header_bytes: int
     hash: str
+    backup_of: int | None = None
+    """The server of which this process is a backup; None for all other nodes."""
 
 
 class LostEvent(msgspec.Struct, tag="lost", frozen=True, forbid_unknown_fields=True):
@@ -127,6 +129,20 @@ class LostEvent(msgspec.Struct, tag="lost", frozen=True, forbid_unknown_fields=T
     seconds: float
     node: int
     reason: str
+
+
+class PromotedEvent(msgspec.Struct, tag="promoted", frozen=True, forbid_unknown_fields=True):
+    """A backup took the place of server `node`, whose process was lost; its process has the address `process`.
+
+    `epoch`: number of times that this has happened to the server. `push_seconds`: seconds until the first message with
+    an array arrived afterwards; None if none did.
+    """
+
+    seconds: float
+    node: int
+    process: int
+    epoch: int
+    push_seconds: float | None
 
 
 class DivergedEvent(msgspec.Struct, tag="diverged", frozen=True, forbid_unknown_fields=True):
@@ -172,6 +188,7 @@ Event = (
     | EvaluationEvent
     | NodeEvent
     | LostEvent
+    | PromotedEvent
     | DivergedEvent
     | RefusedEvent
     | ScalarEvent

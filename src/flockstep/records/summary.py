@@ -414,7 +414,8 @@ def _completed(
         return workers, None
     at_servers = [update for update in updates if update.node < 0]
     if at_servers:
-        servers = {update.node for update in at_servers} | {node for node in nodes if node < 0}
+        servers = {update.node for update in at_servers}
+        servers |= {node for node, event in nodes.items() if node < 0 and event.backup_of is None}
         applied = sum(_count(update, len(workers) + 1) for update in at_servers)
         share = applied / (len(servers) * total) if total else None
         return [msgspec.structs.replace(worker, completeness=share) for worker in workers], share

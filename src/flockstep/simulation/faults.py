@@ -123,8 +123,8 @@ class Narrows(Fault):
 
 
 def _takes_part(node: Address, cluster: Cluster) -> None:
-    if node not in cluster.addresses:
-        workers, servers = cluster.workers, cluster.servers
+    if node not in cluster.processes:
+        workers, servers = cluster.workers, len(cluster.processes) - cluster.workers
         raise ConfigurationError(
             f"{node_name(node)} does not exist in this run: there are {workers} workers (0 to {workers - 1}) and "
             f"{servers} servers{f' (-1 to -{servers})' if servers else ''}; name one of these nodes"

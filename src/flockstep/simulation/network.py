@@ -30,7 +30,7 @@ import msgspec
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
-from flockstep.messages import Address, node_name, server
+from flockstep.messages import Address, node_name
 from flockstep.nodes import Cluster, Hosts, one_host
 from flockstep.simulation import units
 
@@ -169,8 +169,8 @@ class Ideal(Network):
 def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[Address, Hop]]:
     """Return the egress and ingress hops of every node, by address."""
     return (
-        {address: Hop(f"egress of {node_name(address)}", bandwidth) for address in cluster.addresses},
-        {address: Hop(f"ingress of {node_name(address)}", bandwidth) for address in cluster.addresses},
+        {address: Hop(f"egress of {node_name(address)}", bandwidth) for address in cluster.processes},
+        {address: Hop(f"ingress of {node_name(address)}", bandwidth) for address in cluster.processes},
     )
 
 
@@ -255,7 +255,7 @@ class TwoTier(Network):
         """Address of a node → number of its group."""
         number = max(1, -(-cluster.workers // self.group))
         members = {rank: rank // self.group for rank in range(cluster.workers)}
-        return members | {server(index): index % number for index in range(cluster.servers)}
+        return members | {one: cluster.turn(one) % number for one in cluster.processes if one < 0}
 
     def start(self, cluster: Cluster) -> Fabric:
         """Return the hops: two inside a group, and four between groups (egress, uplink, downlink, ingress)."""

@@ -7,7 +7,7 @@ from itertools import accumulate, combinations, pairwise
 from typing import TypeVar
 
 from flockstep.errors import ConfigurationError
-from flockstep.messages import Address, server
+from flockstep.messages import Address
 from flockstep.nodes import Cluster, Hosts
 from flockstep.simulation import units
 from flockstep.simulation.fair import FairLink, Shared
@@ -116,14 +116,15 @@ class _Floor:
         self._inside = list(_filled(shape.inside, len(shape.machines)))
         self._shared = [size > 1 for size in shape.machines]
         beside = [self._machine[rank] for rank in cluster.beside] if any(self._shared) else []
-        for index in range(cluster.servers):
-            machine = beside[index] if beside else index % len(shape.machines)
+        for address in (one for one in cluster.processes if one < 0):
+            turn = cluster.turn(address)
+            machine = beside[turn] if beside else turn % len(shape.machines)
             if not self._shared[machine]:
                 self._tier.append(shape.tiers[machine])
                 self._inside.append(self._inside[machine])
                 self._shared.append(False)
                 machine = len(self._tier) - 1
-            self._machine[server(index)] = machine
+            self._machine[address] = machine
         self._among = _filled(shape.cards, max(shape.tiers) + 1)
         self._fair = isinstance(self._among[0], FairLink)
         pairs = list(combinations(range(max(shape.tiers) + 1), 2))

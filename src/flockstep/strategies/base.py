@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.collectives.base import Collective
-from flockstep.errors import CompositionError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 from flockstep.messages import Message, Notes
 from flockstep.nodes import Cluster, Server, Worker
@@ -29,6 +29,10 @@ Places = Literal[
     "none", "single PS", "distributed PS", "distributed PS (k = n)", "hierarchical PS", "replicated PS",
     "shared memory", "closed ring", "graph", "tree", "p2p mesh", "dedicated master",
 ]  # fmt: skip
+
+
+MOST_REPLICAS = 4
+"""Largest number of backups of a server; every message to the server passes through all of them."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,11 @@ class Strategy(Component):
         """Number of servers for a run with the given number of `workers`."""
         return self.servers
 
+    @property
+    def replicas(self) -> int:
+        """Number of backups of each server: processes that run the server's program on the same messages."""
+        return 0
+
     def beside(self, workers: int) -> tuple[int, ...]:
         """For each server, the rank of a worker on whose host the server runs; empty: servers run on the hosts in
         turn.
@@ -92,7 +101,7 @@ class Strategy(Component):
 
     def cluster(self, workers: int) -> Cluster:
         """The nodes of a run with the given number of `workers`."""
-        return Cluster(workers, self.servers_for(workers), self.beside(workers))
+        return Cluster(workers, self.servers_for(workers), self.beside(workers), self.replicas)
 
     @property
     def coding(self) -> Codec | None:
@@ -177,6 +186,15 @@ class Strategy(Component):
     async def master(self, me: Server) -> None:
         """Run a server's program until every worker has left."""
         raise CompositionError(f"{self} has no server")
+
+
+def check_replicas(replicas: int) -> None:
+    """Raise `ConfigurationError` unless servers may have that many backups."""
+    if not 0 <= replicas <= MOST_REPLICAS:
+        raise ConfigurationError(
+            f"replicas must be >= 0 and <= {MOST_REPLICAS} backups of each server, got {replicas}; 1 survives the "
+            "death of one process of each server"
+        )
 
 
 def _has_collective(value: object) -> bool:

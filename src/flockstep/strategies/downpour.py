@@ -14,7 +14,7 @@ from flockstep.expression import SHOWN, searched
 from flockstep.messages import Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import ParameterVersion, Pushed
-from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits, check_replicas
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
@@ -100,7 +100,8 @@ class Downpour(Strategy):
     when the previous one has arrived. With overlap=False the worker waits for each fetch: with n_push = n_fetch = 1
     this is `asgd`, with half the staleness.
 
-    Staleness counts the updates by other workers since the first of the accumulated gradients was computed.
+    Staleness counts the updates by other workers since the first of the accumulated gradients was computed. `replicas`:
+    number of backups of each server, one of which takes the place of a server that dies.
     """
 
     notes: ClassVar[Notes] = {
@@ -117,8 +118,10 @@ class Downpour(Strategy):
     filters: tuple[Filter, ...] = ()
     codec: Codec = field(default_factory=Identity)
     overlap: bool = True
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         check_filters(self.filters, self.codec)
         if self.server_update.compares_reads and (self.overlap or (self.n_push, self.n_fetch) != (1, 1)):
             raise CompositionError(

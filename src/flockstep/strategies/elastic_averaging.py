@@ -10,7 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits, check_replicas
 from flockstep.strategies.resizing import Resizing
 
 
@@ -26,15 +26,18 @@ class ElasticAveraging(Strategy):
     to alpha = (4 - 2 eta) / (4 - eta).
 
     With `beta` the center moves by beta (w_i - center) instead (the general form of Langer et al. 2020, equations 1 and
-    2, with alpha >= beta): an exchange then conserves beta w_i + alpha center.
+    2, with alpha >= beta): an exchange then conserves beta w_i + alpha center. `replicas`: number of backups of the
+    server, one of which takes its place if it dies.
     """
 
     period: int = field(default=10, metadata=searched(1, 128))
     alpha: float = field(default=0.1, metadata=searched(0.005, 0.5, whole=False))
     order: Literal["survey", "paper"] = "survey"
     beta: float | None = field(default=None, kw_only=True)
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         if self.period < 1:
             raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 10 is usual")
         if self.order not in ("survey", "paper"):

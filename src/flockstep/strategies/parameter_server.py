@@ -21,7 +21,16 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Access, CachedCopies, CancelStale, EagerCopies, Fresh, ParameterVersion, Pushed
 from flockstep.strategies.aggregations import Aggregation, Mean
 from flockstep.strategies.aggregations.requirements import check_slices
-from flockstep.strategies.base import Clips, Exchange, ResultPolicy, Scheduling, Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import (
+    Clips,
+    Exchange,
+    ResultPolicy,
+    Scheduling,
+    Strategy,
+    TaxonomyEntry,
+    Traits,
+    check_replicas,
+)
 from flockstep.strategies.consistency import BulkSynchronous, Consistency, ConsistencyView, Push, Read
 from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
@@ -45,7 +54,8 @@ class ParameterServer(Strategy):
     computed on and the version it is applied to (Zhang et al. 2016). Shards decide independently of each other.
     `filters` choose the entries that are sent; the other entries are added to a later push. An `aggregation` other than
     `mean` takes the place of the mean of a step's gradients. Of a step in which too many workers are missing to
-    withstand the attackers that the aggregation is made for, no gradient is applied.
+    withstand the attackers that the aggregation is made for, no gradient is applied. `replicas`: number of backups
+    of each server, one of which takes the place of a server that dies.
     """
 
     checks: ClassVar[frozenset[str]] = frozenset({"push"})
@@ -58,8 +68,10 @@ class ParameterServer(Strategy):
     server_update: ServerUpdate = field(default_factory=Plain)
     filters: tuple[Filter, ...] = ()
     aggregation: Aggregation = field(default_factory=Mean)
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         if self.shards < 1:
             raise ConfigurationError(f"shards must be >= 1, got {self.shards}; use 1 for a single server")
         access = self.consistency.access

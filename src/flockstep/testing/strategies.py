@@ -356,9 +356,10 @@ class SimulatedRun:
         """(node, rank) → number of updates of worker `rank` that took effect on the node; empty if no update is
         recorded.
         """
-        updates, workers = self.of(UpdateEvent), range(self.simulation.plan.cluster.workers)
+        updates, cluster = self.of(UpdateEvent), self.simulation.plan.cluster
+        workers = range(cluster.workers)
         at_servers = any(update.node < 0 for update in updates)
-        nodes = [node for node in self.nodes if (node < 0) == at_servers]
+        nodes = [node for node in cluster.addresses if (node < 0) == at_servers]
         counts = Counter({(node, rank): 0 for node in nodes for rank in workers if rank != node} if updates else {})
         for update in updates:
             for rank in workers if update.source is None else [update.source]:

@@ -80,7 +80,7 @@ def _little(name: str) -> np.dtype[Any]:
 
 
 @cache
-def _reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
+def note_reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
     """A decoder for notes of that kind; None stands for the driver's own notes."""
     return msgspec.msgpack.Decoder(kind or dict[str, int | float | str])
 
@@ -226,7 +226,7 @@ def _note(head: Header, me: SenderIdentity, who: str) -> Any:
     if kind is None and head.note == _NO_NOTE:
         return {}
     try:
-        return _reader(kind).decode(head.note)
+        return note_reader(kind).decode(head.note)
     except (ValueError, RecursionError) as error:
         named = kind.__name__ if kind else "mapping of names to numbers and texts"
         raise ProtocolError(f"{who} sent {head.tag!r} with a note that is not of type {named}: {error}") from None
