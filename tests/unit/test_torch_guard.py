@@ -14,7 +14,7 @@ from torch import nn
 
 import flockstep
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.torch_guard import BLOCK, WINDOW, Guard
+from flockstep.drivers.torch_guard import BLOCK, Guard
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.strategies.base import Strategy
@@ -91,19 +91,56 @@ def test_what_ends_as_it_was_is_no_change():
     assert equal(values(model), values(other))
 
 
-def test_a_change_through_data_of_a_large_model_is_found_in_turn():
-    model = nn.Linear(3 * WINDOW * BLOCK, 1, bias=False)
-    guard = Guard(FlatModule(model))
-    for _ in range(4):
+class Large(nn.Module):
+    """Two parameters of 24 blocks each."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(24 * BLOCK))
+        self.second = nn.Parameter(torch.zeros(24 * BLOCK, dtype=dtype))
+
+
+def refused(guard):
+    """The name of the parameter that the guard says was changed, and takes the present values."""
+    try:
         guard.check()
-    model.weight.data[0, 2 * WINDOW * BLOCK + 5] += 1
-    found = 0
+    except ConfigurationError as error:
+        return str(error).split()[1]
+    finally:
+        guard.note()
+    return None
+
+
+def test_a_change_of_one_element_through_data_of_a_large_model_is_found_in_turn():
+    model = Large()
+    guard, found = Guard(FlatModule(model)), []
     for _ in range(3):
-        try:
-            guard.check()
-        except ConfigurationError:
-            found += 1
-    assert found == 1
+        found.append(refused(guard))
+        model.second.data[BLOCK + 77] += 1
+        found.append(refused(guard))
+    assert sorted(found, key=str) == [None] * 5 + ["second"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_change_through_data_of_a_whole_layer_of_a_large_model_is_found_at_once(dtype):
+    model = Large(dtype)
+    guard = Guard(FlatModule(model))
+    for _ in range(3):
+        model.second.data[3 * BLOCK : 5 * BLOCK] += 1
+        assert refused(guard) == "second"
+        assert refused(guard) is None
+
+
+def test_once_old_values_were_put_back_every_element_of_a_large_model_is_compared():
+    model = Large()
+    guard = Guard(FlatModule(model))
+    with torch.no_grad():
+        for value in (1, 0):
+            model.first.fill_(value)
+        assert refused(guard) is None
+        for place in range(0, 24 * BLOCK, BLOCK):
+            model.second[place + 77] = 1
+            assert refused(guard) == "second"
 
 
 def unfreeze(model):

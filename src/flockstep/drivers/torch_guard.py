@@ -21,6 +21,8 @@ WINDOW = 16
 """Number of blocks compared before every step if no version counter has changed; other blocks follow in the
 next steps.
 """
+STRIDE = 1021
+"""Distance of the elements that are compared besides these blocks, beginning with another element in every step."""
 SENT = 4
 """Number of blocks of each part of a gradient that are compared before a step; other blocks follow in the next steps.
 """
@@ -29,8 +31,10 @@ SENT = 4
 class Guard:
     """Compares a module before a step with its state after the previous step.
 
-    torch counts writes to each tensor, except through `.data` and numpy. If no counter has changed, the checksums of
-    `WINDOW` blocks are compared, in turn; a model of at most a million parameters is compared as a whole.
+    torch counts writes to each tensor, except through `.data` and numpy. If no counter has changed, the digests of
+    `WINDOW` blocks, in turn, and of every `STRIDE`-th element are compared; a model of at most a million parameters is
+    compared as a whole. A larger one is digested as a whole only once a script has written to parameters and put the
+    old values back, because a digest of all parameters takes as long as a copy of them.
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
@@ -40,8 +44,14 @@ class Guard:
         self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
         self._trained = {id(parameter) for parameter in flat.parameters}
         self._versions: list[int] = []
+        self._blocks = [slice(at, at + BLOCK) for at in range(0, len(flat.params), BLOCK)]
+        self._whole = len(self._blocks) <= WINDOW
+        """Whether every block is digested after each step."""
         self._sums: Any = []
-        """Digest of each block: numbers, or a tensor on the parameters' device."""
+        """Digest of each block, or of each block of the window: numbers, or a tensor on the parameters' device."""
+        self._kept: list[Any] = []
+        """Copies of the single elements that are compared; empty if every block is digested."""
+        self._stride = max(STRIDE, -(-len(flat.params) // BLOCK))
         self._turn = 0
         self.unsent = False
         """Whether the script has loaded an optimizer state that servers or other ranks may lack."""
@@ -96,19 +106,34 @@ class Guard:
         """Accept the current flat array, and write its values to the parameters that are narrower."""
         self._flat.write_parameters()
         self._versions = [parameter._version for parameter in self._flat.parameters]
+        self._turn += 1
+        self._kept = [] if self._whole else self._elements()
         self._sums, self._finite = self._digests()
 
+    def _window(self) -> list[int]:
+        """Numbers of the blocks whose turn it is."""
+        count = len(self._blocks)
+        return [(self._turn * WINDOW + i) % count for i in range(min(WINDOW, count))]
+
+    def _elements(self) -> list[Any]:
+        """Copies of every `_stride`-th element of the flat array, and of the memory of narrower parameters."""
+        part = slice(self._turn % self._stride, None, self._stride)
+        return [_copied(self._flat.params[part]), *(_copied(each.values[part]) for each in self._flat.narrow)]
+
     def _digests(self) -> tuple[Any, Any]:
-        """Digests of all blocks, and whether all parameters are finite; tensors for parameters on a device."""
+        """Digests of all blocks, or of the window's, and whether what was read is finite; tensors for parameters on a
+        device.
+        """
         params: Any = self._flat.params
-        if isinstance(params, np.ndarray) and params.itemsize % 4 == 0 and not self._flat.narrow:
+        if self._whole and isinstance(params, np.ndarray) and params.itemsize % 4 == 0 and not self._flat.narrow:
             from flockstep.arrays.kernels.numpy_digest import digests
 
             sums, known = digests(params, BLOCK)
             return sums, known if params.dtype == np.float32 else bool(_finite(params))
-        blocks = map(self._block, range(-(-len(params) // BLOCK)))
-        found, finite = map(list, zip(*map(_digest, blocks), strict=True))
-        return _together(found), _together(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
+        blocks = range(len(self._blocks)) if self._whole else self._window()
+        found, finite = map(list, zip(*(_digest(self._block(number)) for number in blocks), strict=True))
+        finite += map(_finite, self._kept)
+        return _together(found), torch.stack(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
 
     def not_finite(self) -> str | None:
         """Name of the first parameter with a value that was not finite at the last `note`; None if all were finite."""
@@ -120,14 +145,23 @@ class Guard:
     def _moved(self) -> int | None:
         """Position at or after the first detected change of the flat array; None if no change was detected."""
         every = any(p._version != old for p, old in zip(self._flat.parameters, self._versions, strict=True))
-        count = len(self._sums)
-        looked = range(count) if every or count <= WINDOW else [(self._turn + i) % count for i in range(WINDOW)]
-        self._turn = (self._turn + WINDOW) % max(count, 1)
-        found, known = (_together([_digest(self._block(i))[0] for i in looked]), _chosen(self._sums, looked))
+        looked = range(len(self._blocks)) if self._whole and every else self._window()
+        found = _together([_digest(self._block(number))[0] for number in looked])
+        known = _chosen(self._sums, looked) if self._whole else self._sums
         if _equal(found, known):  # one truth value leaves the device
-            return None
+            moved = self._moved_element()
+            self._whole = self._whole or every
+            return moved
         index = next(i for i, one, other in zip(looked, _numbers(found), _numbers(known), strict=True) if one != other)
         return self._first_written(index) if every else index * BLOCK
+
+    def _moved_element(self) -> int | None:
+        """Position of the first single element that has changed; None if none has."""
+        starts = [0, *(each.part.start for each in self._flat.narrow)] if self._kept else []
+        for start, old, new in zip(starts, self._kept, self._elements() if self._kept else [], strict=True):
+            if (number := _first_difference(old, new)) is not None:
+                return int(start + self._turn % self._stride + number * self._stride)
+        return None
 
     def _first_written(self, index: int) -> int:
         """First element of the first tensor, in or after a block, that torch has written to."""
@@ -138,8 +172,8 @@ class Guard:
 
     def _block(self, index: int) -> list[Any]:
         """A part of the flat array, and what narrower parameters hold of it."""
-        start, stop = index * BLOCK, (index + 1) * BLOCK
-        return [self._flat.params[start:stop], *self._flat.narrow_within(start, stop)]
+        part = self._blocks[index]
+        return [self._flat.params[part], *self._flat.narrow_within(part.start, part.stop)]
 
     def _tell_difference(self, trained: dict[int, tuple[str, torch.nn.Parameter]]) -> None:
         for key, (name, _) in trained.items():
@@ -250,6 +284,18 @@ def _digest(block: list[Any]) -> tuple[Any, Any]:
         found, known = digest(part.view(np.uint8) if array else as_bytes(part).numpy(), found)
         finite &= known if array and part.dtype == np.float32 else bool(_finite(part))
     return found, finite
+
+
+def _copied(part: Any) -> Any:
+    """The elements of an array or tensor one after another, in memory of their own."""
+    return part.clone() if isinstance(part, torch.Tensor) else np.array(part)
+
+
+def _first_difference(one: Any, other: Any) -> int | None:
+    """Number of the first element whose bits differ between two arrays or tensors; None if none does."""
+    tensors = isinstance(one, torch.Tensor)
+    differ = as_bytes(one) != as_bytes(other) if tensors else one.view(np.uint8) != other.view(np.uint8)
+    return int(differ.nonzero()[0].min()) // one.itemsize if differ.any() else None
 
 
 def _weighed(bits: torch.Tensor) -> torch.Tensor:
