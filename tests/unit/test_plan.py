@@ -342,6 +342,33 @@ def test_an_interrupted_plan_says_which_strategies_were_finished(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("module", "search"), [("advice", "crossovers"), ("plan", "curve")])
+def test_a_plan_that_is_interrupted_after_its_predictions_prints_them(
+    module: str, search: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "local_sgd", "--json"]
+    assert run(words) == 0
+    whole = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(importlib.import_module(f"flockstep.planning.{module}"), search, stopped)
+    assert run(words) == 130
+    said = capsys.readouterr()
+    rest = json.loads(said.out)
+    assert said.err.endswith(
+        "flockstep: interrupted; this plan lacks how the strategies scale, and the circumstances "
+        "that would change the recommendation\n"
+    )
+    assert rest["strategies"] == whole["strategies"]
+    assert rest["advice"]["choice"] == whole["advice"]["choice"]
+    assert (rest["scaling"], rest["advice"]["crossovers"]) == ([], [])
+    assert whole["scaling"]
+    assert whole["advice"]["crossovers"]
+    assert run(words[:-1]) == 130
+    assert "softmax on 4 workers of lab-1gbit" in capsys.readouterr().out
+
+
 def test_tables_and_json_say_what_is_worth_most(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "gossip"]
     assert run([*words, "--json", "--require", "reproducible"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,6 +116,8 @@ FOREMOST, REASONS = 6, 4
 """Number of strategies in the table of a plan, and number of reasons for the advice; --all shows all of them."""
 MATTERS = 5
 """Largest rank of a column in the table of a plan; --all shows all columns."""
+LACKS = "this plan lacks how the strategies scale, and the circumstances that would change the recommendation"
+"""What a plan says whose advice was interrupted."""
 BUDGET = 120.0
 """Default budget in real seconds for all trials, if neither --trials nor --budget is given."""
 
@@ -216,19 +219,34 @@ def _conclude(
     as_json: bool,
     everything: bool,
 ) -> None:
-    """Advise, draw and print, also where trials were interrupted."""
+    """Advise, print and draw, also where trials were interrupted.
+
+    If the user interrupts the search for scaling and for other circumstances, the plan is printed without them.
+
+    Raises:
+        Interrupted: the user interrupted the trials or the advice.
+    """
     from flockstep.planning.advice import advise
 
-    advice = advise(outlook, requirements, *(() if tried is None else (tried.found, tried.candidates)))
+    results = () if tried is None else (tried.found, tried.candidates)
+    interrupted = None if tried is None else tried.interrupted
+    try:
+        advice = advise(outlook, requirements, *results)
+        if as_json or everything or out is not None:
+            outlook.curves  # noqa: B018 - computed here, where an interruption leaves the rest
+    except KeyboardInterrupt as stop:
+        outlook = replace(outlook, further=False)
+        advice = advise(outlook, requirements, *results)
+        interrupted = f"{str(stop) or 'interrupted'}; {LACKS}"
+    _print(outlook, advice, tried, as_json, everything)
     if out is not None:
         from flockstep.planning.page import write_plan
 
         write_plan(outlook, advice, out, () if tried is None else (_listing(tried),))
-    _print(outlook, advice, tried, as_json, everything)
-    if out is not None and not as_json:
-        print(out)
-    if tried is not None and tried.interrupted is not None:
-        raise Interrupted(tried.interrupted)
+        if not as_json:
+            print(out)
+    if interrupted is not None:
+        raise Interrupted(interrupted)
 
 
 def _listing(tried: Tried) -> Listing:
