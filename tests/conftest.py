@@ -14,7 +14,7 @@ from hypothesis import settings
 import support.children.sitecustomize  # noqa: F401 - what other processes do first, these do
 from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
-from support.processes import RealRun, search_path
+from support.processes import RealRun, end_forker, search_path
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
 os.environ["PYTHONPATH"] = search_path()
@@ -59,7 +59,9 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing is read from the user's home, and nothing written there."""
     before = os.environ.get("HOME")
     os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
+    RealRun.usual = dict(os.environ)
     yield
+    end_forker()
     if before is not None:
         os.environ["HOME"] = before
 

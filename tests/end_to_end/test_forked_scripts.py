@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from support import portrait
-from support.processes import Ended, RealRun
+from support.processes import CHILDREN, Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="scripts are forked on Linux only")
 
+PORTRAIT = str(CHILDREN.with_name("portrait.py"))
 AFRESH = """
 from flockstep.launchers import script_forker
 script_forker.top_imports = lambda *_: []
@@ -24,9 +24,7 @@ script_forker.top_imports = lambda *_: []
 def launched(folder: Path, before: str, *arguments: str) -> tuple[list[dict[str, Any]], Ended]:
     """The portraits of two workers, without the names of the run's own folders, and how the run ended."""
     folder.mkdir()
-    run = RealRun(
-        ["launch", "-n", "2", portrait.__file__, str(folder), *arguments], folder / "run", torch=True, before=before
-    )
+    run = RealRun(["launch", "-n", "2", PORTRAIT, str(folder), *arguments], folder / "run", torch=True, before=before)
     ended = run.end()
     assert all((folder / f"end-{rank}").exists() for rank in range(2)), "exit handlers have run"
     forked = before != AFRESH

@@ -6,6 +6,7 @@ Nothing here sleeps for a fixed time: `wait_until` waits for a condition, with a
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from typing import Any, ClassVar
 import msgspec
 
 import flockstep
+from support.commands import CommandForker, Process
 
 PATIENCE = 150.0
 """Seconds after which what is no promise of ours counts as never happening: a busy machine is no bug."""
@@ -104,10 +106,24 @@ class Ended:
     summary: dict[str, Any] | None
 
 
+@functools.cache
+def _forker() -> CommandForker:
+    """The process that forks the commands of this process's tests."""
+    return CommandForker(RealRun.usual, tempfile.gettempdir() + "/fs-xxxxxxxx")
+
+
+def end_forker() -> None:
+    """End that process, if there is one."""
+    if _forker.cache_info().currsize:
+        _forker().close()
+
+
 class RealRun:
     """A `flockstep` command in a session of its own; everything that it starts is known by its TMPDIR."""
 
     started: ClassVar[list[RealRun]] = []
+    usual: ClassVar[dict[str, str]] = {}
+    """The environment of all tests, before any test has changed it."""
 
     def __init__(
         self,
@@ -117,11 +133,13 @@ class RealRun:
         torch: bool = False,
         within: Sequence[str] = (),
         before: str = "",
+        afresh: bool = False,
     ):
         """Without `torch` that package looks as if it were not installed: no process spends time on importing it.
 
         A real run that names no transport gets `IPC`. `within` is the command that runs it; `before` is Python that
-        the command does first.
+        the command does first. The command is forked from a process that has done its imports, unless `afresh` asks for
+        an interpreter of its own, as do `within` and a changed environment.
         """
         self.record = record
         self.nodes: dict[str, int] = {}
@@ -131,13 +149,21 @@ class RealRun:
         if not torch:
             (first / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
         environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": search_path(first)}
-        program = [*COMMAND[:-1], f"{PATIENT}\n{before}\n{COMMAND[-1]}"]
+        program = f"{PATIENT}\n{before}\n{COMMAND[-1]}"
         transport = IPC if arguments[0] in ("train", "launch", "compare") and "--transport" not in arguments else ()
         where = [str(record)] if arguments[0] == "resume" else ["--out", str(record)]
-        command = [*within, *program, arguments[0], *where, *transport, *arguments[1:]]
+        words = [arguments[0], *where, *transport, *arguments[1:]]
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
-            self.main = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+            forked = None
+            if not (within or afresh) and sys.platform == "linux":
+                forked = _forker().fork(program, words, environment, self.scratch, first)
+            self.main: Process = forked or subprocess.Popen(
+                [*within, *COMMAND[:-1], program, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
             )
         self._started = self._faulted = time.monotonic()
         RealRun.started.append(self)

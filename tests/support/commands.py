@@ -1,0 +1,133 @@
+"""Starts commands without the seconds that a new interpreter takes to import them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+CHANGING = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Variables of the environment that pytest and numerical libraries set while tests run."""
+
+
+class Process(Protocol):
+    """A process, as `subprocess.Popen` describes it."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def returncode(self) -> int | Any:
+        """Exit code, as of the last call of `poll` or `wait`."""
+
+    def poll(self) -> int | None:
+        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended, and return its exit code."""
+
+
+class ForkedCommand:
+    """A command that a `CommandForker` has forked."""
+
+    def __init__(self, forker: CommandForker, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+        self._forker = forker
+
+    def poll(self) -> int | None:
+        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+        if self.returncode is None:
+            self._forker.read(0.0)
+            self.returncode = self._forker.codes.pop(self.pid, None)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended, and return its exit code."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            self._forker.read(left)
+        return code
+
+
+class CommandForker:
+    """A process that has imported what commands import, and forks a process for each command."""
+
+    def __init__(self, environment: Mapping[str, str], folder: str):
+        """Start the process.
+
+        Args:
+            environment: the variables with which commands are forked; a command with others is not.
+            folder: text as long as the path of each command's `scratch`, which takes its place in `/proc/PID/environ`.
+        """
+        self.codes: dict[int, int] = {}
+        """Exit codes of ended commands that nobody has asked for yet."""
+        self._usual = _lasting(environment)
+        self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with there:
+            program = f"import command_forker; exec(command_forker.program({there.fileno()}))"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                env={**environment, "TMPDIR": folder},
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def fork(
+        self, program: str, arguments: Sequence[str], environment: Mapping[str, str], scratch: Path, first: Path
+    ) -> ForkedCommand | None:
+        """Start `python -c program *arguments`, with a session of its own.
+
+        Args:
+            program: Python code of the command.
+            arguments: arguments of the command.
+            environment: its variables.
+            scratch: folder of the files `out` and `err`, which exist and receive its output; its `TMPDIR`.
+            first: first folder on its path.
+
+        Returns:
+            The process; None if the command needs an interpreter of its own, because a variable is not as usual.
+        """
+        if _lasting(os.environ) != self._usual:
+            return None
+        request = {"program": program, "arguments": arguments, "environment": environment, "first": str(first)}
+        files = {"out": str(scratch / "out"), "err": str(scratch / "err"), "folder": str(Path.cwd())}
+        self._control.send(json.dumps({**request, **files}).encode())
+        while True:
+            if isinstance(pid := self.read(None), int):
+                return ForkedCommand(self, pid)
+
+    def read(self, seconds: float | None) -> int | None:
+        """Read what the process reports within some seconds: the id of a new process, or the end of others."""
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        while poll.poll(None if seconds is None else 1000 * seconds):
+            said = [int(word) for word in self._control.recv(100).split()]
+            if not said:
+                raise RuntimeError(f"the process that forks commands has ended with code {self._process.wait()}")
+            if len(said) == 1:
+                return said[0]
+            self.codes[said[0]], seconds = said[1], 0.0
+        return None
+
+    def close(self) -> None:
+        """End the process; commands that run go on."""
+        self._control.close()
+        self._process.wait()
+
+
+def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in CHANGING}
