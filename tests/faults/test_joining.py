@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from flockstep.cli.app import run as run_command
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.join_requests import ask
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
@@ -173,6 +176,9 @@ paced_job = job
 
 def job():
     if multiprocessing.current_process().name == "flockstep-node" and GO.with_name("fail").exists():
+        GO.with_name("held").touch()
+        while GO.with_name("hold").exists():
+            time.sleep(0.01)
         raise ValueError("no data here")
     return paced_job()
 """
@@ -187,10 +193,18 @@ def test_a_worker_that_cannot_build_the_job_does_not_join_and_nobody_stops_for_i
     run = RealRun(words, tmp_path / "run")
     run.wait_for_work(5)
     wait_until(run.evaluating, PATIENCE, "the process that evaluates has built the job")
-    (tmp_path / "fail").touch()
-    assert join(tmp_path, 2) == 2
-    assert "no worker can join now: a worker could not join: job file " in (said := capsys.readouterr().err)
-    assert "job() raised ValueError: no data here" in said
+    for name in ("fail", "hold"):
+        (tmp_path / name).touch()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(ask, RunFolder(tmp_path / "run"), 2)
+        wait_until((tmp_path / "held").exists, PATIENCE, "a new worker builds the job")
+        before = run.steps(0)
+        wait_until(lambda: run.steps(0) > before + 2, PATIENCE, "the others train meanwhile")
+        (tmp_path / "hold").unlink()
+        with pytest.raises(
+            ConfigurationError, match=r"no worker can join now: .* job\(\) raised ValueError: no data here"
+        ):
+            answer.result(PATIENCE)
     job.write_text(job.read_text() + "\n")
     assert join(tmp_path) == 2
     assert f"{job} has changed since the run began" in capsys.readouterr().err

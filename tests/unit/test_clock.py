@@ -50,6 +50,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(process, "Member", FakeMember)
     monkeypatch.setattr(process, "release", noted("collect garbage", process.release))
+    monkeypatch.setattr(entry, "settle_down", noted("keep what is there", lambda: None))
     monkeypatch.setattr(entry, "warm_up", noted("compute a gradient", process.warm_up))
     monkeypatch.setattr(process, "make_server", noted("make the server", process.make_server))
     monkeypatch.setattr(process, "NodeConnection", noted("start the clock", None))
@@ -68,11 +69,11 @@ def node_spec(address: int) -> NodeSpec:
 def test_a_worker_collects_garbage_before_the_clock_starts(order: list[str]) -> None:
     make = entry._Maker(None)
     assert process.run_worker(node_spec(0), lambda: make(CONFIG)) == 1
-    assert order == ["compute a gradient", "collect garbage", "join", "collect garbage", "begin"]
+    assert order == ["compute a gradient", "keep what is there", "join", "collect garbage", "begin"]
     engine, again = make(CONFIG)[0], make(dataclasses.replace(CONFIG, workers=3))
     assert again[0] is engine, "a worker that continues with others has data and model"
     assert again[1].cluster.workers == 3
-    assert order.count("compute a gradient") == 1
+    assert order.count("compute a gradient") == order.count("keep what is there") == 1
 
 
 def test_a_server_is_made_before_the_clock_starts(order: list[str]) -> None:

@@ -38,7 +38,6 @@ def run_worker(
     """
     with _guarded(node_spec) as guard:
         engine, plan = make()
-        release()
         largest = max(engine.buffers(node_spec.address).nbytes, plan.strategy.largest_message)
         member = guard.member = Member(node_spec, engine.schema, largest, plan.strategy.notes, plan.strategy.sums)
         params = engine.home()

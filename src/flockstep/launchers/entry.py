@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import msgspec
 
+from flockstep.arrays.memory import settle_down
 from flockstep.drivers.member import NodeSpec, die_with, in_short
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.process import run_server, run_worker, warm_up
@@ -113,6 +114,7 @@ class _Maker:
         engine, plan, _ = prepare(config, self._own, self._built)
         if first:
             warm_up(engine, plan.batch)
+            settle_down()
         return engine, plan
 
 

@@ -219,7 +219,8 @@ def _continued(
         require_open_files(len(plan.cluster.processes))
     facts = plan.steps, plan.evaluate_every, plan.result
     del plan, built
-    release()
+    if not jobs.keeps:
+        release()
     with record.resumed(checkpoint.manifest.seconds, held=True) as dropped:
         where = f"from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
         said.append(f"resumed {where}" if left is None else f"{left}; {left.others} continued {where}")
