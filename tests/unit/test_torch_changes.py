@@ -74,15 +74,20 @@ class Counted(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+@pytest.mark.parametrize("size", [300, 900])  # the larger model is compared in part
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_host_waits_for_a_device_once_before_a_step_and_once_after_it(dtype, monkeypatch):
+def test_the_host_waits_for_a_device_once_before_a_step_and_once_after_it(dtype, size, monkeypatch):
     monkeypatch.setattr(torch_flat, "native", lambda flat: flat.as_subclass(Counted))
-    guard = Guard(FlatModule(nn.Sequential(nn.Linear(300, 300, dtype=dtype), nn.Linear(300, 300))))
+    model = nn.Sequential(nn.Linear(size, size, dtype=dtype), nn.Linear(size, size))
+    guard = Guard(FlatModule(model))
     Counted.asked.clear()
     guard.check()
     guard.note()
     assert guard.not_finite() is None
     assert Counted.asked == ["equal", "__bool__"]  # for a truth value each
+    model[1].weight.data += 1
+    with pytest.raises(ConfigurationError, match="weight was changed"):
+        guard.check()
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "easgd(2)", "asgd", "bucketed"])

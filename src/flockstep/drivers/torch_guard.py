@@ -48,7 +48,9 @@ class Guard:
         self._whole = len(self._blocks) <= WINDOW
         """Whether every block is digested after each step."""
         self._sums: Any = []
-        """Digest of each block, or of each block of the window: numbers, or a tensor on the parameters' device."""
+        """Digest of each block, or of each block of the window and of `_kept`: numbers, or a tensor on the parameters'
+        device.
+        """
         self._kept: list[Any] = []
         """Copies of the single elements that are compared; empty if every block is digested."""
         self._stride = max(STRIDE, -(-len(flat.params) // BLOCK))
@@ -113,7 +115,7 @@ class Guard:
     def _window(self) -> list[int]:
         """Numbers of the blocks whose turn it is."""
         count = len(self._blocks)
-        return [(self._turn * WINDOW + i) % count for i in range(min(WINDOW, count))]
+        return sorted((self._turn * WINDOW + i) % count for i in range(min(WINDOW, count)))
 
     def _elements(self) -> list[Any]:
         """Copies of every `_stride`-th element of the flat array, and of the memory of narrower parameters."""
@@ -130,9 +132,8 @@ class Guard:
 
             sums, known = digests(params, BLOCK)
             return sums, known if params.dtype == np.float32 else bool(_finite(params))
-        blocks = range(len(self._blocks)) if self._whole else self._window()
-        found, finite = map(list, zip(*(_digest(self._block(number)) for number in blocks), strict=True))
-        finite += map(_finite, self._kept)
+        parts = map(self._block, range(len(self._blocks)) if self._whole else self._window())
+        found, finite = map(list, zip(*map(_digest, [*parts, *([self._kept] if self._kept else [])]), strict=True))
         return _together(found), torch.stack(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
 
     def not_finite(self) -> str | None:
@@ -145,23 +146,24 @@ class Guard:
     def _moved(self) -> int | None:
         """Position at or after the first detected change of the flat array; None if no change was detected."""
         every = any(p._version != old for p, old in zip(self._flat.parameters, self._versions, strict=True))
-        looked = range(len(self._blocks)) if self._whole and every else self._window()
-        found = _together([_digest(self._block(number))[0] for number in looked])
+        looked = list(range(len(self._blocks)) if self._whole and every else self._window())
+        elements = self._elements() if self._kept else []
+        found = _together([_digest(part)[0] for part in [*map(self._block, looked), *([elements] if elements else [])]])
         known = _chosen(self._sums, looked) if self._whole else self._sums
         if _equal(found, known):  # one truth value leaves the device
-            moved = self._moved_element()
             self._whole = self._whole or every
-            return moved
-        index = next(i for i, one, other in zip(looked, _numbers(found), _numbers(known), strict=True) if one != other)
-        return self._first_written(index) if every else index * BLOCK
+            return None
+        differs = [one != other for one, other in zip(_numbers(found), _numbers(known), strict=True)].index(True)
+        if differs == len(looked):
+            return self._moved_element(elements)
+        return self._first_written(looked[differs]) if every else looked[differs] * BLOCK
 
-    def _moved_element(self) -> int | None:
-        """Position of the first single element that has changed; None if none has."""
-        starts = [0, *(each.part.start for each in self._flat.narrow)] if self._kept else []
-        for start, old, new in zip(starts, self._kept, self._elements() if self._kept else [], strict=True):
-            if (number := _first_difference(old, new)) is not None:
-                return int(start + self._turn % self._stride + number * self._stride)
-        return None
+    def _moved_element(self, elements: list[Any]) -> int:
+        """Position of the first of the single elements that has changed."""
+        starts = [0, *(each.part.start for each in self._flat.narrow)]
+        firsts = map(_first_difference, self._kept, elements)
+        start, first = next((start, first) for start, first in zip(starts, firsts, strict=True) if first is not None)
+        return int(start + self._turn % self._stride + first * self._stride)
 
     def _first_written(self, index: int) -> int:
         """First element of the first tensor, in or after a block, that torch has written to."""
