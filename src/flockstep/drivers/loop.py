@@ -42,6 +42,7 @@ from flockstep.drivers.program_restart import (
     restart_programs,
 )
 from flockstep.drivers.real import NodeConnection
+from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.script_checkpoints import Keeper, ScriptCheckpoints
 from flockstep.drivers.settings import tell_servers
@@ -499,7 +500,9 @@ class Loop:
         """Run a worker whose peers are in other processes."""
         node_spec = _enter(node_spec)
         strategy, rank = self.strategy, self.rank
-        self._member = Member(node_spec, schema, self._buffers().nbytes, notes_of(strategy), strategy.sums)
+        self._member = Member(
+            node_spec, schema, self._buffers().nbytes, {**notes_of(strategy), **REPLICAS}, strategy.sums
+        )
         _watch_crashes()
         _loops.append(self)
         initial = np.ascontiguousarray(to_host(self._params))

@@ -44,7 +44,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
-from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, Wanted, node_name
+from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.transports import links
 from flockstep.transports.base import Transport
@@ -215,7 +215,7 @@ class Member:
         node_spec: NodeSpec,
         schema: Schema,
         largest: int = 0,
-        notes: Notes = NO_NOTES,
+        notes: Notes = REPLICAS,
         sums: bool = False,
         now: Callable[[], float] = time.monotonic,
     ):
@@ -223,7 +223,7 @@ class Member:
 
         Args:
             largest: size in bytes of the largest array that this process sends, if larger than the model.
-            notes: the kinds of notes that the strategy declares.
+            notes: the kinds of notes that messages to this process carry.
             sums: whether this process computes sums over all workers; their kernels are loaded before the start.
             now: the clock of this process's host, in seconds.
         """
@@ -236,9 +236,7 @@ class Member:
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
         secret = bytes.fromhex(node_spec.secret)
-        me = SenderIdentity(
-            node_spec.run, node_spec.address, schema.hash, self.largest, notes={**notes, **REPLICAS}, secret=secret
-        )
+        me = SenderIdentity(node_spec.run, node_spec.address, schema.hash, self.largest, notes=notes, secret=secret)
         transport, folder = Transport.parse(node_spec.transport), Path(node_spec.directory)
         name = node_name(node_spec.address).replace(" ", "-")
         if node_spec.call == 1 or node_spec.address < 0:

@@ -17,6 +17,7 @@ from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.program_restart import notes_of
 from flockstep.drivers.real import NodeConnection
+from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
 from flockstep.expression import to_data, to_text
@@ -39,7 +40,9 @@ def run_worker(
     with _guarded(node_spec) as guard:
         engine, plan = make()
         largest = max(engine.buffers(node_spec.address).nbytes, plan.strategy.largest_message)
-        member = guard.member = Member(node_spec, engine.schema, largest, plan.strategy.notes, plan.strategy.sums)
+        member = guard.member = Member(
+            node_spec, engine.schema, largest, {**plan.strategy.notes, **REPLICAS}, plan.strategy.sums
+        )
         params = engine.home()
         _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer.on_servers), params)
         stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
@@ -72,7 +75,7 @@ def run_server(node_spec: NodeSpec, index: int, strategy: str, optimizer: str, s
     """Take part in a run as a server; return the exit code of the process."""
     with _guarded(node_spec) as guard:
         rule = Strategy.parse(strategy)
-        member = guard.member = Member(node_spec, schema, rule.largest_message, notes_of(rule))
+        member = guard.member = Member(node_spec, schema, rule.largest_message, {**notes_of(rule), **REPLICAS})
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)

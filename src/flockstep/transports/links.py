@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
@@ -140,7 +139,7 @@ class LocalFrames(Frames):
         """Whether the connection broke since the last call."""
         broke = False
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
+            self._monitor.recv_multipart()
             broke = True
         return broke
 
