@@ -60,7 +60,7 @@ def test_batched_equals_one_by_one_and_plain_torch(name: str) -> None:
         module.get_parameter(name_of).data.copy_(torch.from_numpy(view.copy()))
     data = engine._data
     module.zero_grad()
-    engine._loss(module(data.train_x[indices[6]]), data.train_y[indices[6]]).backward()
+    engine.loss(module(data.train_x[indices[6]]), data.train_y[indices[6]]).backward()
     slopes = [p.grad for p in module.parameters() if p.requires_grad]
     expected = torch.cat(
         [

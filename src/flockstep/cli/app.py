@@ -244,6 +244,7 @@ def simulate(
     lr: o.Lr = None,
     schedule: o.ScheduleText = None,
     split: o.SplitText = "iid",
+    partition: o.PartitionText = None,
     target: o.Target = None,
     until_target: o.UntilTarget = False,
     evaluate_every: o.EvaluateEvery = None,

@@ -116,6 +116,15 @@ SplitText = Annotated[
         rich_help_panel=TRAINING,
     ),
 ]
+PartitionText = Annotated[
+    str | None,
+    typer.Option(
+        "--partition",
+        help="How each replica is split over workers: none, pipeline(4, schedule=1f1b, microbatches=8).",
+        autocompletion=completed("partition"),
+        rich_help_panel=TRAINING,
+    ),
+]
 Target = Annotated[
     float | None,
     typer.Option(help="The metric that time-to-target refers to (default: the job's).", rich_help_panel=TRAINING),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from flockstep.arrays.namespace import empty, namespace, take_rows
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import Batches, Plan, computed
-from flockstep.frameworks.base import Engine, Indices
+from flockstep.frameworks.base import Engine, Indices, TrainedModel
 from flockstep.nodes import Node
 from flockstep.programs import NeedGradient
 from flockstep.workloads.sampler import SamplerState
@@ -18,37 +19,58 @@ ROWS = 64
 """Number of gradients in one batched call: enough to amortize the call, few enough to stay in the cache."""
 
 
-class BatchedGradients:
-    """The gradients of all workers, with their inputs; row r of `params` (n, K) belongs to worker r."""
+class ReplicaGradients(ABC):
+    """The replicas of all workers, with their batches and gradients; row r of `params` (n, K) belongs to worker r."""
 
-    def __init__(self, engine: Engine, plan: Plan):
+    def __init__(self, model: TrainedModel, plan: Plan):
         n = plan.cluster.workers
-        initial = engine.initial()
+        initial = model.initial()
         self.params = namespace(initial).tile(initial, (n, 1))
         self.batches = [Batches(plan, rank) for rank in range(n)]
         self.losses = np.zeros(n)
         self.nodes: dict[int, Node] = {}
         """Rank → worker."""
         self._plan = plan
-        self._engine = engine
-        self._batch = plan.batch
-        self._pool = _Pool(initial)
-        self._needs: dict[int, tuple[NeedGradient, Indices]] = {}
-
-    def ask(self, rank: int, need: NeedGradient) -> int:
-        """Request a worker's gradient at its current parameters; return the number of samples."""
-        self._pool.give_back(rank)
-        indices = self.batches[rank].next(need)
-        self._needs[rank] = need, indices
-        return len(indices)
 
     def restart(self, rank: int, state: dict[int, tuple[SamplerState, int]]) -> None:
         """Continue drawing a worker's batches at a saved `state`."""
         self.batches[rank] = Batches(self._plan, rank)
         self.batches[rank].restore(state)
 
+    @abstractmethod
+    def ask(self, rank: int, need: NeedGradient) -> int:
+        """Request a worker's gradient at its current parameters; return the number of samples."""
+
+    @abstractmethod
+    def keep(self, rank: int) -> None:
+        """Prepare for a change of the parameters of worker `rank`, which may have requested a gradient of them."""
+
+    @abstractmethod
     def forget(self, rank: int) -> None:
         """Cancel the pending request of one worker."""
+
+    @abstractmethod
+    def take(self, rank: int) -> FlatArray:
+        """The gradient (K,) that a worker has requested; valid until its next request."""
+
+
+class BatchedGradients(ReplicaGradients):
+    """Gradients of whole models, computed together when the first of them is needed."""
+
+    def __init__(self, engine: Engine, plan: Plan):
+        super().__init__(engine, plan)
+        self._engine = engine
+        self._batch = plan.batch
+        self._pool = _Pool(self.params[0])
+        self._needs: dict[int, tuple[NeedGradient, Indices]] = {}
+
+    def ask(self, rank: int, need: NeedGradient) -> int:
+        self._pool.give_back(rank)
+        indices = self.batches[rank].next(need)
+        self._needs[rank] = need, indices
+        return len(indices)
+
+    def forget(self, rank: int) -> None:
         self._needs.pop(rank, None)
 
     def keep(self, rank: int) -> None:
@@ -59,7 +81,6 @@ class BatchedGradients:
             self._compute()
 
     def take(self, rank: int) -> FlatArray:
-        """The gradient (K,) that a worker has requested; valid until its next request."""
         if rank in self._needs:
             self._compute()
         return self._pool.row(rank)

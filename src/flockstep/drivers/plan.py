@@ -12,7 +12,8 @@ from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.node_creation import make_worker
 from flockstep.errors import CompositionError
-from flockstep.frameworks.base import DistillationTargets, Engine, Indices
+from flockstep.frameworks.base import DistillationTargets, Engine, Indices, TrainedModel
+from flockstep.frameworks.stages import SplitModel
 from flockstep.nodes import BadGradients, Cluster, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient, Stepper
@@ -42,6 +43,8 @@ class Plan:
     bad_gradients: BadGradients = field(default_factory=BadGradients)
     faults: tuple[Fault, ...] = ()
     """Faults to inject."""
+    split: SplitModel | None = None
+    """The model cut into parts; None if every worker holds a whole replica."""
 
     def __post_init__(self) -> None:
         require_steppable(self.strategy, self.optimizer)
@@ -58,7 +61,7 @@ class Plan:
         """Number of samples that a worker has used in its first `step` gradients."""
         return step * self.batch if self.timetable is None else self.timetable.samples_at(step)
 
-    def layers(self, engine: Engine) -> tuple[FactoredWeight, ...]:
+    def layers(self, engine: TrainedModel) -> tuple[FactoredWeight, ...]:
         """The layers whose gradients can be computed as factors.
 
         Raises:
@@ -75,7 +78,7 @@ class Plan:
         """Slice of the parameters that each server holds."""
         return self.strategy.held(self.cluster.workers, size)
 
-    def worker(self, engine: Engine, rank: int, params: FlatArray, stepper: Stepper) -> Worker:
+    def worker(self, engine: TrainedModel, rank: int, params: FlatArray, stepper: Stepper) -> Worker:
         """Create a worker of this run, whose live replica is `params`."""
         worker = make_worker(
             self.strategy,
@@ -102,6 +105,38 @@ def require_steppable(strategy: Strategy, optimizer: Optimizer) -> None:
             f"{strategy} updates slices of the parameters, got {optimizer}, which needs whole layers; "
             "use an elementwise optimizer such as sgd, or a strategy whose workers update the parameters, such "
             "as all_reduce"
+        )
+
+
+def require_splittable(plan: Plan) -> None:
+    """Check that the plan of a run can be followed on the parts of a split model.
+
+    Raises:
+        CompositionError: the strategy, the optimizer or the handling of bad gradients needs whole models.
+    """
+    strategy, traits = plan.strategy, plan.strategy.traits
+    if not traits.fixed_steps or not traits.plain_gradients:
+        why = (
+            "a number of steps that is not fixed" if traits.plain_gradients else "more than gradients of its next batch"
+        )
+        raise CompositionError(
+            f"the stages of a split model take every step together, got {strategy}, of which a worker asks for {why}; "
+            "use a strategy such as local_sgd, or partition=none"
+        )
+    if plan.cluster.replicas:
+        raise CompositionError(
+            f"servers of a split model have no backups yet, got {strategy}; leave the backups out, or use "
+            "partition=none"
+        )
+    if not plan.optimizer.elementwise:
+        raise CompositionError(
+            f"the stages of a split model step their own parameters, got {plan.optimizer}, which needs the whole "
+            "model; use an elementwise optimizer such as sgd, or partition=none"
+        )
+    if plan.bad_gradients.action != "stop" or plan.bad_gradients.max_norm is not None:
+        raise CompositionError(
+            f"on_bad_gradient={plan.bad_gradients.action} and max_gradient_norm need whole gradients, which no stage "
+            "of a split model has; leave them out, or use partition=none"
         )
 
 

@@ -285,7 +285,7 @@ class Runner:
             self._end()
             return
         if self.recorded and self.clock() > self._since:
-            self._lap("comm")
+            self.lap("comm")
         self.waiting = effect
         if type(effect) is NeedGradient:
             if self.partly or self.every or self.source is not None:
@@ -303,7 +303,7 @@ class Runner:
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
         if self.recorded:
-            self._lap("compute")
+            self.lap("compute")
         reason = None if loss is None or math.isfinite(loss) or self.replaying else self._bad_loss(node, loss)
         if reason is not None:
             loss = None
@@ -380,7 +380,7 @@ class Runner:
             self.history.inputs.append(("needless",))
         self.partly = 0.0
         if self.recorded:
-            self._lap("compute")
+            self.lap("compute")
             self._step(None)
         self.resume(found)
 
@@ -452,7 +452,7 @@ class Runner:
         if not self.recorded:
             pass
         elif sent_at is None:
-            self._lap("wait")
+            self.lap("wait")
         else:
             now = self.clock()
             if now > self._since:
@@ -495,7 +495,7 @@ class Runner:
     def _end(self) -> None:
         """Handle the end of a program."""
         if self.recorded:
-            self._lap("comm")
+            self.lap("comm")
         if self._then is not None:
             self._program, self._then = self._then(), None
             self.resume(None)
@@ -546,7 +546,7 @@ class Runner:
             self.script_requests.restart()
             self.begin(self._again())
 
-    def _lap(self, kind: str) -> None:
+    def lap(self, kind: str) -> None:
         """Count the time since the last entry as `kind`, except the part spent waiting in shared memory."""
         now, since, metrics = self.clock(), self._since, self.metrics
         if now > since:

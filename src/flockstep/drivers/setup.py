@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from flockstep import registry
-from flockstep.drivers.plan import Plan
+from flockstep.drivers.plan import Plan, require_splittable
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import import_components, load_job_file, make_engine
+from flockstep.frameworks.job import import_components, load_job_file, make_engine, make_split
+from flockstep.frameworks.stages import SplitModel
+from flockstep.partitions.base import Partition
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import RunConfig
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
@@ -54,21 +58,43 @@ def check(config: RunConfig) -> Strategy:
     """
     import_components(config.imports)
     strategy = Strategy.parse(config.strategy)
-    strategy.check(config.workers)
+    partition = partition_of(config)
+    replicas = partition.replicas(config.workers)
+    strategy.check(replicas)
     canonical(config)
     choose_result(strategy, config.result)  # type: ignore[arg-type]
+    if config.faults and partition != Unsplit():
+        raise CompositionError(
+            f"faults cannot be injected into a run of a split model yet, got {config.faults[0]}; leave them out, or "
+            "use partition=none"
+        )
     for fault in map(Fault.parse, config.faults):
-        fault.check(strategy.cluster(config.workers))
+        fault.check(strategy.cluster(replicas))
         if config.kind == "train" and not fault.real:
             raise ConfigurationError(
                 f"{fault} happens in virtual time only; use flockstep simulate, or one of {', '.join(_real_faults())}"
             )
-    require_skippable(strategy, config.bad_gradients, config.workers)
+    require_skippable(strategy, config.bad_gradients, replicas)
     for name in ("steps", "epochs", "batch", "lr", "evaluate_every"):
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigurationError(f"{name} must be > 0, got {value}; leave it out for the job's own {name}")
     return strategy
+
+
+def partition_of(config: RunConfig) -> Partition:
+    """The partition of `config`.
+
+    Raises:
+        ConfigurationError: a real run would have to split the model.
+    """
+    partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
+    if config.kind != "simulate" and partition != Unsplit():
+        raise ConfigurationError(
+            f"models are split in virtual time only, got {partition} for flockstep {config.kind}; use flockstep "
+            "simulate, or leave the partition out"
+        )
+    return partition
 
 
 def _real_faults() -> list[str]:
@@ -94,6 +120,8 @@ def canonical(config: RunConfig) -> RunConfig:
         for name, base in bases.items()
         if getattr(config, name) is not None
     }
+    partition = partition_of(config)
+    texts["partition"] = None if partition == Unsplit() else str(partition)
     texts["system"] = config.system or _system(config.strategy)
     texts["faults"] = tuple(str(Fault.parse(fault)) for fault in config.faults)
     return dataclasses.replace(config, **texts)
@@ -145,6 +173,8 @@ class BuiltJob:
 
     job: Job
     engine: Engine
+    split: SplitModel | None = None
+    """The model cut into parts, if the configuration has a partition; `engine` is its engine."""
 
     @classmethod
     def of(cls, config: RunConfig, own: OwnData | None = None) -> BuiltJob:
@@ -161,10 +191,12 @@ class BuiltJob:
         if own is not None:
             require_own_samples(strategy)
             job = own.job(job)
-        engine = make_engine(job, config.seed)
+        partition = partition_of(config)
+        split = make_split(job, config.seed, partition) if isinstance(partition, Pipeline) else None
+        engine = make_engine(job, config.seed) if split is None else split.engine
         if own is not None:
             engine.train_size = sum(own.sizes)
-        return cls(job, engine)
+        return cls(job, engine, split)
 
 
 def prepare(
@@ -185,6 +217,7 @@ def prepare(
     config = canonical(config)
     built = built or BuiltJob.of(config, own)
     job, engine = built.job, built.engine
+    replicas = partition_of(config).replicas(config.workers)
     facts = {**job.facts, **engine.facts}
     for fact, value in config.facts.items():
         if facts.get(fact) != value:
@@ -198,18 +231,25 @@ def prepare(
     if config.lr is not None:
         optimizer = optimizer.with_lr(config.lr)
     least = 1 if config.epochs else job.least_steps
-    steps = config.steps or max(least, steps_for(job.epochs, engine.train_size, config.workers, job.batch))
-    timetable = _timetable(config, job, optimizer.lr, engine.train_size, steps)
+    steps = config.steps or max(least, steps_for(job.epochs, engine.train_size, replicas, job.batch))
+    timetable = _timetable(config, job, optimizer.lr, engine.train_size, steps, replicas)
     if timetable is not None:
         steps = config.steps or timetable.steps
     every = int(config.evaluate_every or max(1, steps // EVALUATIONS))
     split = Split.parse(config.split)
     size, labels = engine.train_size, engine.labels
-    parts = split.assign(labels, size, config.workers, config.seed) if own is None else own.parts
+    parts = split.assign(labels, size, replicas, config.seed) if own is None else own.parts
     result = choose_result(strategy, config.result)  # type: ignore[arg-type]
-    cluster = strategy.cluster(config.workers)
+    cluster = strategy.cluster(replicas)
     plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every, timetable)
-    plan = dataclasses.replace(plan, bad_gradients=config.bad_gradients, faults=tuple(map(Fault.parse, config.faults)))
+    plan = dataclasses.replace(
+        plan,
+        bad_gradients=config.bad_gradients,
+        faults=tuple(map(Fault.parse, config.faults)),
+        split=built.split,
+    )
+    if built.split is not None:
+        require_splittable(plan)
     resolved = dataclasses.replace(
         config,
         result=result,
@@ -236,7 +276,7 @@ def require_own_samples(strategy: Strategy) -> None:
         )
 
 
-def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: int) -> Timetable | None:
+def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: int, workers: int) -> Timetable | None:
     """The schedule over as many samples as `steps` steps of the job's batch use, or over config.epochs.
 
     Steps and epochs of a resolved configuration determine where the run stops, and how long the schedule is.
@@ -249,7 +289,7 @@ def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: i
             f"the schedule {schedule} needs a learning rate to change, and that of this optax optimizer is its own; "
             "use for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or a schedule of optax"
         )
-    facts = lr, job.batch, config.workers, train_size
+    facts = lr, job.batch, workers, train_size
     if config.steps and config.epochs is None:
         return Timetable.over_steps(schedule, *facts, config.steps)
-    return Timetable(schedule, *facts, config.epochs or steps * config.workers * job.batch / train_size)
+    return Timetable(schedule, *facts, config.epochs or steps * workers * job.batch / train_size)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.batched import BatchedGradients
+from flockstep.drivers.batched import BatchedGradients, ReplicaGradients
 from flockstep.drivers.fault_injector import FaultInjector
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.node_metrics import Emit, NodeMetrics
@@ -26,15 +28,15 @@ from flockstep.drivers.runner import History, Runner
 from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.drivers.tracker import FINAL, Progress, Tracker
 from flockstep.errors import CompositionError, PeerLost, RunError
-from flockstep.frameworks.base import Engine
+from flockstep.frameworks.base import Engine, TrainedModel
 from flockstep.messages import HEADER_BYTES, Address, Message, node_name
-from flockstep.nodes import Node, Server, Worker
+from flockstep.nodes import Hosts, Node, Server, Worker
 from flockstep.programs import NeedGradient
 from flockstep.records.events import Event, LostEvent
 from flockstep.simulation.collector import seldom
 from flockstep.simulation.compute import FORWARD, ComputeModel
 from flockstep.simulation.faults import Fault
-from flockstep.simulation.network import Network, Transit
+from flockstep.simulation.network import Fabric, Network, Transit
 from flockstep.simulation.queue import EventQueue
 
 
@@ -43,6 +45,35 @@ class Computing(msgspec.Struct, eq=False, gc=False):
 
     share: float
     """Share that the program has asked for, counted from the end of the flat array."""
+
+
+class Snapshots(Protocol):
+    """Takes the parameters of a run's nodes at ticks of progress."""
+
+    def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
+        """Add a node's current parameters (copied if they are kept)."""
+
+    def lose(self, address: Address) -> None:
+        """Stop waiting for a lost node."""
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What surrounds the nodes of a simulation; in a run of a split model, the groups of workers share most of it."""
+
+    model: TrainedModel
+    """The model, or the part of it that these nodes hold."""
+    queue: EventQueue[Callable[[], None]]
+    fabric: Fabric
+    snapshots: Snapshots
+    gradients: ReplicaGradients
+    hosts: Hosts
+    address: Callable[[Address], Address] = lambda address: address
+    """Returns the address in the whole run of one of these nodes."""
+    start: Callable[[Runner, NeedGradient], None] | None = None
+    """Begins a worker's gradient, of which `Simulation.answer` is given the result; None: each worker computes by
+    itself.
+    """
 
 
 class Simulation:
@@ -59,25 +90,30 @@ class Simulation:
         resume: Mapping[Address, Saved] | None = None,
         faults: Sequence[Fault] = (),
         restarts: Sequence[float] = (),
+        within: Surroundings | None = None,
     ):
-        """`resume`: result of `save`; at the times `restarts` all nodes restart from bytes."""
+        """`resume`: result of `save`; at the times `restarts` all nodes restart from bytes; `within`: surroundings that
+        other simulations share.
+        """
         self.plan = plan
         self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
         self._engine = engine
         self._emit = emit
         self._program_events = ProgramEvents(plan.cluster)
         self._report = progress
-        self._queue: EventQueue[Callable[[], None]] = EventQueue()
+        if within is None:
+            hosts = network.hosts(plan.cluster.workers)
+            gradients = BatchedGradients(engine, plan)
+            within = Surroundings(engine, EventQueue(), network.start(plan.cluster), self.tracker, gradients, hosts)
+        self._within = within
+        self._queue, self._fabric, self._gradients = within.queue, within.fabric, within.gradients
         self._clock_of_run = partial(getattr, self._queue, "now")
         self._fault_injector = FaultInjector(faults, plan.cluster)
         self._clock = self._fault_injector.clock(compute.start(plan.cluster.workers, plan.seed))
-        self._fabric = network.start(plan.cluster)
-        self._hosts = network.hosts(plan.cluster.workers)
         for t, node, factor in reversed(
             self._fault_injector.narrowings()
         ):  # refuses the impossible, applies those at 0
             self._fabric.narrow(node, plan.cluster.processes, 1.0 if t else factor)
-        self._gradients = BatchedGradients(engine, plan)
         self._computing: dict[int, Computing] = {}
         self._dead: set[Address] = set()
         self._steps = 0
@@ -107,13 +143,7 @@ class Simulation:
         """
         plan = self.plan
         with np.errstate(over="ignore", invalid="ignore"), seldom():  # an overflow shows as a loss that is not finite
-            for runner in self.runners.values():
-                if self._restarts:
-                    runner.remember(History(), partial(self._state, runner))
-            for address in sorted(self.runners, key=lambda address: (address >= 0, abs(address))):
-                self._begin(self.runners[address])
-            for t in self._restarts:
-                self._queue.schedule(t, self._begin_anew)
+            self.begin()
             for t, address, factor in self._fault_injector.narrowings():
                 self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.processes, factor))
             for t, address, noticed in self._fault_injector.deaths():
@@ -121,13 +151,27 @@ class Simulation:
             self._end()
         self.tracker.close()
 
+    def begin(self) -> None:
+        """Begin every program, servers first."""
+        for runner in self.runners.values():
+            if self._restarts:
+                runner.remember(History(), partial(self._state, runner))
+        for address in sorted(self.runners, key=lambda address: (address >= 0, abs(address))):
+            self._begin(self.runners[address])
+        for t in self._restarts:
+            self._queue.schedule(t, self._begin_anew)
+
     def _end(self) -> None:
-        """Deliver messages until every program has ended.
+        """Deliver messages until every program has ended."""
+        self._queue.run()
+        self.require_ended()
+
+    def require_ended(self) -> None:
+        """Check that every program has ended.
 
         Raises:
             RunError: the programs wait for each other forever.
         """
-        self._queue.run()
         stuck = [runner for runner in self.runners.values() if not runner.done]
         if stuck:
             waits = "; ".join(f"{node_name(r.node.address)} for {r.waiting} at step {r.node.step}" for r in stuck[:4])
@@ -183,11 +227,9 @@ class Simulation:
         if not self._fault_injector.drops or not self._fault_injector.lost(to, message):
             array, now = message.array, self._queue.now
             nbytes = HEADER_BYTES if array is None else HEADER_BYTES + array.nbytes
-            transit = self._fabric.depart(message.source, to, nbytes, now)
-            if transit.done:
-                self._queue.schedule(transit.tail, partial(self._arrive, to, message, now))
-            else:
-                self._queue.schedule(transit.head, partial(self._pass, transit, message, now))
+            address = self._within.address
+            arrive = partial(self._arrive, to, message, now)
+            carry(self._queue, self._fabric, address(message.source), address(to), nbytes, arrive)
 
     def collect(self) -> None:
         """Do nothing, because messages are delivered at their time of arrival."""
@@ -253,7 +295,7 @@ class Simulation:
         for rank in range(plan.cluster.workers):
             runner = self._runner_of(self._make_worker(rank), rank)
             runner.every = plan.evaluate_every
-            runner.source = partial(self._start_gradient, runner)
+            runner.source = partial(self._within.start or self._start_gradient, runner)
             runner.stepped = self._stepped
             runner.wrong_gradients = self._fault_injector.wrong_gradients(rank)
         for address in plan.cluster.processes[plan.cluster.workers :]:
@@ -261,25 +303,25 @@ class Simulation:
             runner.progress = Progress(plan.cluster, plan.evaluate_every)
 
     def _make_worker(self, rank: int) -> Worker:
-        plan, engine, params = self.plan, self._engine, self._gradients.params[rank]
-        stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
+        plan, model, params = self.plan, self._within.model, self._gradients.params[rank]
+        stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params, model.schema.slices)
         stepper.lr = plan.lr_at(0)
-        worker = self._gradients.nodes[rank] = plan.worker(engine, rank, params, stepper)
-        worker.hosts = self._hosts
+        worker = self._gradients.nodes[rank] = plan.worker(model, rank, params, stepper)
+        worker.hosts = self._within.hosts
         return worker
 
     def _make_server(self, index: int) -> Server:
-        plan, engine = self.plan, self._engine
-        facts = plan.strategy, plan.cluster, index, engine.initial(), engine.schema, plan.seed
+        plan, model = self.plan, self._within.model
+        facts = plan.strategy, plan.cluster, index, model.initial(), model.schema, plan.seed
         made = make_server(*facts, plan.optimizer.on_servers)
-        made.hosts = self._hosts
+        made.hosts = self._within.hosts
         made.bad_gradients = plan.bad_gradients
         return made
 
     def _runner_of(self, node: Node, address: Address) -> Runner:
         """`address`: address of the node's process."""
         emit = self._emit if node.address >= 0 or not self.plan.cluster.replicas else partial(self._emit_once, address)
-        metrics = NodeMetrics(address, emit)
+        metrics = NodeMetrics(self._within.address(address), emit)
         runner = self.runners[address] = Runner(node, self, metrics, self._clock_of_run)
         runner.send_snapshot = partial(self._send_snapshot, runner)
         runner.ended = partial(self._ended, runner)
@@ -336,7 +378,7 @@ class Simulation:
                     runner.lose(address)
                     self._look_for_needless(runner)
             return
-        self.tracker.lose(address)
+        self._within.snapshots.lose(address)
         others = [runner for runner in self.runners.values() if not runner.done]
         if others and (address < 0 or not self.plan.strategy.traits.survives):
             waits = "; ".join(f"{node_name(runner.node.address)} {_doing(runner)}" for runner in others[:4])
@@ -389,20 +431,22 @@ class Simulation:
             self._expect(runner, computing.share)  # gradients that began meanwhile slow it down
             return
         gradient = self._gradients.take(rank)
+        self.answer(rank, gradient, float(self._gradients.losses[rank]))
+
+    def address(self, address: Address) -> Address:
+        """Return the address in the whole run of one of these nodes."""
+        return self._within.address(address)
+
+    def answer(self, rank: int, gradient: FlatArray, loss: float) -> None:
+        """Resume a worker's program with the gradient that it waits for."""
+        runner = self.runners[rank]
         self._steppers[rank].lr = self.plan.lr_at(runner.node.step)
-        runner.give(gradient, float(self._gradients.losses[rank]))
+        runner.give(gradient, loss)
 
     def _stepped(self, loss: float | None) -> None:
         self._steps += 1
         if self._report is not None:
             self._report(self._steps, self.now)
-
-    def _pass(self, transit: Transit, message: Message, sent_at: float) -> None:
-        """Move a message to its next hop."""
-        if self._fabric.advance(transit):
-            self._queue.schedule(transit.tail, partial(self._arrive, transit.to, message, sent_at))
-        else:
-            self._queue.schedule(transit.head, partial(self._pass, transit, message, sent_at))
 
     def _arrive(self, to: Address, message: Message, sent_at: float) -> None:
         """Deliver a message to its receiver."""
@@ -421,7 +465,8 @@ class Simulation:
         """`params`: None for the node's current parameters."""
         node = runner.node
         array = node.params if params is None else params
-        self.tracker.add(tick, node.address, array, self.now, node.step, runner.metrics.traffic.sent_bytes)
+        sent = runner.metrics.traffic.sent_bytes
+        self._within.snapshots.add(tick, node.address, array, self.now, node.step, sent)
 
     def _ended(self, runner: Runner) -> None:
         if runner.send_snapshot is not None:
@@ -429,6 +474,35 @@ class Simulation:
         if runner.replication is not None:
             runner.replication.close()
         runner.metrics.close(self.now, runner.node.params)
+
+
+def carry(
+    queue: EventQueue[Callable[[], None]],
+    fabric: Fabric,
+    source: Address,
+    to: Address,
+    nbytes: int,
+    arrive: Callable[[], None],
+) -> None:
+    """Send `nbytes` bytes over the network now, and call `arrive` when the last byte has arrived."""
+    _proceed(queue, fabric, fabric.depart(source, to, nbytes, queue.now), arrive)
+
+
+def _proceed(
+    queue: EventQueue[Callable[[], None]], fabric: Fabric, transit: Transit, arrive: Callable[[], None]
+) -> None:
+    """Schedule what comes after the last reserved hop of a message: its arrival, or the next hop."""
+    if transit.done:
+        queue.schedule(transit.tail, arrive)
+    else:
+        queue.schedule(transit.head, partial(_advance, queue, fabric, transit, arrive))
+
+
+def _advance(
+    queue: EventQueue[Callable[[], None]], fabric: Fabric, transit: Transit, arrive: Callable[[], None]
+) -> None:
+    fabric.advance(transit)
+    _proceed(queue, fabric, transit, arrive)
 
 
 def _doing(runner: Runner) -> str:

@@ -199,6 +199,7 @@ def simulate(
     lr: float | None = None,
     schedule: str | None = None,
     split: str = "iid",
+    partition: str | None = None,
     target: float | None = None,
     until_target: bool = False,
     evaluate_every: int | None = None,
@@ -223,6 +224,8 @@ def simulate(
         cluster: links and times of a cluster, in place of `network` and `compute`: a name in `flockstep list clusters`,
             "here" if this machine was calibrated, or the path of a TOML file.
         faults: injected faults, such as "dies(1, 0.5)".
+        partition: how each replica is split over workers, such as "pipeline(4, schedule=1f1b, microbatches=8)"; None if
+            every worker holds the whole model.
         until_target: end the run at the first evaluation that reaches the target.
         watch: called from time to time with the progress.
 
@@ -237,8 +240,8 @@ def simulate(
     config = RunConfig(
         kind="simulate", job=str(job), strategy=str(strategy), workers=workers, network=usual(network, USUAL_NETWORK),
         compute=usual(compute, USUAL_COMPUTE), faults=listed("faults", faults), seed=seed, epochs=epochs, steps=steps,
-        batch=batch, lr=lr, schedule=schedule, split=split, target=target, until_target=until_target,
-        evaluate_every=evaluate_every, result=result, on_bad_gradient=on_bad_gradient,
+        batch=batch, lr=lr, schedule=schedule, split=split, partition=partition, target=target,
+        until_target=until_target, evaluate_every=evaluate_every, result=result, on_bad_gradient=on_bad_gradient,
         max_gradient_norm=max_gradient_norm, strikes=strikes, threads=threads, imports=listed("imports", imports),
     )  # fmt: skip
     return carry_out(on_cluster(config, shape), folder(out, f"{job}-{strategy}"), overwrite, watch=watch)

@@ -137,17 +137,32 @@ class DistillationTargets:
     weight: float
 
 
-class Engine(ABC):
+class TrainedModel(ABC):
+    """The parameters of a job's model, or of a part of it, as replicas begin with them."""
+
+    schema: Schema
+    train_size: int
+
+    @abstractmethod
+    def initial(self) -> FlatArray:
+        """Return a copy of the parameters (K,) that every replica starts from."""
+
+    def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
+        """Return the fully connected layers whose gradient over `batch` samples can be computed as factors; layers for
+        which this is uncertain are left out.
+        """
+        return ()
+
+
+class Engine(TrainedModel):
     """One job in one process: computes gradients for any number of replicas, given their flat parameters.
 
     Non-trainable buffers (batch-norm statistics) belong to the replica and are never exchanged; an evaluation uses the
     mean of the named replicas' floating-point buffers and the first replica's integer buffers.
     """
 
-    schema: Schema
     optimizer: Optimizer
     higher_is_better: bool
-    train_size: int
     labels: npt.NDArray[np.int64] | None
     """Class of every training sample, of shape (samples,), or None if there are no classes or the data set does not
     provide them.
@@ -175,10 +190,6 @@ class Engine(ABC):
     def operations(self, batch: int) -> float | None:
         """Floating-point operations of the gradient of `batch` samples; None if the framework does not count them."""
         return None
-
-    @abstractmethod
-    def initial(self) -> FlatArray:
-        """Return a copy of the parameters (K,) that every replica starts from."""
 
     def home(self) -> FlatArray:
         """Return an array (K,) for one replica's parameters, from which gradients are computed without a copy."""
@@ -209,12 +220,6 @@ class Engine(ABC):
             replicas: the R replicas, as in `gradient`.
             steps: the R numbers of steps, as in `gradient`.
         """
-
-    def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the fully connected layers whose gradient over `batch` samples can be computed as factors; layers for
-        which this is uncertain are left out.
-        """
-        return ()
 
     def factored(
         self,

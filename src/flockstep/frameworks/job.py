@@ -14,6 +14,8 @@ from flockstep.arrays.memory import release
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
+from flockstep.frameworks.stages import SplitModel
+from flockstep.partitions.pipeline import Pipeline
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 """Package that a job may need → the extra that installs it."""
@@ -46,6 +48,25 @@ def make_engine(job: Job, seed: int) -> Engine:
         f"flockstep.frameworks.numpy.Model, got {kind}; "
         f"let model() return one of these"
     )
+
+
+def make_split(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
+    """Return the job's model, cut into the stages of `pipeline`.
+
+    Raises:
+        MissingDependency: the model needs torch, which is not installed.
+        ConfigurationError: the model is not a torch module, or cannot be cut into these stages.
+    """
+    model = build_model(job)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(
+            f"a model that is cut into stages must be a torch.nn.Sequential, got {type(model).__name__} of job "
+            f"{job.name!r}; use partition=none"
+        )
+    from flockstep.frameworks.torch_stages import split_torch
+
+    return split_torch(job, seed, pipeline)
 
 
 def load_job_file(path: str | Path) -> Job:

@@ -68,7 +68,7 @@ class TorchEngine(FactoringEngine):
                 f"the job {job.name!r} needs a loss for its torch model; pass loss=a function (outputs, targets) → "
                 f"scalar"
             )
-        self._loss = job.loss
+        self.loss = job.loss
         self.flat = FlatModule(self.module.train(), gradients=False)
         if not self.flat.parameters[0].is_cpu:
             raise ConfigurationError(
@@ -129,11 +129,11 @@ class TorchEngine(FactoringEngine):
             np.copyto(self.flat.params, params)
         self.flat.write_parameters()
         self._bring(replica)
-        index, classes = as_tensor(indices), self.classes
-        x, y = self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
-        with self._stream(replica, step):
+        classes = self.classes
+        x, y = self.samples(indices)
+        with self.stream(replica, step):
             outputs = self.module(x)
-        loss = total = self._loss(outputs, y)
+        loss = total = self.loss(outputs, y)
         if len(targets.teachers):
             buffers = self._mean_buffers([replica])
             with torch.no_grad():
@@ -141,6 +141,11 @@ class TorchEngine(FactoringEngine):
             total = loss + targets.weight * distance(outputs, combined(taught, classes), classes)
         self._backward(total, out)
         return float(loss.item())
+
+    def samples(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of the training samples `indices`."""
+        index = as_tensor(indices)
+        return self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
 
     def _keep_start(self) -> None:
         """Keep a copy of the initial parameters before the module's own parameters change."""
@@ -170,7 +175,7 @@ class TorchEngine(FactoringEngine):
         return self._evaluate([self._state_of(params) | self._mean_buffers([replica]) for params, replica in pairs])
 
     def _evaluate(self, members: Sequence[Tensors]) -> Evaluation:
-        return evaluate(self.module, members, self._data, self._loss, self._metric, self.classes)
+        return evaluate(self.module, members, self._data, self.loss, self._metric, self.classes)
 
     def _state_of(self, params: FlatArray) -> Tensors:
         return dict(zip(self._names, self.flat.values(as_tensor(params)), strict=True))
@@ -180,7 +185,7 @@ class TorchEngine(FactoringEngine):
         return [entry.name for entry in self.schema.entries]
 
     def _loss_at(self, params: Tensors, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return self._loss(functional_call(self.module, params, (x,)), y)
+        return self.loss(functional_call(self.module, params, (x,)), y)
 
     def _batch(self, params: FlatArray, indices: Indices, out: FlatArray) -> FlatArray:
         """Compute one batched call; a single replica is computed twice, because some kernels differ for a
@@ -217,12 +222,19 @@ class TorchEngine(FactoringEngine):
         else:
             self._buffers[replica] = restored
 
-    def _stream(self, replica: int, step: int) -> contextlib.AbstractContextManager[None]:
-        """Seed torch's random numbers for one gradient, independent of the process and time of its computation."""
+    def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
+        """Seed torch's random numbers for one gradient, or for a `part` of the model and batch, independent of the
+        process and time of its computation.
+        """
         if not self._random:
             return contextlib.nullcontext()
-        words = np.random.SeedSequence([self._seed % 2**64, replica, step]).generate_state(1, np.uint64)
+        words = np.random.SeedSequence([self._seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
         return _seeded(int(words[0]))
+
+    @property
+    def changing_buffers(self) -> Tensors:
+        """Name → initial value of every buffer that changes in training; do not change the values."""
+        return self._initial_buffers
 
     def _bring(self, replica: int) -> None:
         """Swap the changing buffers in the module for the given replica's."""
@@ -274,7 +286,7 @@ class TorchEngine(FactoringEngine):
 
     def _first_loss(self) -> Any:
         index = as_tensor(np.arange(self._batch_size) % self.train_size)
-        loss: Any = self._loss(self.module(self._data.train_x[index]), self._data.train_y[index])
+        loss: Any = self.loss(self.module(self._data.train_x[index]), self._data.train_y[index])
         if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigurationError(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flockstep.drivers.node_metrics import Emit
+from flockstep.drivers.plan import Plan
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.virtual import Simulation
+from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.frameworks.base import Engine
 from flockstep.launchers.completion import TargetReached, finished, until_target
 from flockstep.launchers.threads import limit_threads
 from flockstep.records.config import RunConfig
@@ -48,7 +52,7 @@ def simulate(
     faults = [Fault.parse(fault) for fault in config.faults]
     config = dataclasses.replace(config, versions={**config.versions, "gradients": engine.batching})
     record = RunFolder(folder)
-    every_step = plan.steps * plan.cluster.workers
+    every_step = plan.steps * config.workers
     with (
         record.created(config, overwrite),
         finished(record, config),
@@ -57,9 +61,7 @@ def simulate(
         if len(hosts := network.hosts(config.workers)) > 1:
             events.write(HostsEvent(0.0, hosts))
         heard = until_target(config, events.write) if config.until_target else events.write
-        run = Simulation(
-            engine, plan, compute, network, heard, lambda done, t: progress(done, every_step, t), faults=faults
-        )
+        run = _simulation(engine, plan, compute, network, heard, lambda done, t: progress(done, every_step, t), faults)
         with contextlib.suppress(TargetReached):
             run.run()
         run.stop()
@@ -68,3 +70,17 @@ def simulate(
             record.write_result(run.tracker.result, engine.schema)
         run.close()
     return record.read_summary()
+
+
+def _simulation(
+    engine: Engine,
+    plan: Plan,
+    compute: ComputeModel,
+    network: Network,
+    emit: Emit,
+    progress: Callable[[int, float], None],
+    faults: Sequence[Fault],
+) -> Simulation | PipelineSimulation:
+    if plan.split is not None:
+        return PipelineSimulation(plan.split, plan, compute, network, emit, progress)
+    return Simulation(engine, plan, compute, network, emit, progress, faults=faults)

@@ -22,6 +22,10 @@ class Pipeline(Partition):
     stages: int
     schedule: PipelineSchedule = field(default=OneForwardOneBackward(), metadata=SHOWN)
     microbatches: int = field(default=1, metadata=SHOWN)
+    split_at: tuple[int | str, ...] = ()
+    """Names of the layers at which the second and every later chunk begins; empty for the cut with the least work of
+    the slowest chunk.
+    """
 
     def __post_init__(self) -> None:
         for name, value in (("stages", self.stages), ("microbatches", self.microbatches)):

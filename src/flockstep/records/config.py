@@ -32,6 +32,7 @@ _OPTIONS = (
     "lr",
     "schedule",
     "split",
+    "partition",
     "network",
     "compute",
     "evaluate_every",
@@ -118,6 +119,8 @@ class RunConfig:
     schedule: str | None = None
     """Schedule of learning rate and batch size over the steps, as factors on `lr` and `batch`."""
     split: str = "iid"
+    partition: str | None = None
+    """How each replica of the model is split over workers; None if every worker holds the whole model."""
     network: str | None = None
     compute: str | None = None
     cluster: str | None = None

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from flockstep.messages import Address, node_name
+from flockstep.partitions.base import Partition
 from flockstep.records.config import ClockKind, RunConfig
 from flockstep.records.events import (
     DivergedEvent,
@@ -248,10 +249,11 @@ def summarize(
     if status == "finished" and (reason := _why_diverged(quality, ordered)) is not None:
         status, error = "diverged", reason
     nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
-    workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
+    parts = 1 if config.partition is None else Partition.parse(config.partition).parts
+    workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes, parts)
     workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates)
-    agree = _replicas_agree(config.workers, nodes)
-    staleness, hit = _staleness(config.workers, updates), quality.hit
+    agree = _replicas_agree(config.workers, nodes, parts)
+    staleness, hit = _staleness(config.workers // parts, updates), quality.hit
     result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
     alone = _apart(workers, agree)
     return Summary(
@@ -406,23 +408,26 @@ def _of_steps(rank: int, steps: Sequence[StepEvent]) -> WorkerTotals:
 
 
 def _completed(
-    workers: list[WorkerTotals], updates: Sequence[UpdateEvent], nodes: dict[Address, NodeEvent]
+    workers: list[WorkerTotals], updates: Sequence[UpdateEvent], nodes: dict[Address, NodeEvent], parts: int
 ) -> tuple[list[WorkerTotals], float | None]:
-    """The workers with their communication completeness, and the completeness of the run."""
-    total = sum(worker.steps for worker in workers)
+    """The workers with their communication completeness, and the completeness of the run.
+
+    Updates go to the workers that hold the same of the `parts` parts of the model.
+    """
+    total, group = sum(worker.steps for worker in workers) // parts, len(workers) // parts
     if not updates:
         return workers, None
     at_servers = [update for update in updates if update.node < 0]
     if at_servers:
         servers = {update.node for update in at_servers}
         servers |= {node for node, event in nodes.items() if node < 0 and event.backup_of is None}
-        applied = sum(_count(update, len(workers) + 1) for update in at_servers)
+        applied = sum(_count(update, group + 1) for update in at_servers)
         share = applied / (len(servers) * total) if total else None
         return [msgspec.structs.replace(worker, completeness=share) for worker in workers], share
     arrived: Counter[int] = Counter()
     for update in updates:
         if update.source != update.node:
-            arrived[update.node] += _count(update, len(workers))
+            arrived[update.node] += _count(update, group)
     of_others = [total - worker.steps for worker in workers]
     shares = [arrived[w.rank] / others if others else None for w, others in zip(workers, of_others, strict=True)]
     complete = [msgspec.structs.replace(w, completeness=s) for w, s in zip(workers, shares, strict=True)]
@@ -469,10 +474,10 @@ def _staleness(workers: int, updates: Sequence[UpdateEvent]) -> Counter[int]:
     return counts
 
 
-def _replicas_agree(workers: int, nodes: dict[Address, NodeEvent]) -> bool | None:
+def _replicas_agree(workers: int, nodes: dict[Address, NodeEvent], parts: int) -> bool | None:
     if any(rank not in nodes for rank in range(workers)):
         return None
-    return len({nodes[rank].hash for rank in range(workers)}) == 1
+    return all(len({nodes[rank].hash for rank in range(part, workers, parts)}) == 1 for part in range(parts))
 
 
 def _scalars(events: Sequence[Event]) -> dict[str, float]:

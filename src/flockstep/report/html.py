@@ -34,6 +34,7 @@ _FACTS = (
     ("lr", "learning rate"),
     ("schedule", "schedule"),
     ("split", "data split"),
+    ("partition", "partition"),
     ("transport", "transport"),
     ("threads", "threads per process"),
 )

@@ -46,7 +46,9 @@ class Codistillation(Strategy):
             )
 
     # Updates reach other workers through predictions only; workers may die.
-    traits = Traits("partial", survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
+    traits = Traits(
+        "partial", survives=True, results=("best", "ensemble", "rank0"), needs_job=True, plain_gradients=False
+    )
     taxonomy_entry = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> Teachers:

@@ -82,7 +82,15 @@ class EpochServer(Strategy):
             )
 
     # Asynchronous within an epoch; some batches are never used.
-    traits = Traits("partial", True, ("server", "mean", "rank0", "best"), True, fixed_steps=False, needs_job=True)
+    traits = Traits(
+        "partial",
+        True,
+        ("server", "mean", "rank0", "best"),
+        True,
+        fixed_steps=False,
+        needs_job=True,
+        plain_gradients=False,
+    )
     taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "single PS")
     servers = 1
 

@@ -63,7 +63,15 @@ class GradientCoding(Strategy):
         of data.
         """
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
-        return Traits("synchronous", self.s, results, True, needs_job=True, samples="others" if self.s else "own")
+        return Traits(
+            "synchronous",
+            self.s,
+            results,
+            True,
+            needs_job=True,
+            samples="others" if self.s else "own",
+            plain_gradients=False,
+        )
 
     taxonomy_entry = TaxonomyEntry("central", "sync", "reduce", "single PS")
     servers = 1

@@ -140,7 +140,8 @@ class ParameterServer(Strategy):
             else "none"
         )
         chosen = own.delivery, own.survives, results, True, True, ends, own.gathers, own.least
-        return Traits(*chosen, "own", clips, self.server_update.memory)
+        plain = not isinstance(self._access, CancelStale)
+        return Traits(*chosen, "own", clips, self.server_update.memory, plain_gradients=plain)
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:

@@ -81,6 +81,7 @@ class Sandblaster(Strategy):
         samples="others",
         curvature=True,
         checkpoints=False,
+        plain_gradients=False,
     )
 
     @property

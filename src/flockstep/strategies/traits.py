@@ -82,6 +82,11 @@ class Traits:
     always must.
     """
 
+    plain_gradients: bool = True
+    """Whether workers ask for nothing but gradients of their own next batch, at their parameters, and wait for each;
+    otherwise the parts of a split model cannot compute them.
+    """
+
     def __post_init__(self) -> None:
         if self.delivery not in get_args(Delivery):
             raise UnknownName.among("delivery", str(self.delivery), get_args(Delivery))

@@ -91,6 +91,20 @@ class PipelineSchedule(Component):
             return (0, work.chunk + 1) if work.chunk < self.chunks - 1 else None
         return None
 
+    def target(self, work: PipelinePass, stage: int, stages: int) -> tuple[int, int] | None:
+        """Return the stage and the chunk whose pass over the same micro-batch needs the output of `work`; None if there
+        is none.
+        """
+        if work.kind == "forward":
+            if stage < stages - 1:
+                return stage + 1, work.chunk
+            return (0, work.chunk + 1) if work.chunk < self.chunks - 1 else None
+        if work.kind in ("backward", "input_backward"):
+            if stage > 0:
+                return stage - 1, work.chunk
+            return (stages - 1, work.chunk - 1) if work.chunk > 0 else None
+        return None
+
 
 class FlushedSchedule(PipelineSchedule):
     """A synchronous schedule: the pipeline runs empty at the end of a step, before the update."""

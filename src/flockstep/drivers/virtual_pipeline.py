@@ -1,0 +1,316 @@
+"""Runs a split model in virtual time: one data-parallel group for each stage, and the stages' messages between them.
+
+Each group is a `Simulation` of the unchanged strategy on its part of the parameters. All groups share one event queue
+and one network, so that activations compete with the strategy's messages for the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from flockstep.arrays.namespace import to_host
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.batched import ReplicaGradients
+from flockstep.drivers.node_metrics import Emit
+from flockstep.drivers.plan import Plan, require_splittable
+from flockstep.drivers.runner import Runner
+from flockstep.drivers.stage import NeedPass, PipelineStage, StageRunner
+from flockstep.drivers.tracker import Tracker
+from flockstep.drivers.virtual import Simulation, Surroundings, carry
+from flockstep.errors import CompositionError
+from flockstep.frameworks.stages import ModelPart, SplitModel
+from flockstep.messages import HEADER_BYTES, Address, Message
+from flockstep.nodes import Cluster, Hosts
+from flockstep.programs import GRADIENT, NeedGradient
+from flockstep.records.events import EvaluationEvent, Event, RefusedEvent, ReplicaEvent, UpdateEvent
+from flockstep.simulation.collector import seldom
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Fabric, Network
+from flockstep.simulation.queue import EventQueue
+
+
+class StageGradients(ReplicaGradients):
+    """The gradients of one stage of all replicas."""
+
+    def __init__(self, part: ModelPart, plan: Plan):
+        super().__init__(part, plan)
+        self.stages: list[StageRunner] = []
+        """The stage of each replica."""
+
+    def ask(self, rank: int, need: NeedGradient) -> int:
+        """Begin a step of the stage of replica `rank`; return the number of samples."""
+        self.stages[rank].request(self.params[rank])
+        return self._plan.batch_at(self.nodes[rank].step)
+
+    def keep(self, rank: int) -> None:
+        """Do nothing, because a stage keeps copies of the parameters that it uses."""
+
+    def forget(self, rank: int) -> None:
+        """Refuse to cancel a request, which would leave the other stages of the replica without their inputs.
+
+        Raises:
+            CompositionError: always.
+        """
+        raise CompositionError("a gradient of a split model cannot be canceled; use a strategy that waits for it")
+
+    def take(self, rank: int) -> FlatArray:
+        return self.stages[rank].stage.gradient
+
+
+@dataclass(eq=False)
+class PartSnapshots:
+    """Joins the snapshots of the parts of a replica, and gives the tracker of the run whole models."""
+
+    tracker: Tracker
+    spans: Sequence[slice]
+    """Slice of each part in the whole model."""
+    servers: int
+    """Number of servers of each group."""
+    _waiting: dict[tuple[float, int], dict[int, tuple[FlatArray, float, int, int]]] = field(default_factory=dict)
+    """Tick and replica → part → parameters, second, step and bytes sent."""
+
+    def of(self, part: int) -> GroupSnapshots:
+        """Return the snapshots of the group of one part."""
+        return GroupSnapshots(self, part)
+
+    def add(self, part: int, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
+        """Add the parameters of a node of the group of one part."""
+        if address < 0:
+            self.tracker.add(tick, address - part * self.servers, params, t, step, sent)
+            return
+        known = self._waiting.setdefault((tick, address), {})
+        known[part] = to_host(params).copy(), t, step, sent
+        if len(known) < len(self.spans):
+            return
+        del self._waiting[tick, address]
+        ordered = [known[one] for one in range(len(self.spans))]
+        whole = np.concatenate([one[0] for one in ordered])
+        self.tracker.add(
+            tick, address, whole, max(one[1] for one in ordered), ordered[0][2], sum(one[3] for one in ordered)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSnapshots:
+    """The snapshots of the group of one part."""
+
+    joined: PartSnapshots
+    part: int
+
+    def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
+        """Add a node's current parameters."""
+        self.joined.add(self.part, tick, address, params, t, step, sent)
+
+    def lose(self, address: Address) -> None:
+        """Stop waiting for a lost replica."""
+        self.joined.tracker.lose(address)
+
+
+class PipelineSimulation:
+    """One run of a split model in virtual time."""
+
+    def __init__(
+        self,
+        model: SplitModel,
+        plan: Plan,
+        compute: ComputeModel,
+        network: Network,
+        emit: Emit,
+        progress: Callable[[int, float], None] | None = None,
+    ):
+        """Create the nodes of a run.
+
+        Args:
+            model: the model, cut into the stages of its pipeline.
+            plan: the plan of the data-parallel group of any part, with one worker for each replica.
+            compute: seconds of a gradient of the whole model; a pass takes its share of the work.
+            network: the network of all workers and servers.
+            emit: function that writes an event to the record.
+            progress: called with the steps of all workers so far, and the virtual seconds.
+
+        Raises:
+            CompositionError: the strategy asks for gradients that the stages of a pipeline cannot compute.
+        """
+        require_splittable(plan)
+        self.plan, self.pipeline = plan, model.pipeline
+        self._progress, self._steps = progress, 0
+        parts, replicas, servers = model.pipeline.parts, plan.cluster.workers, plan.cluster.servers
+        beside = tuple(rank * parts + part for part in range(parts) for rank in plan.cluster.beside)
+        everyone = Cluster(replicas * parts, servers * parts, beside)
+        self._queue: EventQueue[Callable[[], None]] = EventQueue()
+        self._fabric: Fabric = network.start(everyone)
+        self._clock = compute.start(everyone.workers, plan.seed)
+        self.model = model
+        ends = np.cumsum([0, *(part.schema.size for part in model.parts)]).tolist()
+        spans = [slice(start, end) for start, end in pairwise(ends)]
+        held = [
+            slice(span.start + one.start, span.start + one.stop)
+            for span in spans
+            for one in plan.held(span.stop - span.start)
+        ]
+        whole = Cluster(replicas, servers * parts)
+        self.tracker = Tracker(
+            model.engine, plan.result, whole, held, plan.samples_at, partial(_of_replica, emit, parts)
+        )
+        snapshots = PartSnapshots(self.tracker, spans, servers)
+        hosts = network.hosts(everyone.workers)
+        self.groups: list[Simulation] = []
+        self._gradients: list[StageGradients] = []
+        for part, one in enumerate(model.parts):
+            gradients = StageGradients(one, plan)
+            address = partial(_address, parts, part, servers)
+            within = Surroundings(
+                one,
+                self._queue,
+                self._fabric,
+                snapshots.of(part),
+                gradients,
+                _hosts_of(hosts, part, parts),
+                address,
+                partial(self._start, part),
+            )
+            named = partial(_named, emit, address)
+            self.groups.append(Simulation(model.engine, plan, compute, network, named, self._stepped, within=within))
+            gradients.stages.extend(self._stage(part, one, gradients, rank) for rank in range(replicas))
+            self._gradients.append(gradients)
+
+    @property
+    def now(self) -> float:
+        """Current virtual time in seconds."""
+        return self._queue.now
+
+    def run(self) -> None:
+        """Run every program to its end.
+
+        Raises:
+            Diverged: a loss is not finite.
+            RunError: the programs wait for each other forever.
+        """
+        with np.errstate(over="ignore", invalid="ignore"), seldom():
+            for group in self.groups:
+                group.begin()
+            self._queue.run()
+            for group in self.groups:
+                group.require_ended()
+        self.tracker.close()
+
+    def stop(self) -> None:
+        """End every program at its current point, and write each node's totals."""
+        for group in self.groups:
+            group.stop()
+
+    def close(self) -> None:
+        """Free the nodes at once; none of them can be used afterwards."""
+        for group in self.groups:
+            group.close()
+
+    def stage(self, part: int, replica: int) -> PipelineStage:
+        """Return one stage of one replica."""
+        return self._gradients[part].stages[replica].stage
+
+    def _stage(self, part: int, model: ModelPart, gradients: StageGradients, rank: int) -> StageRunner:
+        stage = PipelineStage(
+            rank,
+            part,
+            self.pipeline,
+            model,
+            self.plan.steps,
+            partial(gradients.batches[rank].next, GRADIENT),
+            partial(self._send, part, rank),
+        )
+        return StageRunner(stage, partial(self._begin, part, rank), partial(self._answer, part, rank))
+
+    def _runner(self, part: int, rank: int) -> Runner:
+        return self.groups[part].runners[rank]
+
+    def _start(self, part: int, runner: Runner, need: NeedGradient) -> None:
+        """Begin a worker's gradient, or give it the rest of the gradient that it has received a part of."""
+        rank, gradients = runner.node.address, self._gradients[part]
+        if runner.partly:
+            stage = gradients.stages[rank].stage
+            self._queue.schedule(self.now, partial(self.groups[part].answer, rank, stage.gradient, stage.loss))
+            return
+        if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
+            raise CompositionError(
+                f"{self.plan.strategy} asks for more than the gradient of the worker's next batch, which the stages of "
+                f"{self.pipeline} do not compute; use partition=none, or a strategy such as local_sgd"
+            )
+        gradients.ask(rank, need)
+
+    def _begin(self, part: int, rank: int, need: NeedPass) -> None:
+        """Let the time of a pass go by."""
+        work, runner = need.work, self._runner(part, rank)
+        runner.lap("wait")
+        share: float = getattr(self.model.parts[part].shares[work.chunk], work.kind)
+        stretch = share * need.samples / self.plan.batch
+        worker = self.groups[part].address(rank)
+        self._clock.begin(worker, self.now, stretch)
+        self._expect(part, rank)
+
+    def _expect(self, part: int, rank: int) -> None:
+        """Schedule the time at which the running pass of a stage is complete."""
+        due = self._clock.due(self.groups[part].address(rank), self.now)
+        self._queue.schedule(max(self.now, due), partial(self._passed, part, rank))
+
+    def _passed(self, part: int, rank: int) -> None:
+        """End the running pass of a stage, if passes that began meanwhile have not slowed it down."""
+        if not self._clock.fixed and self._clock.due(self.groups[part].address(rank), self.now) > self.now:
+            self._expect(part, rank)
+            return
+        self._runner(part, rank).lap("compute")
+        self._gradients[part].stages[rank].passed()
+
+    def _answer(self, part: int, rank: int, gradient: FlatArray, loss: float) -> None:
+        self.groups[part].answer(rank, gradient, loss)
+
+    def _send(self, part: int, rank: int, to: int, message: Message) -> None:
+        """Send a message from one stage of a replica to another over the network."""
+        sender, receiver = self._runner(part, rank), self._runner(to, rank)
+        sender.metrics.traffic.sent(message, HEADER_BYTES)
+
+        def arrive() -> None:
+            receiver.metrics.traffic.received(message)
+            self._gradients[to].stages[rank].deliver(message)
+
+        ends = self.groups[part].address(rank), self.groups[to].address(rank)
+        carry(self._queue, self._fabric, *ends, HEADER_BYTES + message.payload_bytes, arrive)
+
+    def _stepped(self, done: int, t: float) -> None:
+        self._steps += 1
+        if self._progress is not None:
+            self._progress(self._steps, t)
+
+
+def _address(parts: int, part: int, servers: int, address: Address) -> Address:
+    """Address in the whole run of a node of one part's group."""
+    return address * parts + part if address >= 0 else address - part * servers
+
+
+def _hosts_of(hosts: Hosts, part: int, parts: int) -> Hosts:
+    """The replicas whose part `part` is on each host."""
+    found = (tuple(rank // parts for rank in host if rank % parts == part) for host in hosts)
+    return tuple(host for host in found if host)
+
+
+def _named(emit: Emit, address: Callable[[Address], Address], event: Event) -> None:
+    """Write an event of a group's node, with the addresses of the whole run."""
+    if isinstance(event, UpdateEvent | RefusedEvent) and event.source is not None:
+        event = msgspec.structs.replace(event, source=address(event.source))
+    emit(event)
+
+
+def _of_replica(emit: Emit, parts: int, event: Event) -> None:
+    """Write an event of the tracker, with the bytes per worker; a replica has the number of the worker that holds its
+    first part.
+    """
+    if isinstance(event, ReplicaEvent):
+        event = msgspec.structs.replace(event, rank=event.rank * parts)
+    elif isinstance(event, EvaluationEvent):
+        event = msgspec.structs.replace(event, sent_bytes=event.sent_bytes / parts)
+    emit(event)

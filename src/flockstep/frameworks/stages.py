@@ -1,0 +1,99 @@
+"""The interface between drivers and frameworks for a model that is cut into parts: passes over one part."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.frameworks.base import Engine, Indices, TrainedModel
+from flockstep.partitions.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch of one replica's batch."""
+
+    replica: int
+    step: int
+    number: int
+    """Number of the micro-batch in the step."""
+    indices: Indices
+    """Training samples of the micro-batch."""
+    share: float
+    """Share of the micro-batch in the samples of the batch."""
+
+
+@dataclass(frozen=True)
+class PassShares:
+    """Work of the passes of one chunk, as shares of the work of a whole gradient of the whole model."""
+
+    forward: float
+    input_backward: float
+    weight_backward: float
+
+    @property
+    def backward(self) -> float:
+        """Share of both halves of the backward pass."""
+        return self.input_backward + self.weight_backward
+
+
+class ModelPart(TrainedModel):
+    """One part of a job's model, for any replica: the passes over its chunks of consecutive layers.
+
+    A forward pass keeps what the backward passes over the same micro-batch need, until the last of them.
+    """
+
+    shares: Sequence[PassShares]
+    """Work of each chunk."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """Number of forward passes whose activations are kept at present, over all replicas."""
+
+    @abstractmethod
+    def forward(
+        self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        """Compute the outputs of a chunk; the last chunk returns its share in the batch's mean loss instead.
+
+        Args:
+            chunk: number of the chunk in this part.
+            params: the parameters (K,) of this part, which do not change before the last backward pass.
+            batch: the micro-batch.
+            inputs: outputs of the chunk before, samples on the first axis; None for the first chunk of the model.
+
+        Returns:
+            Outputs and loss: None and the loss for the last chunk of the model, otherwise the outputs and 0.
+        """
+
+    @abstractmethod
+    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
+        """Add the gradient of a chunk's parameters to `out` (K,), and return the gradient of its inputs.
+
+        `errors` is the gradient of the outputs, None for the last chunk; the result is None for the first chunk.
+        """
+
+    @abstractmethod
+    def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        """Return the gradient of a chunk's inputs, as `backward` does; `weight_backward` must follow."""
+
+    @abstractmethod
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        """Add the gradient of a chunk's parameters to `out` (K,)."""
+
+
+@dataclass(frozen=True, eq=False)
+class SplitModel:
+    """A job whose model is cut into parts.
+
+    `engine` evaluates whole models, whose flat array (K,) is the arrays of the parts one after another.
+    """
+
+    engine: Engine
+    pipeline: Pipeline
+    parts: tuple[ModelPart, ...]
+    layers: tuple[str, ...]
+    """The layers of each part, in words."""

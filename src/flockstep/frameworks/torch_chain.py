@@ -1,0 +1,138 @@
+"""A torch module as a chain of layers, and where the chain is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from flockstep.costs.layers import Layer, ModelShape
+from flockstep.errors import ConfigurationError
+from flockstep.partitions.cutting import balanced
+
+
+@dataclass(frozen=True, eq=False)
+class ChainLayer:
+    """One layer of a chain, with its name in the model."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The trainable parameters of the layer."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+def chain_of(module: nn.Module, who: str) -> list[ChainLayer]:
+    """Return the layers of an `nn.Sequential`, in order; a Sequential inside is replaced by its own layers.
+
+    Raises:
+        ConfigurationError: the module is not an `nn.Sequential`, whose layers run one after another.
+    """
+    if type(module).forward is not nn.Sequential.forward:
+        raise ConfigurationError(
+            f"the model of {who} must be an nn.Sequential to be cut into stages, got {type(module).__name__}, whose "
+            "layers may run in any order; build the model as an nn.Sequential of its blocks"
+        )
+    layers: list[ChainLayer] = []
+    for name, child in module.named_children():
+        if type(child).forward is nn.Sequential.forward:
+            layers += [ChainLayer(f"{name}.{inner.name}", inner.module) for inner in chain_of(child, who)]
+        else:
+            layers.append(ChainLayer(name, child))
+    return layers
+
+
+def layers_within(shape: ModelShape, name: str) -> list[Layer]:
+    """Return the counted layers that are the chain's layer `name` or inside it."""
+    return [one for one in shape.layers if one.name == name or one.name.startswith((f"{name}.", f"{name} ("))]
+
+
+def chunks_of(
+    chain: Sequence[ChainLayer], shape: ModelShape, count: int, split_at: Sequence[str], batch: int, who: str
+) -> list[int]:
+    """Return the first layer of each of `count` chunks.
+
+    A chunk begins with a layer that has trainable parameters, except the first. Without `split_at` the cut is the one
+    whose slowest chunk has the least work W, and among those the one whose largest chunk has the least memory of
+    parameters and activations.
+
+    Args:
+        chain: the layers of the model.
+        shape: work and bytes of the layers.
+        count: number of chunks.
+        split_at: names of the layers at which the second and every later chunk begins; empty for the balanced cut.
+        batch: samples of a batch, for which work and bytes are counted.
+        who: what the model belongs to, for errors.
+
+    Raises:
+        ConfigurationError: the chain cannot be cut in this way.
+    """
+    places = _places(chain)
+    if split_at:
+        return [0, *_given(chain, places, count, split_at)]
+    if len(places) < count:
+        shared = _shared(chain)
+        why = f", of which {shared[0]} and {shared[1]} share weights and stay together," if shared else ""
+        raise ConfigurationError(
+            f"the model of {who} can be cut into at most {len(places)} chunks, because each begins with a layer that "
+            f"has trainable parameters{why} got {count}; use fewer stages"
+        )
+    ends = [*places[1:], len(chain)]
+    units = [
+        [one for layer in chain[start:end] for one in layers_within(shape, layer.name)]
+        for start, end in zip(places, ends, strict=True)
+    ]
+    work = [sum(one.work(batch) for one in unit) for unit in units]
+    nbytes = [
+        sum(one.parameters * shape.itemsize + one.activation_bytes(batch, shape.itemsize) for one in unit)
+        for unit in units
+    ]
+    return [places[first] for first in balanced(work, nbytes, count)]
+
+
+def _places(chain: Sequence[ChainLayer]) -> list[int]:
+    """The layers at which a chunk may begin."""
+    begins = [index for index, layer in enumerate(chain) if layer.trained]
+    uses: dict[int, list[int]] = {}
+    for index, layer in enumerate(chain):
+        for parameter in layer.trained:
+            uses.setdefault(id(parameter), []).append(index)
+    return [0, *(place for place in begins[1:] if not any(use[0] < place <= use[-1] for use in uses.values()))]
+
+
+def _shared(chain: Sequence[ChainLayer]) -> tuple[str, str] | None:
+    """Names of the first two layers that share a parameter; None if none do."""
+    owners: dict[int, str] = {}
+    for layer in chain:
+        for parameter in layer.trained:
+            if owners.setdefault(id(parameter), layer.name) != layer.name:
+                return owners[id(parameter)], layer.name
+    return None
+
+
+def _given(chain: Sequence[ChainLayer], places: Sequence[int], count: int, split_at: Sequence[str]) -> list[int]:
+    """The layers of `split_at`, after all checks."""
+    names = [layer.name for layer in chain]
+    known = ", ".join(names[place] for place in places[1:])
+    if len(split_at) != count - 1:
+        raise ConfigurationError(
+            f"split_at must name {count - 1} layers for {count} chunks, got {len(split_at)}; choose among {known}"
+        )
+    found = []
+    for name in split_at:
+        if name not in names or names.index(name) not in places[1:]:
+            shared = _shared(chain)
+            why = f" ({shared[0]} and {shared[1]} share weights)" if shared else ""
+            raise ConfigurationError(
+                f"split_at must name layers at which a chunk can begin: {known}, got {name!r}; a chunk begins with a "
+                f"layer that has trainable parameters, and layers that share weights stay together{why}"
+            )
+        found.append(names.index(name))
+    if found != sorted(set(found)):
+        raise ConfigurationError(
+            f"split_at must name layers in the order of the model, got {', '.join(split_at)}; sort them"
+        )
+    return found

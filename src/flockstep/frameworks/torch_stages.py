@@ -1,0 +1,336 @@
+"""A torch module cut into parts: passes over consecutive layers, one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from flockstep.arrays.namespace import as_tensor
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.costs.layers import ModelShape
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
+from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, SplitModel
+from flockstep.frameworks.torch import Tensors, TorchEngine
+from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, layers_within
+from flockstep.frameworks.torch_flat import native
+from flockstep.frameworks.torch_layers import shape_of
+from flockstep.partitions.pipeline import Pipeline
+
+FLOATS = (torch.float16, torch.float32, torch.float64)
+"""Dtypes of activations that travel between stages."""
+
+
+def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
+    """Build the job's model and cut it into the stages of `pipeline`.
+
+    Dropout draws from a stream for each replica, step, micro-batch and chunk. Batch normalization uses the statistics
+    of the micro-batch, and its running statistics belong to the replica and take in every micro-batch in order, as in
+    GPipe.
+
+    Raises:
+        ConfigurationError: the model is not an `nn.Sequential`, or cannot be cut into these stages.
+    """
+    whole = TorchEngine(job, seed)
+    who = f"job {job.name!r}"
+    chain = chain_of(whole.module, who)
+    samples, _ = whole.samples(np.arange(min(job.batch, whole.train_size)))
+    shape = shape_of(whole.module, samples, name=job.name)
+    count = pipeline.stages * pipeline.schedule.chunks
+    starts = chunks_of(chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
+    chunks = [chain[start:end] for start, end in pairwise([*starts, len(chain)])]
+    _check(chunks, samples, whole, who)
+    shares = _shares(chunks, shape, job.batch)
+    owned = _names(whole, chunks)
+    engine = PartsEngine(whole, [name for part in range(pipeline.stages) for name in _of_part(owned, part, pipeline)])
+    parts = tuple(
+        TorchPart(
+            engine,
+            [
+                Chunk(number, chunks[number], owned[number], shares[number], last=number == count - 1)
+                for number in range(part, count, pipeline.stages)
+            ],
+        )
+        for part in range(pipeline.stages)
+    )
+    words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
+    described = [" and ".join(words[part :: pipeline.stages]) for part in range(pipeline.stages)]
+    return SplitModel(engine, pipeline, parts, tuple(described))
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Consecutive layers of the model that one part holds."""
+
+    number: int
+    """Number of the chunk in the model."""
+    layers: Sequence[ChainLayer]
+    names: Sequence[str]
+    """Names of the trainable parameters in the model, in the order of `places`."""
+    shares: PassShares
+    last: bool
+    module: nn.Sequential = field(init=False)
+    local: dict[str, str] = field(init=False)
+    """Name in the model → name in `module`, of every parameter and buffer."""
+
+    def __post_init__(self) -> None:
+        self.module = nn.Sequential(OrderedDict((f"at{i}", layer.module) for i, layer in enumerate(self.layers)))
+        self.local = {
+            f"{layer.name}.{name}": f"at{i}.{name}"
+            for i, layer in enumerate(self.layers)
+            for name in [*dict(layer.module.named_parameters()), *dict(layer.module.named_buffers())]
+        }
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """What a forward pass keeps for its backward passes."""
+
+    inputs: torch.Tensor | None
+    outputs: torch.Tensor
+    weights: list[torch.Tensor]
+    errors: torch.Tensor | None = None
+
+
+class TorchPart(ModelPart):
+    """One part of a torch module; autograd keeps the activations of each forward pass."""
+
+    def __init__(self, engine: PartsEngine, chunks: Sequence[Chunk]):
+        names = [name for chunk in chunks for name in chunk.names]
+        entries = {entry.name: entry for entry in engine.schema.entries}
+        dtype = engine.schema.dtype
+        self.schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
+        if self.schema.dtype != dtype:
+            raise ConfigurationError(
+                f"every part of a model must hold a parameter of the widest dtype {dtype}, got a part with parameters "
+                f"of {self.schema.dtype}; cut the model elsewhere, or convert it with model.float()"
+            )
+        self.train_size = engine.train_size
+        self.shares = [chunk.shares for chunk in chunks]
+        self._engine = engine
+        self._chunks = chunks
+        self._kept: dict[tuple[int, int, int, int], ForwardPass] = {}
+
+    @property
+    def kept(self) -> int:
+        return len(self._kept)
+
+    def initial(self) -> FlatArray:
+        whole, entries = self._engine.initial(), {entry.name: entry for entry in self._engine.schema.entries}
+        return np.concatenate([whole[entries[e.name].offset :][: e.size] for e in self.schema.entries])
+
+    def forward(
+        self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        one, engine = self._chunks[chunk], self._engine
+        weights = [
+            view.detach().to(dtype).requires_grad_() for view, dtype in self._places(one, as_tensor(params), typed=True)
+        ]
+        if inputs is None:
+            x = engine.whole.samples(batch.indices)[0]
+        else:
+            x = torch.from_numpy(inputs.copy()).requires_grad_()
+        values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
+        buffers = {one.local[n]: b for n, b in engine.buffers_of(batch.replica).items() if n in one.local}
+        with engine.whole.stream(batch.replica, batch.step, batch.number, one.number):
+            outputs = functional_call(one.module, {**values, **buffers}, (x,))
+        if one.last:
+            loss = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
+            self._kept[self._key(chunk, batch)] = ForwardPass(x if inputs is not None else None, loss, weights)
+            return None, float(loss.item())
+        self._kept[self._key(chunk, batch)] = ForwardPass(x if inputs is not None else None, outputs, weights)
+        return native(outputs.detach()), 0.0
+
+    def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
+        kept = self._kept.pop(self._key(chunk, batch))
+        below = [] if kept.inputs is None else [kept.inputs]
+        slopes = _slopes(kept, [*below, *kept.weights], errors)
+        self._add(chunk, slopes[len(below) :], out)
+        return native(slopes[0]) if below else None
+
+    def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        kept = self._kept[self._key(chunk, batch)]
+        kept.errors = None if errors is None else torch.from_numpy(errors.copy())
+        if kept.inputs is None:
+            return None
+        return native(_slopes(kept, [kept.inputs], errors, retain=True)[0])
+
+    def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
+        kept = self._kept.pop(self._key(chunk, batch))
+        self._add(chunk, _slopes(kept, kept.weights, None if kept.errors is None else kept.errors.numpy()), out)
+
+    def _add(self, chunk: int, slopes: Sequence[torch.Tensor], out: FlatArray) -> None:
+        for (place, _), slope in zip(self._places(self._chunks[chunk], as_tensor(out)), slopes, strict=True):
+            place.add_(slope)
+
+    def _places(self, chunk: Chunk, flat: torch.Tensor, typed: bool = False) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """The tensors of a chunk's parameters inside a flat tensor (K,), and the dtype with which it computes."""
+        entries = {entry.name: entry for entry in self.schema.entries}
+        found = []
+        for name in chunk.names:
+            entry = entries[name]
+            dtype = getattr(torch, entry.dtype or self.schema.dtype)
+            found.append((flat[entry.offset : entry.offset + entry.size].view(entry.shape), dtype))
+        return found
+
+    @staticmethod
+    def _key(chunk: int, batch: MicroBatch) -> tuple[int, int, int, int]:
+        return batch.replica, batch.step, batch.number, chunk
+
+
+class PartsEngine(Engine):
+    """A torch engine whose flat array lists the parameters part by part, with buffers of its own for each replica."""
+
+    def __init__(self, whole: TorchEngine, names: Sequence[str]):
+        """`names`: the trainable parameters in the order of the parts."""
+        entries = {entry.name: entry for entry in whole.schema.entries}
+        dtype = whole.schema.dtype
+        self.whole = whole
+        self.schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
+        self.optimizer, self.higher_is_better = whole.optimizer, whole.higher_is_better
+        self.train_size, self.labels, self.classes = whole.train_size, whole.labels, whole.classes
+        spans = [(e.offset, e.size) for e in (entries[name] for name in names)]
+        order = np.concatenate([np.arange(start, start + size) for start, size in spans])
+        self._order = None if (np.diff(order) == 1).all() else order
+        """Place of each element in the flat array of `whole`; None if the places are the same."""
+        self._buffers: dict[int, Tensors] = {}
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return self.whole.facts
+
+    @property
+    def batching(self) -> str:
+        """Gradients are computed pass by pass."""
+        return "one by one: the model is split"
+
+    def buffers_of(self, replica: int) -> Tensors:
+        """Return a replica's changing buffers, by their names in the model; training changes them in place."""
+        if replica not in self._buffers:
+            self._buffers[replica] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
+        return self._buffers[replica]
+
+    def initial(self) -> FlatArray:
+        whole = self.whole.initial()
+        return whole if self._order is None else whole[self._order]
+
+    def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
+        """Write the gradient of the unsplit model into `out`; return the mean loss."""
+        slope = np.empty_like(out)
+        loss = self.whole.gradient(self.in_order(params), indices, slope, replica, step)
+        out[:] = slope if self._order is None else slope[self._order]
+        return loss
+
+    def gradients(
+        self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
+    ) -> npt.NDArray[np.float64]:
+        """Write the gradients of unsplit replicas into `out`; return the mean losses."""
+        rows = range(len(params))
+        return np.array([self.gradient(params[r], indices[r], out[r], replicas[r], steps[r]) for r in rows])
+
+    def buffers(self, replica: int) -> FlatArray:
+        values = [buffer.reshape(-1).to(torch.float64) for buffer in self.buffers_of(replica).values()]
+        flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
+        return flat
+
+    def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
+        self._hand_over(replicas)
+        return self.whole.evaluate(self.in_order(params), replicas)
+
+    def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
+        self._hand_over(replicas)
+        return self.whole.evaluate_together(np.stack([self.in_order(one) for one in members]), replicas)
+
+    def _hand_over(self, replicas: Sequence[int]) -> None:
+        """Give the whole engine the buffers of the replicas."""
+        for replica in replicas:
+            self.whole.restore_buffers(replica, self.buffers(replica))
+
+    def in_order(self, params: FlatArray) -> FlatArray:
+        """Return parameters (K,) in the order of the unsplit model."""
+        if self._order is None:
+            return params
+        whole = np.empty_like(params)
+        whole[self._order] = params
+        return whole
+
+
+def _slopes(
+    kept: ForwardPass, wanted: Sequence[torch.Tensor], errors: FlatArray | None, retain: bool = False
+) -> list[torch.Tensor]:
+    """Gradients of a pass's outputs with respect to `wanted`; zeros for what the outputs do not depend on."""
+    if not wanted:
+        return []
+    given = None if errors is None else torch.from_numpy(errors.copy())
+    return list(
+        torch.autograd.grad(kept.outputs, wanted, given, retain_graph=retain, allow_unused=True, materialize_grads=True)
+    )
+
+
+def _names(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]]) -> list[list[str]]:
+    """Names of the trainable parameters of each chunk, in the model's order; a shared one under its first name."""
+    known = {entry.name for entry in whole.schema.entries}
+    return [
+        [
+            f"{layer.name}.{name}"
+            for layer in chunk
+            for name, _ in layer.module.named_parameters()
+            if f"{layer.name}.{name}" in known
+        ]
+        for chunk in chunks
+    ]
+
+
+def _of_part(owned: Sequence[Sequence[str]], part: int, pipeline: Pipeline) -> list[str]:
+    return [name for chunk in owned[part :: pipeline.stages] for name in chunk]
+
+
+def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: int) -> list[PassShares]:
+    """Work of the passes of each chunk, relative to the work W of the model; of equal size if W is unknown.
+
+    The first chunk has no gradient of its inputs, so that all its backward work is for the gradient of its weights.
+    """
+    within = [[one for layer in chunk for one in layers_within(shape, layer.name)] for chunk in chunks]
+    total = float(sum(one.work(batch) for chunk in within for one in chunk))
+    if not total:
+        return [PassShares(*[1 / (3 * len(chunks))] * 3) for _ in chunks]
+    shares = []
+    for number, chunk in enumerate(within):
+        forward = sum(one.work_forward(batch) for one in chunk) / total
+        by_input = sum(one.by_input.work(batch) for one in chunk) / total
+        by_weight = sum(one.by_weight.work(batch) for one in chunk) / total
+        shares.append(PassShares(forward, by_input if number else 0.0, by_weight + (0.0 if number else by_input)))
+    return shares
+
+
+def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole: TorchEngine, who: str) -> None:
+    """Run the chunks one after another on a batch, and check what would travel between stages.
+
+    Raises:
+        ConfigurationError: the output of a chunk is not one floating-point tensor with the samples on its first axis.
+    """
+    buffers = {name: buffer.clone() for name, buffer in whole.module.named_buffers()}
+    x: Any = samples
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for chunk in chunks[:-1]:
+            for layer in chunk:
+                x = layer.module(x)
+            last = chunk[-1].name
+            if not isinstance(x, torch.Tensor) or x.dtype not in FLOATS or x.shape[:1] != samples.shape[:1]:
+                got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ConfigurationError(
+                    f"the output of layer {last!r} of {who} must be one tensor of floats with the {len(samples)} "
+                    f"samples on its first axis to travel to the next stage, got {got}; cut elsewhere with split_at"
+                )
+    with torch.no_grad():
+        for name, buffer in whole.module.named_buffers():
+            buffer.copy_(buffers[name])

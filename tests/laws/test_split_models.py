@@ -1,0 +1,389 @@
+"""Split models in virtual time: their gradients against the unsplit model, their times against the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flockstep
+from flockstep import registry
+from flockstep.drivers.plan import Batches
+from flockstep.drivers.setup import check
+from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.errors import CompositionError, ConfigurationError, RunError
+from flockstep.frameworks.torch_stages import split_torch
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
+from flockstep.partitions.timeline import timeline
+from flockstep.programs import GRADIENT as NEXT
+from flockstep.records.config import RunConfig
+from flockstep.records.events import NodeEvent, StepEvent
+from flockstep.records.folder import RunFolder
+from flockstep.strategies.base import Strategy
+from support.matrix import few
+from support.split_jobs import BATCH, GRADIENT, chain, job_of, simulated
+
+SYNCHRONOUS = (
+    "pipeline(4, gpipe, 6)",
+    "pipeline(4, 1f1b, 6)",
+    "pipeline(2, interleaved(2), 6)",
+    "pipeline(4, zb_h1, 6)",
+    "pipeline(3, 1f1b, 5)",
+)
+"""The last divides twelve samples into micro-batches of two sizes."""
+STRATEGIES = ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)")
+
+
+@pytest.mark.parametrize("partition", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    "strategy", [STRATEGIES[0], *(pytest.param(s, marks=pytest.mark.full) for s in STRATEGIES[1:])]
+)
+def test_a_synchronous_schedule_equals_the_unsplit_model(strategy: str, partition: str) -> None:
+    job = job_of(optimizer="sgd(lr=0.2, momentum=0.9)")
+    whole, split = simulated(job, strategy), simulated(job, strategy, partition)
+    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-13)
+    assert np.abs(whole.result).max() > 0.1
+    losses = [
+        {(e.rank // parts, e.step): e.loss for e in ran.events if isinstance(e, StepEvent)}
+        for ran, parts in ((whole, 1), (split, Pipeline.parse(partition).stages))
+    ]
+    assert losses[0].keys() == losses[1].keys()
+    for key, loss in losses[0].items():
+        assert loss == pytest.approx(losses[1][key], rel=1e-12), "every stage knows the loss"
+
+
+def delayed_sgd(job, schedule_version: Callable[[int, int], int], cut: list[int], steps: int, samples) -> np.ndarray:
+    """The oracle: every stage s steps along its part of the gradient at the weights w_s^(version(t, s)), all of one
+    batch, with plain autograd on the unsplit model.
+    """
+    model = job.model()
+    x, y = torch.tensor(job.data().train_x), torch.tensor(job.data().train_y)
+    parameters = list(model.parameters())
+    stage_of = [sum(index >= first for first in cut) for index in range(len(parameters))]
+    history = [[p.detach().clone() for p in parameters]]
+    for t in range(steps):
+        with torch.no_grad():
+            for index, p in enumerate(parameters):
+                p.copy_(history[schedule_version(t, stage_of[index])][index])
+        slopes = torch.autograd.grad(job.loss(model(x[samples[t]]), y[samples[t]]), parameters)
+        history.append([w - 0.2 * g for w, g in zip(history[-1], slopes, strict=True)])
+    return np.concatenate([p.numpy().reshape(-1) for p in history[-1]])
+
+
+ASYNCHRONOUS = {
+    "pipeline(4, pipedream, 1, (2, 4, 6))": lambda t, s: max(0, t - (3 - s)),
+    "pipeline(4, pipedream(vertical_sync=True), 1, (2, 4, 6))": lambda t, s: max(0, t - 3),
+    "pipeline(4, ddg, 1, (2, 4, 6))": lambda t, s: max(0, t - (3 - s)),
+    "pipeline(4, pipedream_2bw, 4, (2, 4, 6))": lambda t, s: max(0, t - 1),
+}
+
+
+@pytest.mark.parametrize("partition", ASYNCHRONOUS)
+def test_an_asynchronous_schedule_equals_delayed_sgd(partition: str) -> None:
+    job, steps = job_of(), 9
+    ran = simulated(job, "local_sgd(period=100)", partition, replicas=1, steps=steps, compute="lognormal(0.01)")
+    batches = Batches(ran.simulation.plan, 0)
+    samples = [batches.next(NEXT) for _ in range(steps)]
+    oracle = partial(delayed_sgd, job, cut=[2, 4, 6], steps=steps, samples=samples)
+    np.testing.assert_allclose(ran.result, oracle(ASYNCHRONOUS[partition]), rtol=0, atol=1e-13)
+    assert np.abs(ran.result - oracle(lambda t, s: t)).max() > 1e-3, "negative control: it is not plain SGD"
+    assert np.abs(ran.result - oracle(lambda t, s: max(0, t - 2))).max() > 1e-4, "nor of any other delay"
+
+
+def test_pipedream_without_stashed_weights_is_noticed() -> None:
+    """Negative control: backward passes at the latest weights."""
+
+    class Unstashed(PipeDream):
+        def version(self, step: int, stage: int, stages: int) -> int:
+            return max(0, step - max(0, self.delay(stage, stages) - 1))
+
+    with pytest.raises(RunError, match=r"uses version 1 of the weights of stage 0 in step 3, but .* versions \[0\]"):
+        simulated(job_of(), "all_reduce", Pipeline(4, Unstashed(), 1))
+
+
+@pytest.mark.parametrize("partition", [*SYNCHRONOUS[:4], "pipeline(4, pipedream, 1)", "pipeline(4, ddg, 1)"])
+def test_the_seconds_of_a_run_are_those_of_its_schedule(partition: str) -> None:
+    """With free messages and constant times: the end of the run, and the seconds of each stage."""
+    ran = simulated(job_of(), "local_sgd(period=100)", partition, replicas=1, steps=5)
+    simulation = ran.simulation
+    assert isinstance(simulation, PipelineSimulation)
+    pipeline, parts = simulation.model.pipeline, simulation.model.parts
+
+    def seconds(stage, work) -> float:
+        if work.kind == "update":
+            return 0.0
+        return getattr(parts[stage].shares[work.chunk], work.kind) * GRADIENT / pipeline.microbatches
+
+    times = timeline(pipeline, 5, seconds)
+    last = max(stage[-1].end for stage in times)
+    ends = {e.node: e.seconds for e in ran.events if isinstance(e, NodeEvent)}
+    assert max(ends.values()) == pytest.approx(last)
+    for e in ran.events:
+        if isinstance(e, NodeEvent):
+            own = sum(getattr(one, kind) for one in parts[e.node].shares for kind in ("forward", "backward"))
+            assert e.compute_seconds == pytest.approx(5 * own * GRADIENT)
+            assert e.compute_seconds + e.wait_seconds == pytest.approx(e.seconds)
+
+
+def test_the_shares_of_the_passes_make_up_a_gradient() -> None:
+    shares = [one for part in split_torch(job_of(), 0, Pipeline(5)).parts for one in part.shares]
+    assert sum(one.forward + one.backward for one in shares) == pytest.approx(1)
+    assert shares[0].input_backward == 0, "data have no gradient"
+    assert all(one.forward > 0 and one.weight_backward > 0 for one in shares)
+
+
+@pytest.mark.parametrize(
+    "partition",
+    ["pipeline(4, gpipe, 6)", "pipeline(4, 1f1b, 6)", "pipeline(4, zb_h1, 6)", "pipeline(2, interleaved, 6)"],
+)
+def test_a_stage_keeps_as_many_activations_as_its_schedule_says(partition: str) -> None:
+    most: dict[int, int] = {}
+
+    def watched(simulation: PipelineSimulation) -> None:
+        for number, part in enumerate(simulation.model.parts):
+
+            def forward(*given, part=part, number=number, compute=part.forward):
+                made = compute(*given)
+                most[number] = max(most.get(number, 0), part.kept)
+                return made
+
+            part.forward = forward  # type: ignore[method-assign]
+
+    simulated(job_of(), "all_reduce", partition, replicas=1, prepare=watched)
+    pipeline = Pipeline.parse(partition)
+    facts = pipeline.stages, pipeline.microbatches
+    assert most == {stage: pipeline.schedule.in_flight(stage, *facts) for stage in range(pipeline.stages)}
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream(True)", "ddg", "pipedream_2bw", "1f1b"])
+def test_a_stage_keeps_as_many_versions_as_its_schedule_says(schedule: str) -> None:
+    pipeline = Pipeline.parse(f"pipeline(4, {schedule}, {4 if schedule in ('pipedream_2bw', '1f1b') else 1})")
+    most = [0] * 4
+
+    def watched(simulation: PipelineSimulation) -> None:
+        for number, part in enumerate(simulation.model.parts):
+
+            def forward(*given, number=number, compute=part.forward):
+                most[number] = max(most[number], len(simulation.stage(number, 0).versions))
+                return compute(*given)
+
+            part.forward = forward  # type: ignore[method-assign]
+
+    simulated(job_of(), "all_reduce", pipeline, replicas=1, steps=12, prepare=watched)
+    assert most == [pipeline.schedule.versions(stage, 4) for stage in range(4)]
+
+
+def test_activations_and_their_gradients_are_what_travels() -> None:
+    """8, 8 and 5 numbers of 8 bytes for each sample, up and down, in a pipeline without another replica."""
+    ran = simulated(job_of(), "local_sgd(period=100)", "pipeline(4, 1f1b, 6, (2, 4, 8))", replicas=1, network="1gbit")
+    sent = [e.sent_bytes for e in sorted((e for e in ran.events if isinstance(e, NodeEvent)), key=lambda e: e.node)]
+    assert sent == [6 * BATCH * 8 * width for width in (8, 8 + 8, 5 + 8, 5)]
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    runs = [
+        simulated(job_of(), "asgd", "pipeline(4, pipedream, 1)", compute="lognormal(0.01)", network="100mbit")
+        for _ in range(2)
+    ]
+    assert runs[0].events == runs[1].events
+    assert runs[0].result.tobytes() == runs[1].result.tobytes()
+
+
+def with_dropout() -> nn.Sequential:
+    layers = list(chain())
+    return nn.Sequential(*layers[:2], nn.Dropout(0.5), *layers[2:6], nn.Dropout(0.5), *layers[6:])
+
+
+def test_dropout_draws_the_same_numbers_under_every_schedule() -> None:
+    split = [simulated(job_of(with_dropout), "all_reduce", f"pipeline(4, {name}, 6)") for name in ("gpipe", "zb_h1")]
+    np.testing.assert_allclose(split[0].result, split[1].result, rtol=0, atol=1e-13)
+    whole = simulated(job_of(with_dropout), "all_reduce")
+    assert np.abs(whole.result - split[0].result).max() > 1e-4, "it draws for each micro-batch, not for the batch"
+
+
+def test_batch_normalization_takes_in_every_micro_batch() -> None:
+    def model() -> nn.Sequential:
+        layers = list(chain())
+        return nn.Sequential(layers[0], nn.BatchNorm1d(8).double(), *layers[1:])
+
+    job = job_of(model)
+    ran = simulated(job, "local_sgd(period=100)", "pipeline(2, 1f1b, 3, ('3',))", replicas=1, steps=1)
+    simulation = ran.simulation
+    samples = Batches(simulation.plan, 0).next(NEXT)
+    first, norm = model()[:2]
+    for micro in np.split(samples, 3):
+        norm(first(torch.tensor(job.data().train_x[micro])))
+    found = simulation.model.engine.buffers(0)
+    expected = [norm.running_mean, norm.running_var, norm.num_batches_tracked.double().reshape(1)]
+    np.testing.assert_allclose(found, torch.cat(expected).detach().numpy(), atol=1e-13)
+    whole = simulated(job, "local_sgd(period=100)", replicas=1, steps=1)
+    assert whole.simulation.tracker.evaluation != simulation.tracker.evaluation, "the whole batch has other statistics"
+
+
+def tied() -> nn.Sequential:
+    layers = list(chain())[:4]
+    again = nn.Linear(8, 8).double()
+    again.weight = layers[2].weight
+    return nn.Sequential(*layers, again, nn.Tanh(), nn.Linear(8, 1).double())
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = chain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + x[:, :1]
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "partition", "message"),
+    [
+        (Branch, "pipeline(2)", "must be an nn.Sequential to be cut into stages, got Branch, .*build the model as"),
+        (chain, "pipeline(6)", "can be cut into at most 5 chunks, .* got 6; use fewer stages"),
+        (tied, "pipeline(4)", "at most 3 chunks, .* 2 and 4 share weights and stay together, got 4"),
+        (tied, "pipeline(2, split_at=('4',))", "2, 6, got '4'; .* stay together .2 and 4 share"),
+        (tied, "pipeline(2, split_at=('6',))", None),
+        (chain, "pipeline(2, split_at=(3,))", "at which a chunk can begin: 2, 4, 6, 8, got '3'"),
+        (chain, "pipeline(3, split_at=(2,))", "must name 2 layers for 3 chunks, got 1; choose among 2, 4, 6, 8"),
+        (chain, "pipeline(3, split_at=(4, 2))", "in the order of the model, got 4, 2; sort them"),
+        (
+            lambda: nn.Sequential(*list(chain())[:2], Pair(), First(), *list(chain())[2:]),
+            "pipeline(2, split_at=(4,))",
+            None,
+        ),
+        (
+            lambda: nn.Sequential(chain()[0], Pair(), nn.Sequential(First(), chain()[2], nn.Linear(8, 1).double())),
+            "pipeline(2, split_at=('2.1',))",
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_what_can_be_cut_and_what_cannot(model, partition: str, message: str | None) -> None:
+    if message is None:
+        assert len(split_torch(job_of(model), 0, Pipeline.parse(partition)).parts) == 2
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        split_torch(job_of(model), 0, Pipeline.parse(partition))
+
+
+def test_only_one_tensor_of_floats_travels() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = chain()[2]
+
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return self.layer(pair[0])
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(chain()[0], Pair(), Both(), nn.Linear(8, 1).double())
+
+    with pytest.raises(ConfigurationError, match=r"output of layer '1' of job 'chain' must be one tensor .* got tuple"):
+        split_torch(job_of(model), 0, Pipeline.parse("pipeline(2, split_at=(2,))"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "partition", "message"),
+    [
+        ("all_reduce", "clipped(sgd(lr=0.1), 1)", "pipeline(4)", "step their own parameters, got clipped.*elementwise"),
+        ("codistillation", "sgd(lr=0.1)", "pipeline(4)", "of which a worker asks for more than gradients"),
+        ("gradient_coding(1)", "sgd(lr=0.1)", "pipeline(4)", "take every step together, got gradient_coding"),
+        ("ps(consistency=backup(1))", "sgd(lr=0.1)", "pipeline(4)", "asks for more than gradients"),
+        ("all_reduce", "sgd(lr=0.1)", "pipeline(4, 1f1b, 13)", "at most the 12 samples of a batch, got 13"),
+    ],
+)
+def test_what_a_split_model_does_not_run_is_refused(
+    strategy: str, optimizer: str, partition: str, message: str
+) -> None:
+    with pytest.raises((CompositionError, ConfigurationError), match=message):
+        simulated(job_of(optimizer=optimizer), strategy, partition, replicas=3)
+
+
+def test_a_slow_link_makes_the_pipeline_wait() -> None:
+    facts = job_of(), "all_reduce", "pipeline(4, 1f1b, 6)"
+    ideal, slow = simulated(*facts), simulated(*facts, network="link('1mbit', 0.001)")
+    np.testing.assert_array_equal(ideal.result, slow.result)
+    assert slow.simulation.now > 2 * ideal.simulation.now
+    assert math.isfinite(slow.simulation.now)
+
+
+WHOLE_VECTORS = ("sparta", "powersgd", "slice_servers")
+"""These select, factor or divide the parameters by their places, which differ in the parts of a model."""
+
+
+@pytest.mark.parametrize("strategy", few(registry.names("strategy"), "gossip", "easgd", "bucketed", "ps"))
+def test_every_strategy_runs_split_or_says_why_not(strategy: str) -> None:
+    plain = Strategy.parse(strategy).traits.plain_gradients
+    if not plain or "factor" in strategy:
+        with pytest.raises(CompositionError, match=r"asks for more than gradients|no layer that can be factored"):
+            simulated(job_of(), strategy, "pipeline(4, 1f1b, 4)", replicas=4, steps=4)
+        return
+    whole = simulated(job_of(), strategy, replicas=4, steps=4)
+    split = simulated(job_of(), strategy, "pipeline(4, 1f1b, 4)", replicas=4, steps=4)
+    if strategy not in (*WHOLE_VECTORS, "ensemble"):
+        np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
+
+
+def test_the_record_of_a_split_run(tmp_path: Path) -> None:
+    """All updates arrive, replicas agree part by part, and the figures per worker are those of all eight workers."""
+    ran = flockstep.simulate(
+        "digits(batch=8)", "ps(bsp, shards=2)", workers=8, partition="pipeline(4, 1f1b, 4)", steps=3, out=tmp_path
+    )
+    summary, config = ran.summary, RunFolder(tmp_path).read_config()
+    assert config.partition == "pipeline(stages=4, schedule=one_forward_one_backward, microbatches=4)"
+    assert "--partition 'pipeline(stages=4" in config.command
+    assert (summary.workers, len(summary.per_worker), len(summary.hashes)) == (8, 8, 8 + 4 * 2)
+    assert summary.completeness == 1
+    assert summary.replicas_agree
+    assert summary.samples == 2 * 8 * 3
+    assert all(one.sent_bytes for one in summary.per_worker)
+    assert RunFolder(tmp_path).read_events()
+    again = flockstep.simulate("digits(batch=8)", "ps(bsp, shards=2)", workers=2, steps=3, out=tmp_path / "unsplit")
+    assert again.summary.final_loss == pytest.approx(summary.final_loss, rel=1e-5)
+    assert np.load(tmp_path / "result.npy").shape == np.load(tmp_path / "unsplit" / "result.npy").shape
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": 6}, "multiple of 4 for pipeline.*, got 6; use 4 workers"),
+        ({"workers": 4, "faults": ("dies(1, 0.5)",)}, r"faults cannot be injected .* got dies"),
+        ({"workers": 4, "max_gradient_norm": 1.0}, "max_gradient_norm need whole gradients"),
+        ({"workers": 4, "job": "softmax"}, "must be a torch.nn.Sequential, got SoftmaxRegression of job 'softmax'"),
+        ({"workers": 4, "job": "charlm"}, "must be an nn.Sequential .*, got Transformer"),
+    ],
+)
+def test_a_run_that_cannot_be_split_is_refused_before_it_starts(tmp_path: Path, given: Any, message: str) -> None:
+    options = {"job": "digits", "workers": 8, "steps": 2, **given}
+    with pytest.raises(ConfigurationError, match=message):
+        flockstep.simulate(
+            options.pop("job"), "all_reduce", partition="pipeline(4, 1f1b, 8)", out=tmp_path / "run", **options
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_real_processes_do_not_split_models() -> None:
+    config = RunConfig(kind="train", job="digits", strategy="all_reduce", workers=4, partition="pipeline(4)")
+    with pytest.raises(ConfigurationError, match=r"split in virtual time only, got pipeline.* for flockstep train"):
+        check(config)
+    assert check(dataclasses.replace(config, partition="none")) == Strategy.parse("all_reduce")

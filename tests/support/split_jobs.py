@@ -1,0 +1,102 @@
+"""A small job whose model is a chain of layers, and runs of it, split or not, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import nn
+
+from flockstep.drivers.plan import Plan
+from flockstep.drivers.virtual import Simulation
+from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.torch import TorchEngine
+from flockstep.frameworks.torch_stages import split_torch
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.records.events import Event
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy, choose_result
+from flockstep.workloads.models import squared_error
+from flockstep.workloads.split import Iid
+
+BATCH = 12
+GRADIENT = 0.012
+"""Seconds of a gradient of the whole model."""
+
+
+def chain(seed: int = 3) -> nn.Sequential:
+    """Five layers of float64 with Tanh between them."""
+    torch.manual_seed(seed)
+    sizes = (6, 8, 8, 7, 5, 1)
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def job_of(model: Callable[[], nn.Module] = chain, batch: int = BATCH, optimizer: str = "sgd(lr=0.2)") -> Job:
+    """A regression on 120 samples of six numbers."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((160, 6))
+    y = np.tanh(x @ random.standard_normal((6, 1)))
+    return Job(
+        model=model,
+        data=lambda: Data(x[:120], y[:120], x[120:], y[120:]),
+        optimizer=optimizer,
+        loss=squared_error,
+        metric=lambda outputs, targets: float(squared_error(outputs, targets)),
+        higher_is_better=False,
+        batch=batch,
+        name="chain",
+    )
+
+
+@dataclass
+class Ran:
+    """A run that has ended."""
+
+    simulation: Simulation | PipelineSimulation
+    events: list[Event]
+
+    @property
+    def result(self) -> np.ndarray:
+        """The resulting model in the order of the unsplit model."""
+        found = self.simulation.tracker.result
+        assert found is not None
+        if isinstance(self.simulation, PipelineSimulation):
+            return np.asarray(self.simulation.model.engine.in_order(found))
+        return np.asarray(found)
+
+
+def simulated(
+    job: Job,
+    strategy: str,
+    partition: str | Pipeline | None = None,
+    *,
+    replicas: int = 2,
+    steps: int = 6,
+    compute: str = f"constant({GRADIENT})",
+    network: str = "ideal",
+    prepare: Callable[[PipelineSimulation], None] = lambda simulation: None,
+) -> Ran:
+    """Run the job on `replicas` replicas, split as `partition` says."""
+    events: list[Event] = []
+    chosen = Strategy.parse(strategy)
+    split = None if partition is None else split_torch(job, 0, Pipeline.parse(partition))
+    engine = TorchEngine(job, 0) if split is None else split.engine
+    parts = Iid().assign(engine.labels, engine.train_size, replicas, 0)
+    policy = choose_result(chosen, None)
+    plan = Plan(chosen, chosen.cluster(replicas), engine.optimizer, parts, job.batch, steps, 0, policy, 3)
+    models = ComputeModel.parse(compute), Network.parse(network)
+    simulation: Simulation | PipelineSimulation
+    if split is None:
+        simulation = Simulation(engine, plan, *models, events.append)
+    else:
+        simulation = PipelineSimulation(split, plan, *models, events.append)
+        prepare(simulation)
+    simulation.run()
+    simulation.stop()
+    return Ran(simulation, events)
