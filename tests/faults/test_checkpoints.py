@@ -41,6 +41,7 @@ KILLS = [
         for point in ("checkpoint.begun", "states.copied", "manifest.begun", "manifest.renamed", "checkpoint.complete")
     ),
     ("ps(bsp)", "worker-1", "gradient.computed", 70),
+    ("ps(bsp, shards=2, replicas=1)", "worker-1", "shard.written", 2),
     ("local_sgd(8)", "worker-1", "shard.written", 2),
     ("ps(bsp, shards=2, codec=topk(0.2), feedback=residual)", "launcher", "manifest.renamed", 2),
     ("streaming_diloco(period=8, overlap=4)", "worker-0", "gradient.computed", 70),

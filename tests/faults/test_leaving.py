@@ -40,6 +40,7 @@ def workers_of(run: RealRun) -> int:
             ("all_reduce", signal.SIGKILL),
             ("ps(bsp)", signal.SIGTERM),
             ("ps(bsp)", signal.SIGKILL),
+            ("ps(bsp, replicas=1)", signal.SIGTERM),
             ("asgd", signal.SIGTERM),
             ("local_sgd(8, outer_optimizer=nesterov)", signal.SIGKILL),
             ("gossip(0.5)", signal.SIGTERM),

@@ -163,6 +163,47 @@ def test_a_backup_that_dies_while_it_takes_over(replicas: int, tmp_path: Path) -
     assert "server 1 was killed by SIGKILL" in ended.err.splitlines()[-1]
 
 
+KILLS_THREE = """
+import os, signal
+from pathlib import Path
+from flockstep.records import failpoints
+
+HERE, reached = Path(__file__).parent, []
+
+def kill(point):
+    if point != "update.applied" or Path("/proc/self/comm").read_text() != "server-0\\n":
+        return
+    reached.append(point)
+    fired = len(list(HERE.glob("fired-*")))
+    if len(reached) == 33 and fired < 3:
+        (HERE / f"fired-{fired}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if not failpoints.hooks:
+    failpoints.hooks.append(kill)
+"""
+
+
+@pytest.mark.full
+def test_where_there_are_checkpoints_another_backup_is_started(tmp_path: Path) -> None:
+    """The server dies three times, each time with a backup; no step is repeated."""
+    file = tmp_path / "kills.py"
+    file.write_text(KILLS_THREE)
+    run = begin(tmp_path, "ps(bsp, replicas=1)", "--import", str(file), "--checkpoint-every", "10")
+    wait_until(lambda: run.err.count("continued from step") == 3 or not run.going(), PATIENCE, "the third new backup")
+    assert (tmp_path / "fired-2").exists(), run.err
+    go_on(tmp_path)
+    ended = run.end()
+    check(tmp_path, ended, "ps(bsp)", promotions=3)
+    assert ended.summary is not None
+    said = (
+        r"server 0 was killed by SIGKILL; server 1, its backup, continues in its place; the workers, and new servers, "
+    )
+    notes = [one for one in ended.summary["notes"] if re.match(said, one)]
+    assert len(notes) == 3
+    assert all(one.endswith("; 0 recorded steps were repeated") for one in notes)
+
+
 SPARES_SERVERS = """
 from pathlib import Path
 from flockstep.launchers.children import Forked

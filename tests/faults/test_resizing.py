@@ -51,6 +51,7 @@ def resumed(folder: Path, *more: str) -> Ended:
             ("all_reduce", 2, 3),
             ("asgd", 3, 2),
             ("ps(bsp, shards=2)", 2, 3),
+            ("ps(bsp, shards=2, replicas=1)", 3, 2),
             ("local_sgd(8, outer_optimizer=nesterov)", 3, 2),
             ("streaming_diloco(period=8, overlap=4)", 2, 3),
             ("overlap_local_sgd(4)", 2, 3),

@@ -27,7 +27,8 @@ def server() -> Runner:
 
 
 def checkpoints(runner: Runner) -> NodeCheckpoints:
-    return NodeCheckpoints(SimpleNamespace(runner=runner))  # type: ignore[arg-type]
+    connection = SimpleNamespace(runner=runner, leads=True, unsettled=False)
+    return NodeCheckpoints(connection)  # type: ignore[arg-type]
 
 
 def test_a_server_remembers_whose_gradients_it_has_refused() -> None:

@@ -68,8 +68,9 @@ def manifest_of(spec: NodeSpec) -> Manifest | None:
     return read_manifest(Path(spec.checkpoint)) if spec.checkpoint else None
 
 
-def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
-    """The state from which a node continues; None if its run begins at the start. `params`: its parameters, (K,).
+def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint | None:
+    """The state from which node `address` continues, whose parameters are `params` (K,); None if its run begins at the
+    start.
 
     Raises:
         ConfigurationError: the checkpoint is damaged, or belongs to another model.
@@ -77,7 +78,7 @@ def load(spec: NodeSpec, params: FlatArray) -> NodeCheckpoint | None:
     if not spec.checkpoint:
         return None
     folder = Path(spec.checkpoint)
-    kept = load_node(Checkpoint(folder, read_manifest(folder)), spec.address)
+    kept = load_node(Checkpoint(folder, read_manifest(folder)), address)
     if np.shape(kept.saved.params) != params.shape:
         raise ConfigurationError(
             f"{folder} does not hold the state of this model; resume with the job that wrote the checkpoint"
@@ -113,6 +114,14 @@ class Connection(Protocol):
     """The operations of a node's connection that checkpoints need."""
 
     runner: Runner
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is not a backup of a server."""
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether messages have arrived that the backups of this server may lack."""
 
     def now(self) -> float:
         """Return the seconds since the run began."""
@@ -181,9 +190,15 @@ class NodeCheckpoints:
             return
         node, wave, self._wave = self._runner.node, self._wave, 0
         sent = sum(count for to, count in node.sent.items() if to != node.address)
-        here = STOPPED if self._at_rest() else ENDED if self._ended or self._took_all_steps() else RUNNING
+        here = (
+            STOPPED
+            if self._at_rest() and not self._connection.unsettled
+            else ENDED
+            if self._ended or self._took_all_steps()
+            else RUNNING
+        )
         received = sum(count for source, count in node.mailbox.received().items() if source != node.address)
-        counts: Fields = {"sent": sent, "received": received}
+        counts: Fields = {"sent": sent, "received": received} if self._connection.leads else {"sent": 0, "received": 0}
         self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
 
     def report(self, wait: bool = False) -> None:
@@ -217,7 +232,8 @@ class NodeCheckpoints:
             self.stepper.lr = kept.lr
         if self.batches is not None:
             self.batches.restore(kept.saved.batches)
-        runner.metrics.restore(kept.totals)
+        if self._connection.leads:
+            runner.metrics.restore(kept.totals)
         if runner.progress is not None and kept.progress is not None:
             runner.progress.seen, runner.progress.total, runner.progress.tick = kept.progress
         if runner.wrong_gradients is not None:
@@ -250,6 +266,10 @@ class NodeCheckpoints:
     def _copy(self, folder: Path, at_once: bool) -> None:
         """Copy the node's state, and begin to write it; `at_once`: wait until it is written."""
         runner, node = self._runner, self._runner.node
+        if not self._connection.leads:  # the head of the server's chain has the same state
+            self._tell({"did": "copy", "seconds": self._connection.now(), "step": node.step})
+            self._tell({"did": "skip"})
+            return
         reach("state.before_copy")
         self._result, why = {"did": "fail", "why": ""}, ""
         try:

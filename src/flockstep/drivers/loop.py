@@ -544,7 +544,7 @@ class Loop:
             raise ConfigurationError(
                 f"{node_spec.checkpoint} is of {manifest.strategy}, the script says {self.strategy}; restore the script"
             )
-        kept = load(node_spec, worker.params)
+        kept = load(node_spec, node_spec.address, worker.params)
         if self._keeper is None or kept is None or kept.script is None:
             raise ConfigurationError(f"{node_spec.checkpoint} holds no state of a PyTorch script; restore the script")
         self._keeper.restore_at_boundary(kept.at_boundary)

@@ -49,7 +49,7 @@ def run_worker(
         stepper.lr = plan.lr_at(0)
         worker = plan.worker(engine, node_spec.address, params, stepper)
         release()
-        kept = load(node_spec, worker.params)
+        kept = load(node_spec, node_spec.address, worker.params)
         _be_ready(member, kept)
         connection = guard.connection = NodeConnection(member, worker, plan.strategy, plan.evaluate_every)
         connection.asked_to_leave = asked_to_leave
@@ -80,7 +80,7 @@ def run_server(node_spec: NodeSpec, index: int, strategy: str, optimizer: str, s
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
         node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
-        kept = load(node_spec, node.params)
+        kept = load(node_spec, node.address, node.params)
         _be_ready(member, kept)
         connection = guard.connection = NodeConnection(member, node, rule, every)
         _begin(connection, rule, kept, lambda: connection.runner.serve(rule, node))

@@ -99,7 +99,7 @@ class NodeConnection(Messenger):
         """
         node = self.node
         while (wanted := runner.waiting) is not None and not isinstance(wanted, NeedGradient):
-            if node.address < 0 and self._leads:
+            if node.address < 0 and self.leads:
                 self.snapshots.newest(node, self.now, runner.metrics.traffic.sent_bytes)
             if isinstance(wanted, NeedWork):
                 runner.go_on(self._join(wanted.work))
@@ -212,16 +212,21 @@ class NodeConnection(Messenger):
         self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes, params)
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
         """Whether this process is not a backup of a server."""
         return not isinstance(self.replication, ReplicatedServer) or self.replication.leads
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether messages have arrived that the backups of this server may lack."""
+        return isinstance(self.replication, ReplicatedServer) and self.replication.unsettled
 
     def salvage(self) -> None:
         """Send the messages that are ready, because the run is failing."""
         with contextlib.suppress(FlockstepError):
             self.reports.flush()
             self.send_flight()
-        if self._leads:
+        if self.leads:
             self.snapshots.salvage(self.node, self.now(), self.runner.metrics.traffic.sent_bytes)
 
     def close(self) -> None:
@@ -232,7 +237,7 @@ class NodeConnection(Messenger):
         self.runner.metrics.close(self.now(), self.node.params)
         assert self.runner.send_snapshot is not None
         self.runner.send_snapshot(FINAL)
-        if not self._leads:
+        if not self.leads:
             self.tell("done", {"step": self.node.run_step})
 
     def attend(self, message: Message) -> None:

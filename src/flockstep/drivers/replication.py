@@ -169,11 +169,6 @@ class Endpoint:
             if count:
                 self._runner.emit(ScalarEvent(seconds, self._address, name, count))
 
-    @property
-    def unsettled(self) -> bool:
-        """Whether messages have arrived that are not in the logs of all backups."""
-        return False
-
     def _follow(self, server: Address, moved: bool) -> None:
         """The chain of a server has changed; if the head has `moved`, send again what is not acknowledged."""
         if moved:
@@ -291,6 +286,7 @@ class ReplicatedServer(Endpoint):
 
     @property
     def unsettled(self) -> bool:
+        """Whether messages have arrived that the rest of the chain may lack."""
         return bool(self._log or self._held or self._waiting or self._actions)
 
     def send(self, to: Address, message: Message) -> None:

@@ -45,7 +45,8 @@ def resized_checkpoint(
     workers together keep their number of samples.
     """
     network, compute = Network.parse(USUAL_NETWORK), ComputeModel.parse(USUAL_COMPUTE)
-    ended = Simulation(engine, plan, compute, network, lambda event: None)
+    alone = replace(plan, cluster=replace(plan.cluster, replicas=0))  # the backups' states are those of their servers
+    ended = Simulation(engine, alone, compute, network, lambda event: None)
     befores = {address: one.before for address, one in kept.items()}
     former = ended.drain({address: one.saved for address, one in kept.items()}, befores)
     kept = {address: replace(one, memories=_memories(plan, address, one)) for address, one in kept.items()}

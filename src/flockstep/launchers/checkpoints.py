@@ -27,6 +27,7 @@ from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.wait_monitor import joined_and, on_stderr
 from flockstep.messages import Address, Fields, node_name
+from flockstep.nodes import Cluster
 from flockstep.records import checkpoints as disk
 from flockstep.records.checkpoints import Checkpoint, Manifest, Pending, Shard
 from flockstep.records.config import CheckpointInterval, RunConfig
@@ -71,6 +72,7 @@ class Checkpointer:
         """Workers whose scripts have called `flockstep.checkpoint`."""
         self._links: Mapping[Address, ProcessLink] = {}
         self._strategy: Strategy
+        self._cluster: Cluster
         self._phase: Stage = "idle"
         self._over = True
         self._staying = False
@@ -87,7 +89,7 @@ class Checkpointer:
         self._linked: Future[tuple[Pending, ...]]
         """The snapshots that are not evaluated; a thread computes the hashes of their files."""
         self._seconds: dict[Address, float] = {}
-        self._written: dict[Address, Shard | str] = {}
+        self._written: dict[Address, Shard | str | None] = {}
         self._step = self._base_step()
         self._since = time.monotonic()
 
@@ -109,7 +111,8 @@ class Checkpointer:
     def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy) -> None:
         """Begin to count the time until the first checkpoint, because all nodes are ready and the run begins."""
         self._links, self._strategy = links, strategy
-        self._over = bool(strategy.replicas) or not (strategy.traits.restarts and strategy.traits.checkpoints)
+        self._cluster = strategy.cluster(sum(address >= 0 for address in links))
+        self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
             self.why_not = f"a run with {strategy} has no checkpoints"
         self._since = time.monotonic()
@@ -163,9 +166,11 @@ class Checkpointer:
                     self._let_go()
                     self._finish()
             case "write":
-                where = disk.shard_file(address)
+                node = self._cluster.logical(address)
                 facts = int(note["step"]), int(note["nbytes"]), str(note["sha256"])
-                self._write(address, Shard(address, where, *facts))
+                self._write(address, Shard(node, disk.shard_file(node), *facts))
+            case "skip":
+                self._write(address, None)
             case "fail":
                 self._write(address, str(note["why"]))
 
@@ -177,6 +182,12 @@ class Checkpointer:
             self.why_not = f"{node_name(address)} was lost"
         self._over = True
         self._give_up()
+
+    def interrupt(self, why: str) -> None:
+        """Abandon the checkpoint in progress, because the nodes change; later ones are taken as before."""
+        if self.busy:
+            self.why_not = why
+            self._give_up()
 
     def end(self, failed: bool = False) -> None:
         """Abandon a checkpoint that has not been completed, because the run has ended; `failed`: with an error, which
@@ -273,7 +284,8 @@ class Checkpointer:
                 shutil.copyfile(there, here)
         return msgspec.structs.replace(item, path=here.name)
 
-    def _write(self, address: Address, how: Shard | str) -> None:
+    def _write(self, address: Address, how: Shard | str | None) -> None:
+        """Note what became of a node's state; None: another process of the same server writes it."""
         self._written[address] = how
         self._finish()
 
@@ -353,11 +365,6 @@ def require_checkpoints(strategy: Strategy) -> None:
         raise CompositionError(
             f"a run with {strategy} has no checkpoints, because no single node holds its state; leave out "
             "--checkpoint-every, or use another strategy"
-        )
-    if strategy.replicas:
-        raise CompositionError(
-            f"a run with {strategy} has no checkpoints, because its servers have backups; leave out "
-            "--checkpoint-every, or replicas"
         )
     if not strategy.traits.checkpoints:
         raise CompositionError(

@@ -128,6 +128,8 @@ class Supervisor:
     _cluster = Cluster(0)
     """The nodes of the run; none until the strategy is known."""
     _program_events = ProgramEvents(_cluster)
+    _renewing = ""
+    """Sentence on the lost process of a server, in whose place another is to be started; empty if there is none."""
     _condemned: dict[Address, str]
     """Workers to remove from the run, with the reason."""
     _went: float | None = None
@@ -451,14 +453,14 @@ class Supervisor:
         if self._checkpoints is None or self._over or self._went is None or self.outcome.change is not None:
             return
         joiners = self._joiners()
-        if not (self._leavers or joiners):
+        if not (self._leavers or joiners or self._renewing):
             return
         if not self._cutting and (joiners or self._leave_again is None or time.monotonic() >= self._leave_again):
             self._cutting = True
             self._checkpoints.cut()
         if self._cutting and self._checkpoints.is_cut:
             names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
-            left = f"{names} left, as SIGTERM asked" if names else ""
+            left = f"{names} left, as SIGTERM asked" if names else self._renewing
             self._change(set(self._leavers), left, joiners)
         elif self._cutting and self._checkpoints.is_cut is False:
             self._cutting = False  # the run is about to end, a node was lost, or the disk is full
@@ -483,13 +485,18 @@ class Supervisor:
         self._refuse_joiners(why)
         for rank in sorted(self._leavers):
             text = f"{node_name(rank)} did not leave, although SIGTERM asked it to: {why}"
-            if self._gone:
+            if self._missed:
                 self._leave_as_lost(rank)
             elif text not in self.outcome.warnings:
                 on_stderr(text)
                 self.outcome.warnings.append(text)
         self._leavers -= self._condemned.keys()
         self._leave_again = time.monotonic() + LEAVE_AGAIN
+
+    @property
+    def _missed(self) -> set[Address]:
+        """Lost nodes that no backup has replaced."""
+        return self._gone - self.outcome.replaced
 
     def _leave_as_lost(self, rank: int) -> None:
         self._condemned[rank] = f"{node_name(rank)} left, as SIGTERM asked"
@@ -513,9 +520,9 @@ class Supervisor:
 
     def _why_not_joined_by(self, workers: int) -> str:
         """Why this number of workers cannot join now; empty if they can."""
-        if self._gone:
+        if self._missed:
             return (
-                f"no worker can join, because {node_name(min(self._gone))} was lost and no more checkpoints are taken"
+                f"no worker can join, because {node_name(min(self._missed))} was lost and no more checkpoints are taken"
             )
         if self._done:
             return "no worker can join, because a worker has taken its last step"
@@ -533,7 +540,7 @@ class Supervisor:
         """
         if self._least is None or self._checkpoints is None or self._over or address in self._leavers:
             return
-        if self._gone:  # a run with a loss has no checkpoint
+        if self._missed:  # a run with a loss has no checkpoint
             self._leave_as_lost(address)
             return
         if why := self._why_not_with(len(self._view.ranks) - len(self._leavers) - 1):
@@ -578,7 +585,7 @@ class Supervisor:
         Before all nodes are ready, every strategy needs all workers.
         """
         strategy = self.outcome.strategy
-        survives = strategy is not None and strategy.traits.deaths(self._workers) >= len(self.outcome.lost)
+        survives = strategy is not None and strategy.traits.deaths(self._workers) >= len(self._missed)
         if self._least is None or (survives and self._went is not None):
             return True
         return bool(self._why_not_with(len(self._view.ranks) + joined))
@@ -611,8 +618,7 @@ class Supervisor:
                     self._checkpoints.look(self.standings)
             return
         assert self.outcome.strategy is not None
-        missing = self._gone - self._done - self.outcome.replaced
-        for address in missing:  # the others may have finished too when this node was lost
+        for address in self._missed - self._done:  # the others may have finished too when this node was lost
             if address < 0 or not self.outcome.strategy.traits.survives:
                 raise PeerLost(self.outcome.lost[address].reason)
         self._dismiss(result(self.outcome))
@@ -946,7 +952,7 @@ class Supervisor:
         if (arriving := self._arriving.pop(address, None)) is not None:
             arriving.drop()
         self.standings[address].state = "lost"
-        if self._is_replaced(address):
+        if self._is_replaced(address) and self.outcome.change is None:
             self._replace(address, reason)
             return
         self._evaluation.lose(self._cluster.logical(address))
@@ -988,7 +994,9 @@ class Supervisor:
         on_stderr(text)
         self.outcome.warnings.append(text)
         if self._checkpoints is not None:
-            self._checkpoints.lose(address)
+            self._checkpoints.interrupt(f"{node_name(address)} was lost")
+        if self._back_to is not None:
+            self._renewing = text
         loss = self._losses[address] = NodeLost(address, reason, self._view, True)
         self._keep_own_flight()
         self._tell_others("lost", address, loss)
