@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flockstep.drivers.replication import LOG, ReplicatedServer
@@ -95,6 +95,18 @@ def test_a_synchronous_run_ends_with_the_bits_of_a_run_without_backups(replicas:
         assert clocks(hurt) == [dict.fromkeys(range(WORKERS), STEPS)] * (2 * (1 + replicas) - 1)
 
 
+@given(st.floats(0.1, 9.0), st.floats(0.0, 1.5), st.booleans())
+def test_a_server_and_a_worker_may_die(at: float, noticed: float, worker: bool) -> None:
+    faults = [f"dies(-1, {at}, noticed={noticed})", *([f"dies(2, {at}, noticed=0.3)"] if worker else [])]
+    one = run("ps(asynchronous, replicas=1)", *faults)
+    found = applied(one)
+    for rank in range(2 if worker else 3):
+        assert found[-1, rank] == STEPS
+    assert found[-1, 2] <= STEPS
+    assert len(one.of(PromotedEvent)) == 1
+
+
+@example(1.25, 0.0, 0.0, [-1, -2, -3], False)
 @given(st.floats(0.1, 11.0), st.floats(0.0, 1.5), st.floats(0.0, 5.0), st.permutations([-1, -2, -3]), st.booleans())
 def test_two_of_three_processes_of_a_server_may_die(
     at: float, noticed: float, later: float, order: list[int], worker: bool

@@ -25,8 +25,7 @@ from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
-from flockstep.records import failpoints
-from flockstep.records.events import ClockEvent, Event, LostEvent, RefusedEvent, UpdateEvent
+from flockstep.records.events import ClockEvent, Event, LostEvent, RefusedEvent
 from flockstep.records.flight import encoded
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER
@@ -126,9 +125,6 @@ class NodeConnection(Messenger):
     def _report(self, event: Event) -> None:
         """Send an event to the supervisor; after a refused gradient, the flight recorder too, at most once a second."""
         self.reports.write(event)
-        if isinstance(event, UpdateEvent):
-            for hook in failpoints.hooks:
-                hook("update.applied")
         if isinstance(event, RefusedEvent) and time.monotonic() - self._flown >= 1.0:
             self._flown = time.monotonic()
             self.send_flight()
@@ -230,7 +226,13 @@ class NodeConnection(Messenger):
             self.snapshots.salvage(self.node, self.now(), self.runner.metrics.traffic.sent_bytes)
 
     def close(self) -> None:
-        """Record the totals of a program that has ended, and send the final parameters."""
+        """Record the totals of a program that has ended, and send the final parameters.
+
+        Raises:
+            PeerLost: a node that this one needs has left.
+        """
+        while self.unsettled:
+            self.attend_stopped()
         self.checkpoints.close()
         if self.replication is not None:
             self.replication.close()

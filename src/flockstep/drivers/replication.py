@@ -64,7 +64,6 @@ class Logged(Note, frozen=True):
     `acknowledged`: number of the server's last message that the source of the message has received.
     """
 
-    epoch: int
     position: int
     acknowledged: int
     inner: Inner
@@ -254,6 +253,8 @@ class ReplicatedServer(Endpoint):
         """Entries that the rest of the chain may lack."""
         self._held: deque[tuple[int, Address, Message]] = deque()
         """Messages of the program, each with the entry that the chain must have before the message may leave."""
+        self._events: deque[tuple[int, Event]] = deque()
+        """Events of the program, likewise: an entry that the chain lacks may come later in another order."""
         self._handled: deque[tuple[int, Address, int]] = deque()
         """Position, source and number of the messages in entries that the rest of the chain may lack."""
         self._safe: Counter[Address] = Counter()
@@ -272,6 +273,7 @@ class ReplicatedServer(Endpoint):
         """Parameters at the newest tick of progress, which the head may not have sent before it died."""
         self._actions: deque[Callable[[], object]] = deque()
         self._acting = False
+        self._emit, runner.metrics.emit = runner.metrics.emit, self.note
         runner.node.port_copies = False
 
     @property
@@ -296,6 +298,13 @@ class ReplicatedServer(Endpoint):
         self._held.append((self.position, to, message))
         if not self._acting:
             self._do(self._release)
+
+    def note(self, event: Event) -> None:
+        """Write an event to the record; keep an event of the program until the chain has what the event depends on."""
+        if isinstance(event, UpdateEvent | RefusedEvent):
+            self._events.append((self.position, event))
+        elif self._emit is not None:
+            self._emit(event)
 
     def snapshot(self, tick: float) -> None:
         """Send a snapshot of the parameters if this process leads; a backup keeps the newest one."""
@@ -373,7 +382,7 @@ class ReplicatedServer(Endpoint):
     def _take_entry(self, message: Message, sent_at: float | None) -> None:
         """Handle an entry of the log, as a backup."""
         entry: Logged = message.note
-        if entry.epoch < self.epoch or message.source not in self.chains[self._server]:
+        if message.source not in self.chains[self._server]:
             self.refused += 1
             self._post(message.source, FENCED, Fenced(self.epoch))
         elif entry.position <= self.position:
@@ -401,7 +410,7 @@ class ReplicatedServer(Endpoint):
         self, inner: Inner, array: Array | None, sent_at: float | None, acknowledged: int = 0, lost: bool = False
     ) -> None:
         """Append an entry to the log, as the head, and handle it."""
-        self._handle(Logged(self.epoch, self.position + 1, acknowledged, inner, lost), array, sent_at)
+        self._handle(Logged(self.position + 1, acknowledged, inner, lost), array, sent_at)
 
     def _handle(self, entry: Logged, array: Array | None, sent_at: float | None) -> None:
         """Hand an entry on to the next process of the chain, and run the program with it."""
@@ -443,6 +452,10 @@ class ReplicatedServer(Endpoint):
                 self.sent.setdefault(to, deque()).append(message)
             if self.leads:
                 self._post_data(to, message)
+        while self._events and self._events[0][0] <= self.stored:
+            _, event = self._events.popleft()
+            if self._emit is not None:
+                self._emit(event)
         for source in sorted(self._owed) if self.leads else ():
             self._post_data(source, None)
 

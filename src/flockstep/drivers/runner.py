@@ -24,6 +24,7 @@ from flockstep.errors import CompositionError, Diverged, PeerLost, RunError
 from flockstep.messages import ANYTHING, LEAVE, Address, Message, Wanted, node_name
 from flockstep.nodes import BadGradients, Node, Server, Worker
 from flockstep.programs import Effect, NeedGradient, Program
+from flockstep.records import failpoints
 from flockstep.records.events import Event
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import bad_gradient, require_finite_message
@@ -471,6 +472,8 @@ class Runner:
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Record updates that took effect on this node."""
+        for hook in failpoints.hooks:
+            hook("update.applied")
         if self.recorded:
             self.metrics.updates(self.clock(), source, count, staleness, weight)
 
