@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from flockstep.arrays.factors import FactoredWeight, Packing
-from flockstep.arrays.namespace import to_device_of, to_host
+from flockstep.arrays.namespace import empty, is_tensor, to_device_of, to_host
 from flockstep.arrays.schema import Schema
 from flockstep.errors import ConfigurationError, Diverged, PeerLost
 from flockstep.messages import (
@@ -40,6 +40,7 @@ from flockstep.programs import (
     GRADIENT,
     Again,
     Effect,
+    HostArrays,
     HostSum,
     NeedGradient,
     NeedWork,
@@ -552,6 +553,31 @@ class Peer(Node):
         self.host_sum.gather_on_host(summed, shares, divisor)
         if summed is not array:
             array[:] = to_device_of(summed, array)
+
+    def arrays_on_host(self, array: Array) -> HostArrays | None:
+        """Return the arrays of this host's workers at the place of `array` in their shared memory, in order of rank.
+
+        None if `array` lies elsewhere. A worker must know, by messages, when it may read or write the other arrays.
+        """
+        if self.host_sum is None or is_tensor(array):
+            return None
+        return self.host_sum.arrays_on_host(array)
+
+    def count_on_host(self, array: Array, shares: int) -> None:
+        """Count bytes that were exchanged through `arrays_on_host`, in `shares` shares, as if messages had carried
+        them.
+        """
+        assert self.host_sum is not None
+        self.host_sum.count_on_host(array, shares)
+
+    def empty_on_host(self, size: int) -> Array:
+        """Return an array (size,) like `params`, in memory that the workers of this host share if it can be there.
+
+        Every call with the same size returns the same shared memory; all workers of the host must make the same calls.
+        """
+        if self.host_sum is None or is_tensor(self.params):
+            return empty(self.params, size)
+        return self.host_sum.empty_on_host(size, self.params.dtype.name)
 
 
 class Worker(Peer):

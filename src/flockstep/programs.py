@@ -5,7 +5,7 @@ the driver.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -231,6 +231,16 @@ class Stepper(Protocol):
         """Clear momentum and all other state, so that the state is that before the first step on `params`."""
 
 
+@dataclass(frozen=True)
+class HostArrays:
+    """Arrays of one host's workers at one place of their shared memory."""
+
+    offset: int
+    """Bytes from the start of a worker's region to its array."""
+    arrays: Sequence[Array]
+    """The array of each worker of the host, in order of rank."""
+
+
 class HostSum(Protocol):
     """Sums over the workers of one of several hosts, in their shared memory."""
 
@@ -245,6 +255,15 @@ class HostSum(Protocol):
         """Divide this worker's share of `array`, which `reduce_on_host` returned, and exchange the shares of all
         workers of this host.
         """
+
+    def arrays_on_host(self, array: Array) -> HostArrays | None:
+        """Return the arrays of this host's workers at the place of `array`; None if it lies elsewhere."""
+
+    def count_on_host(self, array: Array, shares: int) -> None:
+        """Count bytes that workers have exchanged through `arrays_on_host`, as if messages had carried the shares."""
+
+    def empty_on_host(self, size: int, dtype: str) -> Array:
+        """Return an array (size,) in shared memory if it can be summed there; the same one for a size and dtype."""
 
 
 class SharedSum(Protocol):

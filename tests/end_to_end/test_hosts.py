@@ -22,7 +22,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.strategies.overlap_trial import TRIED
 from support.hosts import PORT, SECRET, Ended, Host, network, on_all
 from support.matrix import few
-from support.processes import PATIENCE, RealRun, wait_until
+from support.processes import COMMAND, PATIENCE, RealRun, wait_until
 from support.scripts import NUMPY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -498,6 +498,50 @@ def test_a_coordinator_that_cannot_be_reached_is_told_on_both_hosts(
     assert "node 1 of 2 did not join within 2 s" in ended[0].err
     assert re.search(f"no coordinator answered at {two[0].address}:{PORT} within 2 s.* the route", ended[1].err)
     assert not (tmp_path / "run").exists()
+    assert not any(host.processes() for host in two)
+
+
+FULL = {
+    "record": r"cannot use .*/full/run: No space left on device; .* choose another place with --out",
+    "shared memory": r"cannot allocate \d+ bytes of shared memory: .*; use a smaller model",
+}
+"""What is full → what the host says."""
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_host_that_is_full_is_told_of_on_both_hosts(what: str, two: list[Host], tmp_path: Path) -> None:
+    """Shared memory counts as a file: a limit on the size of files stands for a host without room."""
+    out, limited = tmp_path / "run", list[str]()
+    if what == "record":
+        out = tmp_path / "full" / "run"
+        out.parent.mkdir()
+        two[0].run("mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(out.parent))
+    else:
+        limited = ["prlimit", "--fsize=1000000", *COMMAND]
+    where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}", "--timeout", "10"]
+    arguments = ["train", JOB, "-s", "all_reduce", "-n", "4", "--steps", "3", *where]
+    processes = [two[1].start(*arguments, "--node-rank", "1", command=limited)]
+    processes.insert(0, two[0].start(*arguments, "--node-rank", "0", "--out", out))
+    ended = [Ended.of(process) for process in processes]
+    assert {one.code for one in ended} <= {1, 2}
+    assert re.search(f"^flockstep: .*{FULL[what]}", ended[0].err, re.MULTILINE), ended[0].err
+    assert all(one.err.count("flockstep: ") and "Traceback" not in one.err for one in ended)
+    assert not any(host.processes() for host in two)
+
+
+def test_a_firewall_that_blocks_the_workers_alone_is_told_of(two: list[Host], tmp_path: Path) -> None:
+    """It drops what comes from the workers' ports of host 0; the coordinator's port is open."""
+    rule = ["ip", "rule", "add", "ipproto", "tcp", "sport", "29600-29610", "blackhole"]
+    if subprocess.run(two[0].command(*rule), check=False, capture_output=True).returncode:
+        pytest.skip("this system has no routing rules by port")
+    arguments = ["train", JOB, "-s", "all_reduce", "-n", "4", "--steps", "3"]
+    arguments += ["--transport", "tcp(memory=true, ports='29600-29610')"]
+    ended = on_all(two, *arguments, first=["--out", tmp_path / "run"])
+    require(ended, 1, 1)
+    for one in ended:
+        assert re.search(r"worker [01] did not answer at tcp://10.77.0.1:2960\d \(\d+ attempts in \d+ s\)", one.err)
+        assert "let the firewall pass the workers' ports" in one.err
+    assert not (tmp_path / "run").exists(), "the run ended before its first step"
     assert not any(host.processes() for host in two)
 
 

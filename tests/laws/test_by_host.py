@@ -14,7 +14,9 @@ from flockstep.collectives.exchange import tree
 from flockstep.collectives.group import Subgroup
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
+from flockstep.errors import ProtocolError
 from flockstep.nodes import Hosts, one_host
+from flockstep.programs import HostArrays
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.testing.strategies import equal_bits, run_strategy
 from support.collectives import arrays, does, ring_sum, summed
@@ -145,3 +147,86 @@ def test_a_share_that_nobody_sums_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     given = arrays(4, 100)
     got, _ = sums(((0, 1), (2, 3)), ByHost(), given)
     assert not np.allclose(got[0], given[:, 0].sum(axis=0), rtol=1e-3)
+
+
+class Regions:
+    """Memory that the workers of a host share, as in a background task: no worker waits in it."""
+
+    def __init__(self, hosts: Hosts, size: int):
+        self.hosts = hosts
+        self.of = [np.zeros(size, np.float32) for host in hosts for _ in host]
+        self.counted: list[tuple[int, int]] = []
+
+    def seen_by(self, me: Any) -> Any:
+        regions, (host,) = self, [host for host in self.hosts if me.rank in host]
+        start = self.of[me.rank].ctypes.data
+
+        class Memory:
+            def reduce_on_host(self, array: Any, shares: int, divisor: int) -> None:
+                """Background tasks may not wait."""
+
+            def arrays_on_host(self, array: Any) -> HostArrays | None:
+                first = (array.ctypes.data - start) // 4
+                if not 0 <= first <= len(regions.of[me.rank]) - len(array):
+                    return None
+                return HostArrays(4 * first, [regions.of[rank][first : first + len(array)] for rank in host])
+
+            def count_on_host(self, array: Any, shares: int) -> None:
+                regions.counted.append((array.nbytes, shares))
+
+        return Memory()
+
+
+@pytest.mark.parametrize("hosts", PLACES[:6], ids=ids)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_shares_that_workers_of_a_host_read_and_write_have_the_bits_of_messages(hosts: Hosts, in_place: bool) -> None:
+    """Only signals are sent within a host, and the array that is averaged stays as it is unless it is replaced."""
+    size = 1001
+    given = arrays(sum(map(len, hosts)), size)
+    regions = Regions(hosts, 2 * size)
+
+    async def through_memory(me: Any, array: Any) -> Any:
+        own = regions.of[me.rank]
+        if len(host_of(me.rank)) > 1:  # as in a run, a worker alone on its host shares no memory
+            me.host_sum = regions.seen_by(me)
+        own[:size] = array
+        if in_place:
+            await ByHost().average(me, own[:size])
+            return own[:size].copy()
+        await ByHost().average_of(me, own[:size], own[size:])
+        assert equal_bits(own[:size], given[me.rank, 0])
+        return own[size:].copy()
+
+    sent: list[str] = []
+
+    async def watched(me: Any, array: Any) -> Any:
+        send = me.port.send
+        me.port.send = lambda to, message: (
+            sent.append(message.tag) if message.payload_bytes and {me.rank, to} <= host_of(me.rank) else None,
+            send(to, message),
+        )
+        try:
+            return await through_memory(me, array)
+        finally:
+            me.port.send = send
+
+    def host_of(rank: int) -> set[int]:
+        return next(set(host) for host in hosts if rank in host)
+
+    means = [mean for mean, _ in over(hosts, watched, given)[1]]
+    expected = [array for _, array in over(hosts, ByHost().average, given)[1]]
+    assert equal_bits(expected[0], *means)
+    assert not sent
+    assert regions.counted == [(4 * size, min(map(len, hosts)))] * sum(len(host) for host in hosts if len(host) > 1)
+
+
+def test_workers_of_a_host_that_average_different_places_are_told() -> None:
+    hosts: Hosts = ((0, 1), (2, 3))
+    regions = Regions(hosts, 200)
+
+    async def at_odds(me: Any, array: Any) -> None:
+        me.host_sum = regions.seen_by(me)
+        await ByHost().average(me, regions.of[me.rank][me.rank : me.rank + 100])
+
+    with pytest.raises(ProtocolError, match="worker 0 adds up a different array than worker 1; call the collectives"):
+        over(hosts, at_odds, arrays(4, 100))

@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 import flockstep.transports.streams as streams
 from flockstep.messages import Message
-from flockstep.transports.handshake import ENCRYPTED, PLAIN, Handshake
+from flockstep.transports.handshake import ENCRYPTED, PLAIN, Handshake, time_for_proof
 from flockstep.transports.sealed import RECORD
 from flockstep.transports.streams import StreamBus
+from flockstep.transports.wire import SenderIdentity
 from support.buses import (
     OVER_TCP,
     SECRET,
@@ -140,13 +141,27 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_sent_away(
         settled(first)
     (connection,) = first._connections.values()
     first._next_look = 0.0
-    first._look(connection.since + streams.PATIENCE - 1)
+    first._look(connection.since + time_for_proof(first._heartbeat) - 1)
     assert connection.open
-    monkeypatch.setattr(streams, "PATIENCE", 0.0)
+    monkeypatch.setattr(streams, "time_for_proof", lambda heartbeat: 0.0)
     slow.sendall(HELLO["tcp"][20:21])
     while connection.open:
         assert first.poll(0.01) is None
     assert first.traffic.rejected == 1
+
+
+@pytest.mark.parametrize(("heartbeat", "limit"), [(0.5, 20), (5, 20), (60, 240)])
+def test_the_time_for_a_proof_grows_with_the_heartbeat(heartbeat: float, limit: float) -> None:
+    """Whoever sets a longer heartbeat has busy machines."""
+    me = SenderIdentity("run", 0, "schema", 1 << 20, secret=SECRET)
+    bus = StreamBus(me, "tcp://127.0.0.1:*", heartbeat=heartbeat)
+    with raw_connection(bus):
+        settled(bus)
+        (connection,) = bus._connections.values()
+        for late, stands in ((limit - 1, True), (limit + 1, False)):
+            bus._check(connection, connection.since + late, late=False)
+            assert connection.open == stands
+    bus.close(0)
 
 
 @pytest.mark.parametrize("transport", OVER_TCP)
@@ -323,7 +338,7 @@ def test_who_says_nothing_is_sent_away_after_some_time(
     stranger = raw_connection(first)
     while len(first._connections) < 2:
         first.poll(0.01)
-    monkeypatch.setattr(streams, "PATIENCE", 0.0)
+    monkeypatch.setattr(streams, "time_for_proof", lambda heartbeat: 0.0)
     while len(first._connections) > 1:
         first.poll(0)
     assert first.traffic.rejected == 1
@@ -357,7 +372,7 @@ def test_a_proof_that_waits_to_be_read_counts_though_its_time_is_over(
     with raw_connection(first, handshake.out) as peer:
         answered(peer, handshake, first)
         peer.sendall(handshake.out)
-        monkeypatch.setattr(streams, "PATIENCE", -1.0)
+        monkeypatch.setattr(streams, "time_for_proof", lambda heartbeat: -1.0)
         first._look(first._next_look)
         assert [one.established() for one in first._connections.values()] == [True]
         assert first.traffic.rejected == 0

@@ -98,6 +98,11 @@ class Collective(Component):
             await self.all_reduce(me, array)
             array /= me.workers
 
+    async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
+        """Replace `mean` on every worker by the mean of `given` over all workers; `given` does not change."""
+        mean[:] = given
+        await self.average(me, mean)
+
     async def sum_encoded(self, me: Group, data: Bytes, codec: Codec, size: int, dtype: str) -> FlatArray:
         """Return the sum (size,) of all workers' decoded arrays, identical in every bit on all workers.
 

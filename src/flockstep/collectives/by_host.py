@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives.base import Collective
 from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.group import Group, Subgroup
 from flockstep.collectives.ring import Ring
+from flockstep.errors import ProtocolError
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,11 @@ class ByHost(Collective):
 
     Let h be the number of hosts, and r the smallest number of workers on one of them. The array is cut into r shares.
     On every host, one worker for each share sums it over the workers of the host, beginning with its own; the h workers
-    with the same share sum it with `flat`; then each passes it on to the other workers of its host. Both ends within a
-    host are sums in shared memory, in the same order, where its workers share memory, except in background tasks, which
-    may not wait. With a ring, every
-    host sends 2(h-1)/h K elements to other hosts, where a ring of all n workers sends 2(n-1)/n K or more. In virtual
-    time the machines of the network `tiers` are hosts.
+    with the same share sum it with `flat`; then each passes it on to the other workers of its host. Where the workers
+    of a host share memory, they sum in it, in the same order. Background tasks, which may not wait in shared memory,
+    signal each other by messages without arrays there, if the array lies in shared memory; otherwise they send the
+    shares. With a ring, every host sends 2(h-1)/h K elements to other hosts, where a ring of all n workers sends
+    2(n-1)/n K or more. In virtual time the machines of the network `tiers` are hosts.
     """
 
     flat: Collective = field(default_factory=Ring)
@@ -33,19 +36,66 @@ class ByHost(Collective):
     async def average(self, me: Group, array: FlatArray) -> None:
         await (self._over_hosts(me, array, me.workers) if _shared(me) else self.flat.average(me, array))
 
+    async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
+        if not _shared(me) or me.arrays_on_host(given) is None or me.arrays_on_host(mean) is None:
+            await super().average_of(me, given, mean)
+        else:
+            await self._in_place(me, given, mean, _shares(me, mean), me.workers)
+
     async def _over_hosts(self, me: Group, array: FlatArray, divisor: int = 1) -> None:
         """Replace `array` by the sum divided by `divisor`, in shared memory or with messages within each host."""
-        host = next(host for host in me.hosts if me.rank in host)
-        lane, shares = host.index(me.rank), dict(enumerate(slices(len(array), min(map(len, me.hosts)))))
+        host, shares = _host(me), _shares(me, array)
+        lane = host.index(me.rank)
         if (summed := me.reduce_on_host(array, len(shares), divisor)) is None:
-            await self._with_messages(me, array, shares, divisor)
+            if me.arrays_on_host(array) is None:
+                await self._with_messages(me, array, shares, divisor)
+            else:
+                await self._in_place(me, array, array, shares, divisor)
             return
         if lane in shares:
             await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), summed[shares[lane]])
         me.gather_on_host(summed, array, len(shares), divisor)
 
+    async def _in_place(
+        self, me: Group, given: FlatArray, total: FlatArray, shares: dict[int, slice], divisor: int
+    ) -> None:
+        """Replace `total` by the sum of `given`, divided by `divisor`; both lie in the memory that the host shares.
+
+        Only signals are sent within the host: "inside" when `given` may be read and `total` written, and "outside" when
+        a share has been written to the arrays of all workers of the host.
+        """
+        host = _host(me)
+        here, lane = Subgroup(me, host), host.index(me.rank)
+        others = [(lane + hop) % here.workers for hop in range(1, here.workers)]
+        sources, targets = me.arrays_on_host(given), me.arrays_on_host(total)
+        assert sources is not None
+        assert targets is not None
+        place = {"given": sources.offset, "total": targets.offset, "size": total.nbytes}
+        here.send_all([to for to in others if to in shares], "inside", None, place)
+        if lane in shares:
+            part = shares[lane]
+            view, more = total[part], given[part]
+            for source in others:
+                if (await here.receive("inside", source)).note != place:
+                    raise ProtocolError(
+                        f"worker {me.rank} adds up a different array than worker {host[source]}; call the collectives "
+                        "in the same order on every worker, with arrays of the same size at the same place"
+                    )
+                np.add(more, sources.arrays[source][part], out=view)
+                more = view
+            await self.flat.all_reduce(Subgroup(me, [host[lane] for host in me.hosts]), view)
+            if divisor != 1:
+                view /= divisor
+            for to in others:
+                targets.arrays[to][part] = view
+            here.send_all(others, "outside")
+        for source in others:
+            if source in shares:
+                await here.receive("outside", source)
+        me.count_on_host(total, len(shares))
+
     async def _with_messages(self, me: Group, array: FlatArray, shares: dict[int, slice], divisor: int) -> None:
-        host = next(host for host in me.hosts if me.rank in host)
+        host = _host(me)
         here, lane = Subgroup(me, host), host.index(me.rank)
         others = [(lane + hop) % here.workers for hop in range(1, here.workers)]
         for to in others:
@@ -92,3 +142,13 @@ class ByHost(Collective):
 def _shared(me: Group) -> bool:
     """Whether there are several hosts, and several workers on one of them."""
     return 1 < len(me.hosts) < me.workers
+
+
+def _host(me: Group) -> tuple[int, ...]:
+    """The members on this member's host."""
+    return next(host for host in me.hosts if me.rank in host)
+
+
+def _shares(me: Group, array: FlatArray) -> dict[int, slice]:
+    """Lane → share of the array; there is a lane for every worker of the smallest host."""
+    return dict(enumerate(slices(len(array), min(map(len, me.hosts)))))

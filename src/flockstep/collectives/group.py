@@ -9,7 +9,7 @@ import numpy as np
 
 from flockstep.messages import Address, AnyNote, Array, Message
 from flockstep.nodes import Hosts
-from flockstep.programs import Rendezvous, SharedSum
+from flockstep.programs import HostArrays, Rendezvous, SharedSum
 
 
 class Group(Protocol):
@@ -37,6 +37,12 @@ class Group(Protocol):
 
     def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
         """Divide this member's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""
+
+    def arrays_on_host(self, array: Array) -> HostArrays | None:
+        """The arrays of this host's members at the place of `array` in shared memory; None if it lies elsewhere."""
+
+    def count_on_host(self, array: Array, shares: int) -> None:
+        """Count the bytes of shares that were exchanged through `arrays_on_host`, as if messages had carried them."""
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member; the array is copied."""
@@ -91,6 +97,14 @@ class Subgroup:
 
     def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
         """Raise, because `reduce_on_host` has no result."""
+        raise AssertionError("the members of a subgroup have no shared memory")
+
+    def arrays_on_host(self, array: Array) -> HostArrays | None:
+        """Return None: the members of a subgroup share no memory."""
+        return None
+
+    def count_on_host(self, array: Array, shares: int) -> None:
+        """Raise, because `arrays_on_host` has no result."""
         raise AssertionError("the members of a subgroup have no shared memory")
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:

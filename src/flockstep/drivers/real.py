@@ -24,7 +24,7 @@ from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
-from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
+from flockstep.programs import HostArrays, NeedGradient, NeedWork, Rendezvous, Work
 from flockstep.records.events import ClockEvent, Event, LostEvent, RefusedEvent
 from flockstep.records.flight import encoded
 from flockstep.strategies.base import Strategy
@@ -69,6 +69,8 @@ class NodeConnection(Messenger):
         address = member.node_spec.address
         self.runner.metrics.address = address
         self.replication = self.runner.replication = replicate(self.runner, node.cluster, address, self.send)
+        self._lasting: dict[tuple[int, str], FlatArray] = {}
+        """Size and dtype → array that `empty_on_host` has allocated."""
         node.bad_gradients, self.runner.quarantine = member.node_spec.bad_gradients, self._quarantine
         if isinstance(node, Worker):
             self._meet(node)
@@ -203,6 +205,29 @@ class NodeConnection(Messenger):
         nbytes, messages = group.moved_in_shares(array, shares)
         metrics.traffic.moved(nbytes, nbytes, messages)
 
+    def arrays_on_host(self, array: FlatArray) -> HostArrays | None:
+        """Return the arrays of this host's workers at the place of `array`; None if it lies elsewhere."""
+        group = self._group
+        offset = group.offset(array) if group is not None and group.can(array) else None
+        if group is None or offset is None:
+            return None
+        return HostArrays(offset, [group.at(place, array) for place in range(group.workers)])
+
+    def count_on_host(self, array: FlatArray, shares: int) -> None:
+        """Count bytes that were exchanged through `arrays_on_host`; the messages were sent, without arrays."""
+        assert self._group is not None
+        nbytes, _ = self._group.moved_in_shares(array, shares)
+        self.runner.metrics.traffic.moved(nbytes, nbytes, 0)
+
+    def empty_on_host(self, size: int, dtype: str) -> FlatArray:
+        """Return an array (size,) in shared memory if it can be summed there, always the same one."""
+        assert self._group is not None
+        if dtype not in SUMMED:
+            return np.empty(size, dtype)
+        if (size, dtype) not in self._lasting:
+            self._lasting[size, dtype] = self._group.allocate(size, dtype)
+        return self._lasting[size, dtype]
+
     def send_snapshot(self, tick: float, params: FlatArray | None = None) -> None:
         """Send a snapshot of the node's parameters (None: the current ones), to be evaluated off the clock."""
         self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes, params)
@@ -253,6 +278,7 @@ class NodeConnection(Messenger):
     def leave(self, failed: bool) -> None:
         """Close the connections that the workers have opened together in addition to the run's own links."""
         self._group = self._staging = None
+        self._lasting.clear()
         if isinstance(self.node, Worker):
             self.node.shared_sum = self.node.host_sum = None
             if self.node.rendezvous is not None:

@@ -45,13 +45,12 @@ from flockstep.launchers.host_messages import (
 from flockstep.launchers.meeting import WAIT_LONGER, Meeting
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import Address
+from flockstep.transports.handshake import time_for_proof
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.links import Buffer, Frames
 from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
-PROVING = 10.0
-"""Seconds within which a new connection must prove that it knows the secret, and name its host."""
 STRANGERS = 32
 """Largest number of connections that have not proved that they know the secret; one more connection closes the
 oldest.
@@ -407,7 +406,7 @@ class RemoteHosts(OtherHosts):
                 why = str(error) if channel.established else "the other end does not know the secret of this run"
                 self._say_turned_away(channel.peer, why)
             return
-        if message is None and time.monotonic() - begun > PROVING:
+        if message is None and time.monotonic() - begun > time_for_proof(self._heartbeat):
             self._turn_away(begun, channel)
         if message is None:
             return

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.namespace import empty, zeros
+from flockstep.arrays.namespace import zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -79,7 +79,7 @@ class AllReduce(Strategy):
                 gradient = await me.gradient()
                 await self.collective.average(me, gradient)
             else:
-                scratch = empty(me.params, len(me.params) + 1) if scratch is None else scratch
+                scratch = me.empty_on_host(len(me.params) + 1) if scratch is None else scratch
                 overlaps = kept.trial.next or not me.step
                 gradient = await (self._overlapped(me, scratch) if overlaps else self._afterwards(me, scratch))
             me.record_round()
@@ -96,11 +96,13 @@ class AllReduce(Strategy):
         pieces, whole = buckets(len(me.params), me.params.itemsize, SIZES), slice(0, len(me.params))
         first, mean, tasks = not me.step, sent[1:], []
         async for part, gradient in me.gradient_parts([whole] if first else pieces, tentative=True):
-            mean[part] = gradient[part]
-            sent[0] = me.revised
             for piece in pieces if first else [part]:
-                values = sent[piece.start + (piece.start > 0) : piece.stop + 1]
-                tasks.append(me.background(f"bucket{piece.start}", self.collective.average(me, values)))
+                if piece.start:
+                    averaging = self.collective.average_of(me, gradient[piece], mean[piece])
+                else:
+                    sent[0], mean[piece] = me.revised, gradient[piece]
+                    averaging = self.collective.average(me, sent[: piece.stop + 1])
+                tasks.append(me.background(f"bucket{piece.start}", averaging))
         for task in tasks:
             await me.finished(task)
         me.revised = False

@@ -27,8 +27,21 @@ SHARE = 32
 """Number of random bytes of a hello, or length of the hello's public key."""
 PROOF = 32
 """Length of a handshake's proof in bytes."""
+PATIENCE = 20.0
+"""Shortest time in seconds that is allowed for a handshake; the first packets over a new network link may be lost and
+sent again late.
+"""
+HEARTBEATS = 4
+"""Number of heartbeats that are allowed for a handshake, if that is longer: whoever sets a longer heartbeat has busy
+machines.
+"""
 HELLO = len(PLAIN) + SHARE
 """Length of a handshake's hello in bytes."""
+
+
+def time_for_proof(heartbeat: float) -> float:
+    """Seconds within which both ends of a connection must prove that they belong to this run."""
+    return max(PATIENCE, HEARTBEATS * heartbeat)
 
 
 @dataclass(frozen=True)

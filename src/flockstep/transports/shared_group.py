@@ -73,7 +73,7 @@ class SharedGroup:
 
     def at(self, rank: int, array: FlatArray) -> FlatArray:
         """Return the array of process `rank` at the same offset as `array`, which this process allocated."""
-        offset = self._offset(array)
+        offset = self.offset(array)
         assert offset is not None, "the array was not allocated in this group"
         return self._memory.array(array.dtype, array.size, self._control + rank * self._stride + offset)
 
@@ -81,9 +81,14 @@ class SharedGroup:
         """Context manager: a lock for the region of `rank`, which one process at a time can hold."""
         return self._memory.lock_byte(rank)
 
+    def offset(self, array: FlatArray) -> int | None:
+        """Offset of `array` from the start of the region in bytes; None if it lies elsewhere."""
+        offset = int(array.__array_interface__["data"][0]) - self._home
+        return offset if offset >= 2 * SLOT and offset + array.nbytes <= self._stride else None
+
     def holds(self, array: FlatArray) -> bool:
         """Whether `array` lies in this process's region."""
-        return self._offset(array) is not None
+        return self.offset(array) is not None
 
     def can(self, array: FlatArray) -> bool:
         """Whether `array` can be summed in shared memory: one dimension, contiguous, float32 or float64."""
@@ -105,7 +110,7 @@ class SharedGroup:
             array /= divisor
             return
         self._how[4] = 0
-        offset = self._offset(array) if array.nbytes > PAGE else None
+        offset = self.offset(array) if array.nbytes > PAGE else None
         if offset is not None:
             self._in_place(array, meanwhile, divisor)
         else:
@@ -158,7 +163,7 @@ class SharedGroup:
         self, kernel: Callable[..., int], array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int
     ) -> None:
         """Call a kernel for `array`, which lies in the region, until it is done."""
-        offset = self._offset(array)
+        offset = self.offset(array)
         assert offset is not None, "the array was not allocated in this group"
         heap, stride, start = self._heaps[array.dtype.char], self._stride // array.itemsize, offset // array.itemsize
         bounds, by, stage = self._limits(len(array), shares), array.dtype.type(divisor), 0
@@ -185,11 +190,6 @@ class SharedGroup:
                 "same order on every worker, with arrays of the same size and dtype"
             )
         meanwhile()
-
-    def _offset(self, array: FlatArray) -> int | None:
-        """Offset of `array` from the start of the region in bytes; None if it lies elsewhere."""
-        offset = int(array.__array_interface__["data"][0]) - self._home
-        return offset if offset >= 2 * SLOT and offset + array.nbytes <= self._stride else None
 
     def _limits(self, size: int, shares: int) -> Any:
         """The first element of each process's part, and the end of the last part."""

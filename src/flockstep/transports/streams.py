@@ -40,6 +40,7 @@ from flockstep.messages import Address, Array, Message, Wanted, node_name
 from flockstep.transports.addresses import connecting, host_of, is_loopback, listening
 from flockstep.transports.bus import Backlog, Bus, Traffic
 from flockstep.transports.copies import BufferPool
+from flockstep.transports.handshake import time_for_proof
 from flockstep.transports.sealed import LinkForged, SealedSocket
 from flockstep.transports.session import ACKNOWLEDGED, LINK_TIMEOUT, Session, new_key, replace_end
 from flockstep.transports.shared_heap import NODES, SMALLEST, PeerMemory, SharedHeap, heap_room_for
@@ -70,10 +71,6 @@ USUAL_HEADER = 256
 """Bytes of the first read if a large payload is expected."""
 STRANGERS = 128
 """Largest number of connections that are not yet authenticated; if one more is accepted, one of them is closed.
-"""
-PATIENCE = 20.0
-"""Seconds within which both ends of a connection must prove that they belong to this run; the first packets over a new
-network link may be lost and sent again late.
 """
 REDIALS = 6
 """Number of further attempts to connect to a peer if a connection ends before the peer's greeting, for example because
@@ -259,8 +256,8 @@ class StreamBus(Bus):
         self._peers: dict[Address, _Connection] = {}
         self._dials: dict[Address, _Dial] = {}
         """Peer that this node connects to → its attempts, until the peer has greeted."""
-        self._ended: dict[Address, float] = {}
-        """Peer → time at which its connection ended, in seconds of the monotonic clock."""
+        self._ended: dict[Address, tuple[float, str]] = {}
+        """Peer → time at which its connection ended, in seconds of the monotonic clock, and why none was opened."""
         self._expected: set[Address] | None = None
         self._inbox: deque[Message | ProtocolError] = deque()
         self._unread = 0
@@ -324,11 +321,11 @@ class StreamBus(Bus):
 
     def broken(self, seconds: float) -> set[Address]:
         latest = time.monotonic() - seconds
-        return {peer for peer, at in self._ended.items() if at <= latest}
+        return {peer for peer, (at, _) in self._ended.items() if at <= latest}
 
     def why_broken(self, peer: Address) -> str:
-        connection = self._peers.get(peer)
-        broke = f"the connection to {node_name(peer)} broke"
+        connection, (_, unopened) = self._peers.get(peer), self._ended.get(peer, (0.0, ""))
+        broke = unopened or f"the connection to {node_name(peer)} broke"
         return broke if connection is None or not connection.why else f"{broke}: {connection.why}"
 
     def copy_for_sending(self, array: Array) -> Array:
@@ -484,11 +481,11 @@ class StreamBus(Bus):
         elif connection.wanted in self._peers and self._peers[connection.wanted] is not connection:
             if now > connection.since + self._heartbeat:  # the next attempt to go on with the session may be answered
                 self._drop(connection)
-        elif not connection.established() and now > connection.since + PATIENCE:
+        elif not connection.established() and now > connection.since + (limit := time_for_proof(self._heartbeat)):
             self._read(connection)  # the proof may have arrived while this process could not read it
             if connection.open and not connection.established():
                 self._end_unproved(
-                    connection, f"the other end did not prove within {PATIENCE:g} s that it knows the secret"
+                    connection, f"the other end did not prove within {limit:g} s that it knows the secret"
                 )
 
     def _check_silence(self, connection: _Connection, session: Session, now: float, late: bool) -> None:
@@ -622,9 +619,14 @@ class StreamBus(Bus):
         if again and dial is not None and refused:
             self._give_up(peer, f"{self._peers[peer].why}, and nothing listens at {dial.address} any more")
             return
-        if dial is None or peer in self._ended or (not again and (dial.count > REDIALS or now > dial.since + PATIENCE)):
+        limit = math.inf if dial is None else dial.since + time_for_proof(self._heartbeat)
+        if dial is None or peer in self._ended or (not again and (dial.count > REDIALS or now > limit)):
+            why = ""
+            if dial is not None and not again:
+                tried = f"{dial.count} attempts in {now - dial.since:.0f} s"
+                why = f"{node_name(peer)} did not answer at {dial.address} ({tried})"
             self._dials.pop(peer, None)
-            self._ended.setdefault(peer, now)
+            self._ended.setdefault(peer, (now, why))
             return
         dial.due = now + min(FIRST_WAIT * 2 ** (dial.count - 1), LONGEST_WAIT if again else math.inf)
         self._next_look = min(self._next_look, dial.due)
@@ -716,7 +718,7 @@ class StreamBus(Bus):
             )
         self.traffic.rejected += 1
         if connection.wanted is not None:
-            self._ended.setdefault(connection.wanted, time.monotonic())
+            self._ended.setdefault(connection.wanted, (time.monotonic(), ""))
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
@@ -741,7 +743,7 @@ class StreamBus(Bus):
         if connection.greeting is not None:
             peer = connection.greeting.source
             if self._peers.get(peer) is connection or connection.wanted == peer:
-                self._ended.setdefault(peer, time.monotonic())
+                self._ended.setdefault(peer, (time.monotonic(), ""))
         elif connection.wanted is not None and not (connection.open or self._closed):
             self._redial(
                 connection.wanted, connection.refused
