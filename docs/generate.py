@@ -365,10 +365,19 @@ def systems_list() -> str:
 def _system_section(known: System) -> str:
     lines = [f"### {known.name}", "", f"{known.algorithm} {known.differs}".strip(), "", f"*{known.citation}*", ""]
     if not known.modes:
-        return "\n".join([*lines, f"Model parallelism is {NOT_YET} here."])
-    lines += [f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.strategy)}" for mode in known.modes]
-    runs = [known.name, *(f"{known.name}: {mode.name}" for mode in known.modes[1:])]
-    commands = [f"flockstep simulate digits -s {shlex.quote(name)} -n 16 --epochs 20" for name in runs]
+        return "\n".join([*lines, f"Splitting single layers is {NOT_YET} possible here."])
+    lines += [
+        f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.strategy)}"
+        + ("" if mode.partition == "none" else f" with `--partition {shlex.quote(mode.partition)}`")
+        for mode in known.modes
+    ]
+    runs = [
+        f"{shlex.quote(f'{known.name}: {mode.name}' if index else known.name)}"
+        if mode.partition == "none"
+        else f"{shlex.quote(mode.strategy)} --partition {shlex.quote(mode.partition)}"
+        for index, mode in enumerate(known.modes)
+    ]
+    commands = [f"flockstep simulate digits -s {run} -n 16 --epochs 20" for run in runs]
     return "\n".join([*lines, "", "```sh", *commands, "```"])
 
 

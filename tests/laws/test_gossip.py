@@ -357,7 +357,7 @@ class DiesTelling(Watched):
     def _ended(self, runner):
         if runner.node.address == 0:
             self._dead.add(0)
-            self._queue.schedule(self.now + 5, partial(self._notice, 0))
+            self._queue.schedule(self.now + 5, partial(self.notice, 0))
         else:
             super()._ended(runner)
 

@@ -171,8 +171,8 @@ def test_negative_control_acknowledged_before_the_backup_has_it_a_push_is_lost(m
     class Cut(Watched):
         """The log entries that are on their way when the server dies do not arrive."""
 
-        def _die(self, address: int) -> None:
-            super()._die(address)
+        def die(self, address: int) -> None:
+            super().die(address)
             self.cut = address
 
         def _arrive(self, to: int, message: object, sent_at: float) -> None:

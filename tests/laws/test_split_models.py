@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,14 +18,15 @@ from flockstep import registry
 from flockstep.drivers.plan import Batches
 from flockstep.drivers.setup import check
 from flockstep.drivers.virtual_pipeline import PipelineSimulation
-from flockstep.errors import CompositionError, ConfigurationError, RunError
+from flockstep.errors import CompositionError, ConfigurationError, PeerLost, RunError
+from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
 from flockstep.partitions.timeline import timeline
 from flockstep.programs import GRADIENT as NEXT
 from flockstep.records.config import RunConfig
-from flockstep.records.events import NodeEvent, StepEvent
+from flockstep.records.events import LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
 from support.matrix import few
@@ -207,6 +207,11 @@ def test_dropout_draws_the_same_numbers_under_every_schedule() -> None:
     split = [simulated(job_of(with_dropout), "all_reduce", f"pipeline(4, {name}, 6)") for name in ("gpipe", "zb_h1")]
     np.testing.assert_allclose(split[0].result, split[1].result, rtol=0, atol=1e-13)
     whole = simulated(job_of(with_dropout), "all_reduce")
+    part = split[0].simulation.model.parts[0]
+    batches = [MicroBatch(0, 0, number, np.arange(4), 1.0) for number in (0, 1, 0)]
+    draws = [part.forward(0, part.initial(), batch, None)[0] for batch in batches]
+    assert np.array_equal(draws[0], draws[2])
+    assert not np.array_equal(draws[0], draws[1])
     assert np.abs(whole.result - split[0].result).max() > 1e-4, "it draws for each micro-batch, not for the batch"
 
 
@@ -320,11 +325,56 @@ def test_what_a_split_model_does_not_run_is_refused(
 
 
 def test_a_slow_link_makes_the_pipeline_wait() -> None:
-    facts = job_of(), "all_reduce", "pipeline(4, 1f1b, 6)"
-    ideal, slow = simulated(*facts), simulated(*facts, network="link('1mbit', 0.001)")
+    """Eight numbers of 8 bytes for each sample, and a header of 64 bytes, up and down in every step."""
+    facts = job_of(), "local_sgd(period=100)", "pipeline(2, gpipe, 1, (4,))"
+    ideal, slow = (simulated(*facts, replicas=1, steps=3, network=name) for name in ("ideal", "link('1mbit', 0.001)"))
     np.testing.assert_array_equal(ideal.result, slow.result)
-    assert slow.simulation.now > 2 * ideal.simulation.now
-    assert math.isfinite(slow.simulation.now)
+    assert ideal.simulation.now == pytest.approx(3 * GRADIENT)
+    assert slow.simulation.now == pytest.approx(3 * (GRADIENT + 2 * (0.001 + (BATCH * 8 * 8 + 64) / 125_000)))
+
+
+def test_a_dead_stage_takes_its_replica_with_it() -> None:
+    """Worker 5 is stage 1 of the second replica; the other two replicas go on to the end."""
+    ran = simulated(
+        job_of(), "ps(asynchronous)", "pipeline(4, 1f1b, 4)", replicas=3, steps=8, faults=("dies(5, '30ms', '10ms')",)
+    )
+    lost = {e.node: e.reason for e in ran.events if isinstance(e, LostEvent)}
+    assert lost == {5: "worker 5 died", **dict.fromkeys((4, 6, 7), "worker 5 of the same replica died")}
+    steps = {rank: max(e.step for e in ran.events if isinstance(e, StepEvent) and e.rank == rank) for rank in range(12)}
+    assert {rank for rank, step in steps.items() if step == 8} == set(range(12)) - {4, 5, 6, 7}
+    assert all(1 <= steps[rank] < 8 for rank in (4, 5, 6, 7))
+    assert ran.result.any()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault", "message"),
+    [
+        ("all_reduce", "dies(5, '30ms')", "worker 5 died at step"),
+        ("ps(bsp)", "dies(-3, '30ms')", "server 2 died at step"),
+    ],
+)
+def test_a_death_that_the_strategy_does_not_survive_ends_the_run(strategy: str, fault: str, message: str) -> None:
+    with pytest.raises(PeerLost, match=message):
+        simulated(job_of(), strategy, "pipeline(4, 1f1b, 4)", replicas=2, faults=(fault,))
+
+
+def test_a_slow_stage_slows_its_replica_only() -> None:
+    """Worker 6 is stage 2 of the second replica."""
+    facts = job_of(), "ensemble", "pipeline(4, 1f1b, 4)"
+    plain, slow = simulated(*facts), simulated(*facts, faults=("slows(6, 10)",))
+    ends = [{e.node: e.seconds for e in ran.events if isinstance(e, NodeEvent)} for ran in (plain, slow)]
+    assert all(ends[0][rank] == ends[1][rank] for rank in range(4))
+    assert all(ends[0][rank] * 2 < ends[1][rank] for rank in range(4, 8))
+
+
+def test_a_narrow_link_of_a_worker_is_that_of_its_stage() -> None:
+    facts = job_of(), "ensemble", "pipeline(4, 1f1b, 4)"
+    ends = []
+    for faults in ((), ("narrows(6, 100)",)):
+        ran = simulated(*facts, network="10gbit", faults=faults)
+        ends.append({e.node: e.seconds for e in ran.events if isinstance(e, NodeEvent)})
+    assert all(ends[0][rank] == ends[1][rank] for rank in range(4))
+    assert all(ends[0][rank] < ends[1][rank] for rank in range(4, 8))
 
 
 WHOLE_VECTORS = ("sparta", "powersgd", "slice_servers")
@@ -357,7 +407,7 @@ def test_the_record_of_a_split_run(tmp_path: Path) -> None:
     assert summary.replicas_agree
     assert summary.samples == 2 * 8 * 3
     assert all(one.sent_bytes for one in summary.per_worker)
-    assert RunFolder(tmp_path).read_events()
+    assert summary.notes == []
     again = flockstep.simulate("digits(batch=8)", "ps(bsp, shards=2)", workers=2, steps=3, out=tmp_path / "unsplit")
     assert again.summary.final_loss == pytest.approx(summary.final_loss, rel=1e-5)
     assert np.load(tmp_path / "result.npy").shape == np.load(tmp_path / "unsplit" / "result.npy").shape
@@ -367,7 +417,8 @@ def test_the_record_of_a_split_run(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"workers": 6}, "multiple of 4 for pipeline.*, got 6; use 4 workers"),
-        ({"workers": 4, "faults": ("dies(1, 0.5)",)}, r"faults cannot be injected .* got dies"),
+        ({"workers": 4, "faults": ("drops(0, 1)",)}, r"drops.* cannot be injected .* use one of dies, narrows, slows"),
+        ({"workers": 4, "faults": ("dies(4, 0.5)",)}, r"worker 4 does not exist in this run: there are 4 workers"),
         ({"workers": 4, "max_gradient_norm": 1.0}, "max_gradient_norm need whole gradients"),
         ({"workers": 4, "job": "softmax"}, "must be a torch.nn.Sequential, got SoftmaxRegression of job 'softmax'"),
         ({"workers": 4, "job": "charlm"}, "must be an nn.Sequential .*, got Transformer"),

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 
+import msgspec
 import pytest
 
 from flockstep import registry
@@ -22,7 +23,9 @@ from support.matrix import few
 
 ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}
 """In the catalog, but not in the survey's table."""
-MODES = [(known.name, mode.name) for known in systems() for mode in known.modes]
+MODES = [(known.name, mode.name) for known in systems() for mode in known.modes if mode.partition == "none"]
+BETWEEN_LAYERS = {"MXNet", "PyTorch", "TensorFlow"}
+"""Systems that split a model between its layers, as a pipeline of stages does."""
 EMPTY = ("optimization", "scheduling", "exchange", "topology")
 
 
@@ -37,7 +40,8 @@ def test_each_derived_cell_is_the_printed_one(printed):
     known = system(printed.system)
     wrong = differences(known.row(), printed)
     parallel = wrong.pop("parallelism", None)
-    assert (parallel is None) == ("MP" not in printed.parallelism)  # what is not here yet does not count as agreed
+    there = "MP" not in printed.parallelism or printed.system in BETWEEN_LAYERS
+    assert (parallel is None) == there  # what is not here yet does not count as agreed
     if known.modes:
         assert wrong == {}
     else:  # splits the model only: says so, and claims nothing else
@@ -46,17 +50,27 @@ def test_each_derived_cell_is_the_printed_one(printed):
 
 
 def test_the_claim_about_the_table_falls_short_where_model_parallelism_is_missing():
-    """Eight of the 17 rows have MP in the survey; a system that could split its model would agree."""
+    """Eight of the 17 rows have MP in the survey; five of them split single layers or parameters."""
     verdict = Taxonomy().check(lambda line: None)
     short = {row.what for row in verdict.rows if not row.holds}
-    assert short == {printed.system for printed in table_1() if "MP" in printed.parallelism}
-    assert len(short) == 8
+    assert short == {printed.system for printed in table_1() if "MP" in printed.parallelism} - BETWEEN_LAYERS
+    assert len(short) == 5
     assert all("MP missing" in str(row.ours) for row in verdict.rows if row.what in short)
     assert not verdict.holds
     assert "MP missing" in verdict.reason
-    printed = next(row for row in table_1() if row.system == "MXNet")
-    assert differences({**system("MXNet").row(), "parallelism": "DP, MP"}, printed) == {}
-    assert "parallelism" in differences(system("MXNet").row(), printed)
+    printed = next(row for row in table_1() if row.system == "Petuum")
+    assert differences({**system("Petuum").row(), "parallelism": "DP, MP"}, printed) == {}
+    assert "parallelism" in differences(system("Petuum").row(), printed)
+
+
+def test_model_parallelism_follows_from_the_partition_of_a_mode():
+    """Negative control: without the mode that splits the model, the row has no MP."""
+    known = system("MXNet")
+    assert known.parallelism == "DP, MP"
+    unsplit = msgspec.structs.replace(known, modes=tuple(mode for mode in known.modes if mode.partition == "none"))
+    assert unsplit.parallelism == "DP"
+    with pytest.raises(CompositionError, match=r"a strategy and a partition; write --strategy 'scatter_reduce' --part"):
+        known.expression("layers on devices")
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -128,7 +142,7 @@ def test_names_are_forgiving_and_modes_have_names():
     with pytest.raises(UnknownName, match="did you mean 'Petuum'"):
         Strategy.parse("Petum")
     with pytest.raises(
-        CompositionError, match="COTS HPC splits the model over machines, which flockstep cannot do yet"
+        CompositionError, match="COTS HPC splits single layers over machines, which flockstep cannot do yet"
     ):
         Strategy.parse("COTS HPC")
 

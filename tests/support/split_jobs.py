@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.records.events import Event
 from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.models import squared_error
@@ -80,6 +82,7 @@ def simulated(
     steps: int = 6,
     compute: str = f"constant({GRADIENT})",
     network: str = "ideal",
+    faults: tuple[str, ...] = (),
     prepare: Callable[[PipelineSimulation], None] = lambda simulation: None,
 ) -> Ran:
     """Run the job on `replicas` replicas, split as `partition` says."""
@@ -90,6 +93,7 @@ def simulated(
     parts = Iid().assign(engine.labels, engine.train_size, replicas, 0)
     policy = choose_result(chosen, None)
     plan = Plan(chosen, chosen.cluster(replicas), engine.optimizer, parts, job.batch, steps, 0, policy, 3)
+    plan = dataclasses.replace(plan, faults=tuple(map(Fault.parse, faults)))
     models = ComputeModel.parse(compute), Network.parse(network)
     simulation: Simulation | PipelineSimulation
     if split is None:

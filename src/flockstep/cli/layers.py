@@ -18,7 +18,7 @@ from flockstep.workloads.base import Workload
 
 MANY = 40
 """Number of layers above which the table leaves out layers without parameters."""
-RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 2)
+RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 9, 2)
 """Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
 
 

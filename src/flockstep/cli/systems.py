@@ -27,7 +27,12 @@ def detail(known: System) -> dict[str, Any]:
         "algorithm": known.algorithm,
         "differs": known.differs,
         "modes": [
-            {"mode": mode.name, "strategy": str(strategy), "delivery": strategy.traits.delivery}
+            {
+                "mode": mode.name,
+                "strategy": str(strategy),
+                "partition": mode.partition,
+                "delivery": strategy.traits.delivery,
+            }
             for mode, strategy in ((mode, Strategy.parse(mode.strategy)) for mode in known.modes)
         ],
     }
@@ -56,6 +61,8 @@ def _print(found: dict[str, Any]) -> None:
         if found[label]:
             page.print(f"  {label:13} {escape(found[label])}", soft_wrap=True, highlight=False)
     for mode in found["modes"]:
-        page.print(f"  {mode['mode'] or 'composition':13} {escape(mode['strategy'])}", soft_wrap=True, highlight=False)
+        split = "" if mode["partition"] == "none" else f", --partition '{mode['partition']}'"
+        text = escape(mode["strategy"] + split)
+        page.print(f"  {mode['mode'] or 'composition':13} {text}", soft_wrap=True, highlight=False)
     if found["modes"]:
         page.print(f"  {'run it':13} flockstep simulate digits -s '{escape(found['system'])}' -n 4", highlight=False)

@@ -154,6 +154,12 @@ class Layer:
         """Bytes that a worker sends per step to average the gradient: 2 (P-1)/P |∇w|, the minimum of an all-reduce."""
         return 2 * (workers - 1) / workers * self.gradient_bytes(itemsize)
 
+    def pipeline_bytes(self, batch: int, itemsize: int = 4) -> Number:
+        """Bytes that cross the link behind the layer per step if a pipeline's stage ends with it: activations of
+        `batch` samples, and their gradients.
+        """
+        return 2 * self.activation_bytes(batch, itemsize)
+
     def split_bytes(self, batch: int, workers: int, itemsize: int = 4) -> float:
         """Bytes that a worker sends per step if the layer is split over P workers, in the cheaper of two ways.
 

@@ -108,6 +108,15 @@ def require_steppable(strategy: Strategy, optimizer: Optimizer) -> None:
         )
 
 
+def whole_cluster(group: Cluster, parts: int) -> Cluster:
+    """Return the nodes of a run of a split model, of which each of `parts` parts has a group of nodes like `group`.
+
+    The worker of replica r and part p has rank r × parts + p; the servers of a part follow those of the part before.
+    """
+    beside = tuple(rank * parts + part for part in range(parts) for rank in group.beside)
+    return Cluster(group.workers * parts, group.servers * parts, beside, group.replicas)
+
+
 def require_splittable(plan: Plan) -> None:
     """Check that the plan of a run can be followed on the parts of a split model.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flockstep import registry
-from flockstep.drivers.plan import Plan, require_splittable
+from flockstep.drivers.plan import Plan, require_splittable, whole_cluster
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine, make_split
@@ -63,13 +63,14 @@ def check(config: RunConfig) -> Strategy:
     strategy.check(replicas)
     canonical(config)
     choose_result(strategy, config.result)  # type: ignore[arg-type]
-    if config.faults and partition != Unsplit():
-        raise CompositionError(
-            f"faults cannot be injected into a run of a split model yet, got {config.faults[0]}; leave them out, or "
-            "use partition=none"
-        )
     for fault in map(Fault.parse, config.faults):
-        fault.check(strategy.cluster(replicas))
+        if partition != Unsplit() and not fault.split:
+            known = [name for name in registry.names("fault") if registry.load("fault", name).split]
+            raise CompositionError(
+                f"{fault} cannot be injected into a run of a split model; use one of {', '.join(known)}, or "
+                "partition=none"
+            )
+        fault.check(whole_cluster(strategy.cluster(replicas), partition.parts))
         if config.kind == "train" and not fault.real:
             raise ConfigurationError(
                 f"{fault} happens in virtual time only; use flockstep simulate, or one of {', '.join(_real_faults())}"

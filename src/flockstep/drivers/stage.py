@@ -251,6 +251,11 @@ class StageRunner:
         """End the current pass."""
         self._resume(None)
 
+    def close(self) -> None:
+        """End the stage at its current point."""
+        self._program.close()
+        self.waiting, self.done = None, True
+
     def _look(self) -> None:
         """Resume the stage if the message that it waits for has arrived."""
         assert isinstance(self.waiting, Wanted)

@@ -147,7 +147,7 @@ class Simulation:
             for t, address, factor in self._fault_injector.narrowings():
                 self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.processes, factor))
             for t, address, noticed in self._fault_injector.deaths():
-                self._queue.schedule(t, partial(self._notice if noticed else self._die, address))
+                self._queue.schedule(t, partial(self.notice if noticed else self.die, address))
             self._end()
         self.tracker.close()
 
@@ -349,7 +349,7 @@ class Simulation:
         if isinstance(node, Worker):
             self._gradients.restart(node.address, saved.batches)
 
-    def _die(self, address: Address) -> None:
+    def die(self, address: Address) -> None:
         """End a node's program at its current point; messages to the node are dropped from now on."""
         runner = self.runners[address]
         if runner.done:
@@ -362,16 +362,17 @@ class Simulation:
         """Remove a worker from the run, for a reason, as soon as the current program waits."""
 
         def remove() -> None:
-            self._die(address)
-            self._notice(address, reason)
+            self.die(address)
+            self.notice(address, reason)
 
         self._queue.schedule(self.now, remove)
 
-    def _notice(self, address: Address, reason: str = "") -> None:
+    def notice(self, address: Address, reason: str = "") -> None:
         """Notify the other nodes of a death, which ends the run if the strategy needs the dead node."""
         if address not in self._dead:
             return
-        self._emit(LostEvent(self.now, address, reason or f"{node_name(address)} died"))
+        here = self.address(address)
+        self._emit(LostEvent(self.now, here, reason or f"{node_name(here)} died"))
         if address < 0 and not self._dead.issuperset(self.plan.cluster.chain(self.plan.cluster.logical(address))):
             for runner in self.runners.values():
                 if runner.metrics.address not in self._dead:
@@ -382,7 +383,7 @@ class Simulation:
         others = [runner for runner in self.runners.values() if not runner.done]
         if others and (address < 0 or not self.plan.strategy.traits.survives):
             waits = "; ".join(f"{node_name(runner.node.address)} {_doing(runner)}" for runner in others[:4])
-            raise PeerLost(f"{node_name(address)} died at step {self.runners[address].node.step}; {waits}")
+            raise PeerLost(f"{node_name(here)} died at step {self.runners[address].node.step}; {waits}")
         for runner in others:
             runner.lose(address)
             self._look_for_needless(runner)

@@ -17,15 +17,16 @@ import numpy as np
 from flockstep.arrays.namespace import to_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.batched import ReplicaGradients
+from flockstep.drivers.fault_injector import FaultInjector
 from flockstep.drivers.node_metrics import Emit
-from flockstep.drivers.plan import Plan, require_splittable
+from flockstep.drivers.plan import Plan, require_splittable, whole_cluster
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.stage import NeedPass, PipelineStage, StageRunner
 from flockstep.drivers.tracker import Tracker
 from flockstep.drivers.virtual import Simulation, Surroundings, carry
 from flockstep.errors import CompositionError
 from flockstep.frameworks.stages import ModelPart, SplitModel
-from flockstep.messages import HEADER_BYTES, Address, Message
+from flockstep.messages import HEADER_BYTES, Address, Message, node_name, server
 from flockstep.nodes import Cluster, Hosts
 from flockstep.programs import GRADIENT, NeedGradient
 from flockstep.records.events import EvaluationEvent, Event, RefusedEvent, ReplicaEvent, UpdateEvent
@@ -52,12 +53,8 @@ class StageGradients(ReplicaGradients):
         """Do nothing, because a stage keeps copies of the parameters that it uses."""
 
     def forget(self, rank: int) -> None:
-        """Refuse to cancel a request, which would leave the other stages of the replica without their inputs.
-
-        Raises:
-            CompositionError: always.
-        """
-        raise CompositionError("a gradient of a split model cannot be canceled; use a strategy that waits for it")
+        """End the stage of replica `rank`, whose worker has died."""
+        self.stages[rank].close()
 
     def take(self, rank: int) -> FlatArray:
         return self.stages[rank].stage.gradient
@@ -141,11 +138,14 @@ class PipelineSimulation:
         self.plan, self.pipeline = plan, model.pipeline
         self._progress, self._steps = progress, 0
         parts, replicas, servers = model.pipeline.parts, plan.cluster.workers, plan.cluster.servers
-        beside = tuple(rank * parts + part for part in range(parts) for rank in plan.cluster.beside)
-        everyone = Cluster(replicas * parts, servers * parts, beside)
+        everyone = whole_cluster(plan.cluster, parts)
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._fabric: Fabric = network.start(everyone)
-        self._clock = compute.start(everyone.workers, plan.seed)
+        self._faults = FaultInjector(plan.faults, everyone)
+        self._clock = self._faults.clock(compute.start(everyone.workers, plan.seed))
+        for t, node, factor in reversed(self._faults.narrowings()):  # refuses the impossible, applies those at 0
+            self._fabric.narrow(node, everyone.processes, 1.0 if t else factor)
+        self._everyone = everyone
         self.model = model
         ends = np.cumsum([0, *(part.schema.size for part in model.parts)]).tolist()
         spans = [slice(start, end) for start, end in pairwise(ends)]
@@ -195,6 +195,10 @@ class PipelineSimulation:
         with np.errstate(over="ignore", invalid="ignore"), seldom():
             for group in self.groups:
                 group.begin()
+            for t, address, factor in self._faults.narrowings():
+                self._queue.schedule(t, partial(self._fabric.narrow, address, self._everyone.processes, factor))
+            for t, address, noticed in self._faults.deaths():
+                self._queue.schedule(t, partial(self._notice if noticed else self._die, address))
             self._queue.run()
             for group in self.groups:
                 group.require_ended()
@@ -213,6 +217,31 @@ class PipelineSimulation:
     def stage(self, part: int, replica: int) -> PipelineStage:
         """Return one stage of one replica."""
         return self._gradients[part].stages[replica].stage
+
+    def _die(self, address: Address) -> None:
+        """End the program of a node, and of its stage, at its current point."""
+        part, own = self._within(address)
+        self.groups[part].die(own)
+
+    def _notice(self, address: Address) -> None:
+        """Notify the other nodes of a death; the other workers of a dead worker's replica leave with it."""
+        part, own = self._within(address)
+        if own < 0:
+            self.groups[part].notice(own)
+            return
+        self.groups[part].notice(own)
+        for group in self.groups:
+            group.die(own)
+            if group is not self.groups[part]:
+                group.notice(own, f"{node_name(address)} of the same replica died")
+
+    def _within(self, address: Address) -> tuple[int, Address]:
+        """The part of a node of the run, and the node's address in the part's group."""
+        if address >= 0:
+            rank, part = divmod(address, self.pipeline.parts)
+            return part, rank
+        part, index = divmod(-1 - address, self.plan.cluster.servers)
+        return part, server(index)
 
     def _stage(self, part: int, model: ModelPart, gradients: StageGradients, rank: int) -> StageRunner:
         stage = PipelineStage(
@@ -260,6 +289,8 @@ class PipelineSimulation:
 
     def _passed(self, part: int, rank: int) -> None:
         """End the running pass of a stage, if passes that began meanwhile have not slowed it down."""
+        if self._gradients[part].stages[rank].done:  # its worker has died
+            return
         if not self._clock.fixed and self._clock.due(self.groups[part].address(rank), self.now) > self.now:
             self._expect(part, rank)
             return
@@ -275,6 +306,8 @@ class PipelineSimulation:
         sender.metrics.traffic.sent(message, HEADER_BYTES)
 
         def arrive() -> None:
+            if self._gradients[to].stages[rank].done:
+                return
             receiver.metrics.traffic.received(message)
             self._gradients[to].stages[rank].deliver(message)
 

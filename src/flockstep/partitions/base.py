@@ -23,6 +23,11 @@ class Partition(Component):
     def parts(self) -> int:
         """Number of workers that hold one replica together."""
 
+    @property
+    def delays(self) -> str | None:
+        """Sentence on gradients that the parts compute at earlier weights; None if there are none."""
+        return None
+
     def replicas(self, workers: int) -> int:
         """Return the number of replicas that `workers` workers hold.
 

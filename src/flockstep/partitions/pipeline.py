@@ -36,3 +36,14 @@ class Pipeline(Partition):
     @property
     def parts(self) -> int:
         return self.stages
+
+    @property
+    def delays(self) -> str | None:
+        delays = [self.schedule.delay(stage, self.stages) for stage in range(self.stages)]
+        if not any(delays):
+            return None
+        each = ", ".join(map(str, delays))
+        return (
+            f"Gradients of stages 0 to {self.stages - 1} are of weights {each} updates before ({self.schedule}), in "
+            "addition to the staleness of the strategy."
+        )

@@ -11,6 +11,7 @@ import msgspec
 
 from flockstep.messages import Address, node_name
 from flockstep.partitions.base import Partition
+from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import ClockKind, RunConfig
 from flockstep.records.events import (
     DivergedEvent,
@@ -249,7 +250,8 @@ def summarize(
     if status == "finished" and (reason := _why_diverged(quality, ordered)) is not None:
         status, error = "diverged", reason
     nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
-    parts = 1 if config.partition is None else Partition.parse(config.partition).parts
+    partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
+    parts = partition.parts
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes, parts)
     workers, effective_rate = _weighted(_with_refused(_with_replicas(workers, ordered), ordered), updates)
     agree = _replicas_agree(config.workers, nodes, parts)
@@ -262,7 +264,7 @@ def summarize(
         error=error,
         result_step=None if result is None else result.step,
         result_seconds=None if result is None else result.seconds,
-        notes=[*notes, *([] if alone is None else [alone])],
+        notes=[*notes, *(one for one in (alone, partition.delays) if one is not None)],
         seconds=time_of(ordered[-1]) if ordered else 0.0,
         seconds_to_target=hit.seconds if hit else None,
         seconds_to_target_range=(quality.before, hit.seconds) if hit else None,

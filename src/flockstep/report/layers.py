@@ -27,6 +27,7 @@ HEADINGS = (
     "gradient",
     "data parallel",
     "split",
+    "pipeline",
     "cheaper",
 )
 PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
@@ -44,9 +45,10 @@ EXPLAINED = (
     "multiply-adds: in the forward pass of one sample; work W: number of all operations; depth D: number of "
     "operations in the longest chain of dependent operations; W/D: mean number of operations that can run at the "
     "same time; activations: size for the whole batch; data parallel and split: bytes that a worker sends per step "
-    "if the data are split over the workers, or if this layer is split; cheaper: the alternative that sends fewer "
-    "bytes (colored if the layer is split), and in the last row the bytes if the cheaper alternative is used for "
-    "every layer."
+    "if the data are split over the workers, or if this layer is split; pipeline: bytes of activations and their "
+    "gradients that cross the link behind this layer per step, if a stage ends with it; cheaper: the alternative that "
+    "sends fewer bytes (colored if the layer is split), and in the last row the bytes if the cheaper "
+    "alternative is used for every layer."
 )
 
 
@@ -70,6 +72,8 @@ class LayerRow:
     data_bytes: float
     split_bytes: float | None
     """Bytes sent per worker if the layer is split over the workers; None if the layer has no gradient to save."""
+    pipeline_bytes: float
+    """Bytes over the link behind the layer, in both directions, if a stage of a pipeline ends with it."""
     cheaper: str | None
     break_even_batch: float | None
     """Samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
@@ -102,6 +106,7 @@ def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> LayerRow:
         layer.gradient_bytes(model.itemsize),
         layer.data_bytes(workers, model.itemsize),
         model.split_bytes(layer, batch, workers) if choice else None,
+        layer.pipeline_bytes(batch, model.itemsize),
         model.cheaper(layer, batch, workers) if choice else None,
         model.break_even_batch(layer, workers) if choice else None,
     )
@@ -193,6 +198,7 @@ def cells(row: LayerRow) -> tuple[str, ...]:
         formatting.size(row.gradient_bytes) if row.gradient_bytes else "",
         formatting.size(row.data_bytes) if row.gradient_bytes else "",
         "" if row.split_bytes is None else formatting.size(row.split_bytes),
+        formatting.size(row.pipeline_bytes),
         row.cheaper or "",
     )
 
@@ -212,6 +218,7 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
         formatting.size(model.activation_bytes(batch)),
         formatting.size(model.gradient_bytes()),
         formatting.size(model.data_bytes(workers)),
+        "",
         "",
         formatting.size(model.cheapest_bytes(batch, workers)),
     )

@@ -20,6 +20,8 @@ class Fault(Component):
     noun: ClassVar[str] = "fault"
     real: ClassVar[bool] = False
     """Whether the fault can also be injected into a real run of a declared job."""
+    split: ClassVar[bool] = False
+    """Whether the fault can also be injected into a run of a split model."""
 
     @abstractmethod
     def check(self, cluster: Cluster) -> None:
@@ -32,6 +34,8 @@ class Dies(Fault):
 
     Messages that the node has sent before still arrive; messages sent to the node are dropped.
     """
+
+    split: ClassVar[bool] = True
 
     node: int
     at: str | float
@@ -66,6 +70,8 @@ class Drops(Fault):
 class Slows(Fault):
     """A worker is slow: gradients begun in [at, until) seconds take `factor` times as long; `until` 0 means forever."""
 
+    split: ClassVar[bool] = True
+
     worker: int
     factor: float
     at: str | float = 0.0
@@ -96,6 +102,8 @@ class Narrows(Fault):
 
     A message in transit when the fault begins or ends keeps its pace.
     """
+
+    split: ClassVar[bool] = True
 
     node: int
     factor: float

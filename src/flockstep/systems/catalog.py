@@ -10,6 +10,7 @@ from importlib import resources
 import msgspec
 
 from flockstep.errors import CompositionError, UnknownName
+from flockstep.partitions.base import Partition
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 
 NOT_YET = "not yet"
@@ -23,6 +24,8 @@ class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The composition, as an expression."""
     name: str = ""
     """The system's name for the mode; the first mode is the default and needs no name."""
+    partition: str = "none"
+    """How the mode splits each replica over workers, as an expression."""
     listed: bool = True
     """Whether the mode counts for the system's row of the table; the survey's row leaves other modes out."""
 
@@ -35,9 +38,10 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     algorithm: str
     """The system's algorithm, in one or two sentences."""
     modes: tuple[Mode, ...] = ()
-    """The modes, the default first; empty for a system that only splits the model, which flockstep cannot do yet."""
+    """The modes, the default first; empty for a system that only splits the model in a way that flockstep cannot yet.
+    """
     splits_model: bool = False
-    """Whether the published system can (or can only) split one model over machines."""
+    """Whether the published system can (or can only) split one model over machines in a way that no mode has."""
     differs: str = ""
     """Differences between the composition and the published system."""
 
@@ -45,17 +49,22 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the composition of a mode; "" is the default mode.
 
         Raises:
-            CompositionError: the system has no modes.
+            CompositionError: the system has no modes, or the mode also needs a partition, which is no strategy.
             UnknownName: the system has no mode of that name.
         """
         if not self.modes:
             raise CompositionError(
-                f"{self.name} splits the model over machines, which flockstep cannot do yet; choose a data-parallel "
-                "system from flockstep systems"
+                f"{self.name} splits single layers over machines, which flockstep cannot do yet; choose a "
+                "data-parallel system from flockstep systems"
             )
         if not mode:
             return self.modes[0].strategy
         for known in self.modes:
+            if key(known.name) == key(mode) and known.partition != "none":
+                raise CompositionError(
+                    f"{self.name}: {known.name} is a strategy and a partition; write --strategy '{known.strategy}' "
+                    f"--partition '{known.partition}'"
+                )
             if key(known.name) == key(mode):
                 return known.strategy
         raise UnknownName.among(f"mode of {self.name}", mode, [known.name for known in self.modes])
@@ -64,6 +73,8 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def parallelism(self) -> str:
         """The kinds of parallelism of the system, with a note for the kinds that flockstep cannot run yet."""
         here = ["DP"] if self.modes else []
+        if any(Partition.parse(mode.partition).parts > 1 for mode in self.modes):
+            here.append("MP")
         return ", ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
 
     def cells(self) -> list[TaxonomyEntry]:
