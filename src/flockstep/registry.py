@@ -286,10 +286,10 @@ _TABLE: dict[str, dict[str, str]] = {
     "disruption": {
         "kills_worker": "flockstep.chaos.kills_worker:KillsWorker",
         "kills_server": "flockstep.chaos.kills_server:KillsServer",
+        "kills_head": "flockstep.chaos.kills_head:KillsHead",
         "kills_writer": "flockstep.chaos.kills_writer:KillsWriter",
         "kills_launcher": "flockstep.chaos.kills_launcher:KillsLauncher",
-        "kills_all": "flockstep.chaos.kills_all:KillsAll",
-        "terminates": "flockstep.chaos.terminates:Terminates",
+        "ends_run": "flockstep.chaos.ends_run:EndsRun",
         "pauses_worker": "flockstep.chaos.pauses_worker:PausesWorker",
         "slows_worker": "flockstep.chaos.slows_worker:SlowsWorker",
         "corrupts_gradient": "flockstep.chaos.corrupts_gradient:CorruptsGradient",

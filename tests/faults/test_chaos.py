@@ -15,12 +15,14 @@ from flockstep import registry
 from flockstep.chaos.base import Disruption, Expected, Setting
 from flockstep.chaos.campaign import BaselineRun, drawn
 from flockstep.chaos.invariants import INVARIANTS, RunHistory, broken
+from flockstep.chaos.kills_head import KillsHead
 from flockstep.chaos.kills_server import KillsServer
 from flockstep.cli.app import run as run_command
+from flockstep.drivers.replication import ReplicatedServer
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.records.config import RunConfig
-from flockstep.records.events import LostEvent, StepEvent
+from flockstep.records.events import LostEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies import gossip
 from flockstep.strategies.base import Strategy
@@ -31,6 +33,8 @@ from support.matrix import few
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by their names in /proc")
 STEPS = 40
 SSP = "ps(consistency=ssp(1))"
+REPLICATED = "ps(consistency=ssp(1), replicas=1)"
+SERVERS = {KillsServer, KillsHead}
 
 
 def recorded(strategy: str, place: Path) -> RunHistory:
@@ -45,7 +49,7 @@ def recorded(strategy: str, place: Path) -> RunHistory:
     return RunHistory(setting, Expected(), record.events, record.summary, [0], result=result, baseline=result)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", SSP, "gossip", "easgd"])
+@pytest.mark.parametrize("strategy", ["all_reduce", SSP, REPLICATED, "gossip", "easgd"])
 def test_a_sound_run_breaks_no_invariant(strategy: str, tmp_path: Path) -> None:
     assert broken(recorded(strategy, tmp_path / "run")) == []
 
@@ -60,6 +64,13 @@ def test_a_server_that_applies_updates_twice_is_found(tmp_path: Path, monkeypatc
     monkeypatch.setattr(ParameterServer, "_apply", twice)
     found = broken(recorded("ps(consistency=asynchronous)", tmp_path / "run"))
     assert f"updates_once: server 0 applied {2 * STEPS} updates of worker 0, which took {STEPS} steps" in found
+
+
+def test_a_backup_that_lacks_a_push_is_found(tmp_path: Path) -> None:
+    sound = recorded(REPLICATED, tmp_path / "run")
+    (update, *_) = [event for event in sound.events if isinstance(event, UpdateEvent) and event.source == 2]
+    missing = replace(sound, events=[event for event in sound.events if event is not update])
+    assert broken(missing) == [f"acknowledged_once: server 0 applied {STEPS - 1} of {STEPS} updates of worker 2"]
 
 
 def test_a_server_that_forgets_its_bound_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +108,7 @@ def defects(sound: RunHistory) -> dict[str, RunHistory]:
 def test_each_planted_defect_is_found_by_its_invariant(tmp_path: Path) -> None:
     sound = recorded("all_reduce", tmp_path / "run")
     planted = defects(sound)
-    covered = {*planted, "updates_once", "staleness_bounded", "mass_conserved"}
+    covered = {*planted, "updates_once", "acknowledged_once", "staleness_bounded", "mass_conserved"}
     assert {check.__name__ for check in INVARIANTS} == covered
     for name, history in planted.items():
         assert {text.partition(":")[0] for text in broken(history)} == {name}
@@ -111,10 +122,10 @@ def test_each_planted_defect_is_found_by_its_invariant(tmp_path: Path) -> None:
 def kinds_for(setting: Setting) -> set[type]:
     """All kinds of disruptions that a run with checkpoints and `--on-bad-gradient skip` can have."""
     kinds = {registry.load("disruption", name) for name in registry.names("disruption")}
-    return kinds if setting.servers else kinds - {KillsServer}
+    return kinds - ({KillsServer} if setting.strategy.replicas else {KillsHead} if setting.servers else SERVERS)
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "gossip", SSP])
+@pytest.mark.parametrize("strategy", ["all_reduce", "gossip", SSP, REPLICATED])
 def test_the_draws_of_a_seed_are_the_same_and_all_kinds_come(strategy: str) -> None:
     setting = Setting("digits", Strategy.parse(strategy), 4, 200, 3, 2.0, "skip")
     found = [drawn(setting, number) for number in range(120)]
@@ -132,7 +143,7 @@ def test_the_draws_of_a_seed_are_the_same_and_all_kinds_come(strategy: str) -> N
     ("text", "rule"),
     [
         ("kills_worker(9, 20)", "worker 9 does not exist in a run of 4"),
-        ("kills_all(200)", "step must be > 0 and < 200, got 200"),
+        ("ends_run(200)", "step must be > 0 and < 200, got 200"),
         ("pauses_worker(1, 20, 3)", r"seconds must be <= 0\.6 or >= 8 with a heartbeat of 2 s, got 3"),
         (
             "corrupts_gradient(1, 20)",
@@ -140,6 +151,7 @@ def test_the_draws_of_a_seed_are_the_same_and_all_kinds_come(strategy: str) -> N
         ),
         ("kills_launcher('nowhere')", "no point of the launcher is called 'nowhere'"),
         ("kills_writer(-2)", "server 1 does not exist in this run"),
+        ("kills_head", r"kills_head needs servers with backups, got ps\(consistency=bsp\); use kills_server"),
         ("kills_server(1)", r"server 1 does not exist in a run of .* with 1 servers"),
     ],
 )
@@ -171,6 +183,11 @@ def more(me, state, mass, model):
 if once.__name__ != "more":
     gossip.add = more
 """
+NO_WINDOW = """
+from flockstep.drivers.replication import ReplicatedServer
+
+ReplicatedServer._is_repeated = lambda self, source, number: False
+"""
 
 
 @pytest.mark.parametrize(
@@ -178,7 +195,13 @@ if once.__name__ != "more":
     few(
         [
             ("asgd", TWICE, "kills_worker(0, 60)", "updates_once: server 0 applied "),
-            ("gossip(1)", MORE, "terminates(20)", "mass_conserved: checkpoint "),
+            (
+                "ps(asynchronous, replicas=1)",
+                NO_WINDOW,
+                "kills_head(0, 'update.applied', 61)",
+                "acknowledged_once: server 0 ",
+            ),
+            ("gossip(1)", MORE, "ends_run(20, how='term')", "mass_conserved: checkpoint "),
         ],
         ("asgd", TWICE, "kills_worker(0, 60)", "updates_once: server 0 applied "),
     ),
@@ -195,6 +218,7 @@ def test_a_defect_of_a_real_run_is_found_and_a_command_repeats_it(
     # The command imports the file in this process too: what the file replaces is put back at the end of the test.
     monkeypatch.setattr(ParameterServer, "_apply", ParameterServer._apply)
     monkeypatch.setattr(gossip, "add", gossip.add)
+    monkeypatch.setattr(ReplicatedServer, "_is_repeated", ReplicatedServer._is_repeated)
     file = tmp_path / "defect.py"
     file.write_text(defect)
     words = ["softmax", "-s", strategy, "-n", "2", "--steps", "100", "--seed", "7", "--import", str(file)]
@@ -214,7 +238,9 @@ def test_a_defect_of_a_real_run_is_found_and_a_command_repeats_it(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["all_reduce", SSP, "local_sgd(8)", "gossip", "dpsgd", "easgd(period=4)"])
+@pytest.mark.parametrize(
+    "strategy", ["all_reduce", SSP, REPLICATED, "local_sgd(8)", "gossip", "dpsgd", "easgd(period=4)"]
+)
 def test_every_disruption_of_a_real_run_fires_and_breaks_nothing(
     strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

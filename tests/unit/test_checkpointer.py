@@ -171,16 +171,17 @@ def test_the_manifest_is_written_once_all_nodes_have_written(
     (folder,) = disk.folders(tmp_path)
     for address in run.links:
         assert run.last(address)[-1]["do"] == "copy"
-        run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0 + address, "step": 10})
+        run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0 + address, "step": 10, "folder": folder.name})
     assert run.last(0)[-1] == {"do": "go on"}, "nodes go on while their states are written"
     for address, step in ((0, 12), (1, 10)):
         shard = disk.write_shard(folder, address, step, {"x": np.zeros(1)})
         note = {"step": step, "nbytes": shard.nbytes, "sha256": shard.sha256}
-        run.checkpointer.hear(address, {"did": "write", **note})
+        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, **note})
     assert not (folder / disk.MANIFEST).exists()
     shard = disk.write_shard(folder, -1, 0, {"x": np.zeros(1)})
-    last = {"did": "write", "step": 0, "nbytes": shard.nbytes, "sha256": shard.sha256}
-    run.checkpointer.hear(-1, {"did": "fail", "why": "Input/output error"} if fails else last)
+    last = {"did": "write", "folder": folder.name, "step": 0, "nbytes": shard.nbytes, "sha256": shard.sha256}
+    failure = {"did": "fail", "why": "Input/output error", "folder": folder.name}
+    run.checkpointer.hear(-1, failure if fails else last)
     assert not run.checkpointer.busy
     if fails:
         assert disk.folders(tmp_path) == []
@@ -201,12 +202,35 @@ def test_a_signal_while_a_checkpoint_is_being_written_takes_another_one(tmp_path
     run.answer(**ALL)
     (folder,) = disk.folders(tmp_path)
     for address in run.links:
-        run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0, "step": 10})
+        run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0, "step": 10, "folder": folder.name})
     assert run.checkpointer.stop()
     for address in run.links:
         shard = disk.write_shard(folder, address, 10, {"x": np.zeros(1)})
         note = {"step": 10, "nbytes": shard.nbytes, "sha256": shard.sha256}
-        run.checkpointer.hear(address, {"did": "write", **note})
+        run.checkpointer.hear(address, {"did": "write", "folder": folder.name, **note})
     assert disk.newest(tmp_path).folder == folder
     assert run.checkpointer.busy, "the nodes have gone on since their states were copied"
     assert {"do": "stop", "after": 0} in run.last(0)[-2:]
+
+
+def test_what_was_written_for_a_checkpoint_that_was_given_up_is_not_used(tmp_path: Path) -> None:
+    """A server is replaced by its backup while states are written: the next checkpoint has another folder."""
+    run = Run(tmp_path)
+    names = []
+    for number in range(2):
+        run.begin() if number == 0 else run.checkpointer.stop()
+        run.answer(**ALL)
+        run.answer(**ALL)
+        (folder,) = disk.folders(tmp_path)
+        names.append(folder.name)
+        for address in run.links:
+            run.checkpointer.hear(address, {"did": "copy", "seconds": 1.0, "step": 10, "folder": folder.name})
+        if number == 0:
+            run.checkpointer.interrupt("server 0 was lost")
+            assert disk.folders(tmp_path) == []
+    assert names[0] != names[1]
+    for address in run.links:
+        late = {"did": "write", "folder": names[0], "step": 10, "nbytes": 1, "sha256": "0"}
+        run.checkpointer.hear(address, late)
+    assert run.checkpointer.busy
+    assert not (folder / disk.MANIFEST).exists()

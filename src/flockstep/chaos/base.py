@@ -12,7 +12,7 @@ import numpy as np
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
-from flockstep.messages import node_name, server
+from flockstep.messages import Address, node_name, server
 from flockstep.records.summary import Summary
 from flockstep.strategies.base import Strategy
 
@@ -183,6 +183,11 @@ def middle(random: np.random.Generator, steps: int) -> int:
 def after_server_death(index: int) -> Expected:
     """How a run with checkpoints must end in which a server dies: by itself it goes on from the newest checkpoint."""
     return Expected(says=f"{node_name(server(index))} was killed by SIGKILL")
+
+
+def after_promotion(node: Address) -> Expected:
+    """How a run must end in which a server dies that has backups: one of them continues in its place."""
+    return Expected(lost=frozenset({node}), says="its backup, continues in its place")
 
 
 def after_death(worker: int, setting: Setting) -> Expected:

@@ -12,7 +12,7 @@ from flockstep.chaos.base import Expected, Setting
 from flockstep.drivers.checkpoints import NodeCheckpoint
 from flockstep.drivers.state import from_arrays
 from flockstep.errors import FlockstepError
-from flockstep.messages import node_name
+from flockstep.messages import Address, node_name, server
 from flockstep.records import checkpoints as disk
 from flockstep.records.events import Event, StepEvent, UpdateEvent
 from flockstep.records.summary import Summary
@@ -87,16 +87,23 @@ def steps_monotone(history: RunHistory) -> Iterator[str]:
 def updates_once(history: RunHistory) -> Iterator[str]:
     """No node applies more updates of a worker than the worker has taken steps."""
     taken = {rank: len(steps) for rank, steps in _steps(history).items()}
-    applied: Counter[tuple[int, int]] = Counter()
-    for event in history.events:
-        if isinstance(event, UpdateEvent) and event.source is not None:
-            applied[event.node, event.source] += event.count
-    for (node, source), count in sorted(applied.items()):
+    for (node, source), count in sorted(_applied(history).items()):
         # The last steps of a killed worker may be missing from the record.
         if source not in _dead(history) and count > taken.get(source, 0):
             yield (
                 f"{node_name(node)} applied {count} updates of worker {source}, which took {taken.get(source, 0)} steps"
             )
+
+
+def acknowledged_once(history: RunHistory) -> Iterator[str]:
+    """Each server that has backups applies every update of a worker that lived exactly once, if none may be dropped."""
+    strategy, applied = history.setting.strategy, _applied(history)
+    if not strategy.replicas or strategy.traits.delivery == "partial" or not applied or not _finished(history):
+        return
+    for rank, steps in _steps(history).items():
+        for node in map(server, range(history.setting.servers)):
+            if rank not in _dead(history) and applied[node, rank] != len(steps):
+                yield f"{node_name(node)} applied {applied[node, rank]} of {len(steps)} updates of worker {rank}"
 
 
 def staleness_bounded(history: RunHistory) -> Iterator[str]:
@@ -134,6 +141,7 @@ INVARIANTS: tuple[Callable[[RunHistory], Iterator[str]], ...] = (
     ends_as_expected,
     steps_monotone,
     updates_once,
+    acknowledged_once,
     staleness_bounded,
     mass_conserved,
     bits_equal,
@@ -153,6 +161,15 @@ def _finished(history: RunHistory) -> bool:
 def _dead(history: RunHistory) -> frozenset[int]:
     """Workers that were lost and did not come back with `resume`."""
     return frozenset() if history.expected.resumes else history.lost
+
+
+def _applied(history: RunHistory) -> Counter[tuple[Address, int]]:
+    """(node, rank) → number of updates of worker `rank` that the node applied, as the record says."""
+    applied: Counter[tuple[Address, int]] = Counter()
+    for event in history.events:
+        if isinstance(event, UpdateEvent) and event.source is not None:
+            applied[event.node, event.source] += event.count
+    return applied
 
 
 def _steps(history: RunHistory) -> dict[int, list[StepEvent]]:

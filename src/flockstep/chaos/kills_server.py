@@ -13,6 +13,7 @@ from flockstep.chaos.base import (
     Disruption,
     Expected,
     Setting,
+    after_promotion,
     after_server_death,
     middle,
     require_worker,
@@ -30,7 +31,7 @@ class KillsServer(Disruption):
 
     @classmethod
     def drawn(cls, random: np.random.Generator, setting: Setting) -> Self | None:
-        if not setting.servers or not setting.resumes:
+        if not setting.servers or not setting.resumes or setting.strategy.replicas:
             return None
         return cls(int(random.integers(setting.servers)), middle(random, setting.steps))
 
@@ -52,4 +53,4 @@ class KillsServer(Disruption):
         return run.count == 1
 
     def expected(self, setting: Setting) -> Expected:
-        return after_server_death(self.index)
+        return after_promotion(server(self.index)) if setting.strategy.replicas else after_server_death(self.index)

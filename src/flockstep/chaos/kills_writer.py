@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from flockstep.chaos.base import Disruption, Expected, Failpoint, Setting, after_server_death
+from flockstep.chaos.base import Disruption, Expected, Failpoint, Setting, after_promotion, after_server_death
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.messages import node_name
 
@@ -43,6 +43,8 @@ class KillsWriter(Disruption):
         lost = frozenset({self.node})
         if self.node >= 0 and setting.survives:
             return Expected(lost=lost)
+        if self.node < 0 and setting.strategy.replicas:
+            return after_promotion(self.node)
         if self.node < 0 and self.number > 1:  # there is a complete checkpoint
             return after_server_death(-1 - self.node)
         return Expected((1,), lost, True, node_name(self.node))

@@ -265,13 +265,14 @@ class NodeCheckpoints:
 
     def _copy(self, folder: Path, at_once: bool) -> None:
         """Copy the node's state, and begin to write it; `at_once`: wait until it is written."""
-        runner, node = self._runner, self._runner.node
+        node = self._runner.node
         if not self._connection.leads:  # the head of the server's chain has the same state
-            self._tell({"did": "copy", "seconds": self._connection.now(), "step": node.step})
-            self._tell({"did": "skip"})
+            self._tell({"did": "copy", "seconds": self._connection.now(), "step": node.step, "folder": folder.name})
+            self._tell({"did": "skip", "folder": folder.name})
             return
         reach("state.before_copy")
-        self._result, why = {"did": "fail", "why": ""}, ""
+        self.report(wait=True)  # of a checkpoint that was given up
+        self._result, why = {"did": "fail", "why": "", "folder": folder.name}, ""
         try:
             arrays = to_arrays(self.state())
         except ConfigurationError as error:
@@ -280,9 +281,9 @@ class NodeCheckpoints:
             self._copied = folder, node.run_step, at_once, arrays
             if self.script is None:
                 self.complete({})
-        self._tell({"did": "copy", "seconds": self._connection.now(), "step": runner.node.step})
+        self._tell({"did": "copy", "seconds": self._connection.now(), "step": node.step, "folder": folder.name})
         if why:
-            self._tell({"did": "fail", "why": why})
+            self._tell({"did": "fail", "why": why, "folder": folder.name})
         self.report(wait=at_once)
 
     @property
@@ -303,8 +304,8 @@ class NodeCheckpoints:
     def drop(self, why: str) -> None:
         """Give up a copy that the script cannot complete any more."""
         if self._copied is not None:
-            self._copied = None
-            self._tell({"did": "fail", "why": why})
+            folder, self._copied = self._copied[0], None
+            self._tell({"did": "fail", "why": why, "folder": folder.name})
 
     def offer(self) -> None:
         """Tell the supervisor that the script calls `flockstep.checkpoint` after every step from now on."""
@@ -334,9 +335,10 @@ class NodeCheckpoints:
             shard: Shard = write_shard(folder, address, step if address >= 0 else 0, arrays)
         except (OSError, ConfigurationError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self._result = {"did": "fail", "why": why}
+            self._result = {"did": "fail", "why": why, "folder": folder.name}
             return
-        self._result = {"did": "write", "step": shard.step, "nbytes": shard.nbytes, "sha256": shard.sha256}
+        facts: Fields = {"step": shard.step, "nbytes": shard.nbytes, "sha256": shard.sha256}
+        self._result = {"did": "write", "folder": folder.name, **facts}
 
     def _tell(self, note: Fields) -> None:
         self._connection.tell(CHECKPOINT, note)

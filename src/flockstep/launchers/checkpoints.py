@@ -158,6 +158,8 @@ class Checkpointer:
                 self._answers[address] = note
                 if len(self._answers) == len(self._links):
                     self._count()
+            case "copy" | "write" | "skip" | "fail" if note["folder"] != self._folder.name:
+                pass  # of a checkpoint that was given up
             case "copy" if self._phase == "copying":
                 self._seconds[address] = float(note["seconds"])
                 if len(self._seconds) == len(self._links):
@@ -218,7 +220,7 @@ class Checkpointer:
     def _begin(self) -> None:
         self._since, self.why_not = time.monotonic(), ""
         try:
-            self._folder = disk.new_folder(self._record)
+            self._folder = disk.new_folder(self._record, self._folder if self._folder.name else None)
         except OSError as error:
             self._fail(error.strerror or str(error))
             return

@@ -236,13 +236,14 @@ def folders(record: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
-def new_folder(record: Path) -> Path:
-    """Create the folder of the next checkpoint.
+def new_folder(record: Path, last: Path | None = None) -> Path:
+    """Create the folder of the next checkpoint, which has not the name of `last`: it may be written to after its
+    removal.
 
     Raises:
         OSError: the disk is full.
     """
-    number = max((int(path.name) for path in folders(record)), default=0) + 1
+    number = max((int(path.name) for path in [*folders(record), *([] if last is None else [last])]), default=0) + 1
     folder = record / CHECKPOINTS / f"{number:06d}"
     folder.mkdir(parents=True)
     _synchronize(folder.parent)

@@ -1,0 +1,53 @@
+"""A server that has backups is killed, or stopped until it counts as dead."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+
+from flockstep.chaos.base import Disruption, Expected, Failpoint, Setting, after_promotion, middle
+from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.messages import node_name, server
+
+POINTS = ("message.received", "update.applied", "message.sent")
+
+
+@dataclass(frozen=True)
+class KillsHead(Disruption):
+    """Server `index`, which has backups, ends when it comes to a point of the code for the `number`-th time: by SIGKILL
+    (`how=kill`), or by SIGSTOP (`stop`), after which it counts as dead at the heartbeat's limit.
+    """
+
+    index: int = 0
+    point: str = "update.applied"
+    number: int = 50
+    how: Literal["kill", "stop"] = "kill"
+
+    @classmethod
+    def drawn(cls, random: np.random.Generator, setting: Setting) -> Self | None:
+        if not setting.strategy.replicas:
+            return None
+        number, how = middle(random, setting.steps) + int(random.integers(8)), random.random() < 0.3
+        point = POINTS[random.integers(len(POINTS))]
+        return cls(int(random.integers(setting.servers)), point, number, "stop" if how else "kill")
+
+    def check(self, setting: Setting) -> None:
+        if not setting.strategy.replicas:
+            raise ConfigurationError(
+                f"kills_head needs servers with backups, got {setting.strategy}; use kills_server, or replicas=1"
+            )
+        if not 0 <= self.index < setting.servers:
+            raise ConfigurationError(f"{node_name(server(self.index))} does not exist in this run; name another server")
+        if self.point not in POINTS:
+            raise UnknownName.among("point of a server", self.point, POINTS)
+
+    @property
+    def failpoint(self) -> Failpoint:
+        kind = signal.SIGKILL if self.how == "kill" else signal.SIGSTOP
+        return Failpoint(f"server-{self.index}", self.point, self.number, kind)
+
+    def expected(self, setting: Setting) -> Expected:
+        return after_promotion(server(self.index))
