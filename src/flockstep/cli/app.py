@@ -176,6 +176,7 @@ def train(
     keep: o.Keep = None,
     min_workers: o.MinWorkers = None,
     max_workers: o.MaxWorkers = None,
+    park: o.Park = None,
     out: o.Out = None,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,

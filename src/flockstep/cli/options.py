@@ -452,6 +452,14 @@ MaxWorkers = Annotated[
         rich_help_panel=PROCESSES,
     ),
 ]
+Park = Annotated[
+    float | None,
+    typer.Option(
+        "--park",
+        help="Seconds for which workers wait for flockstep resume if the process that coordinates them is killed.",
+        rich_help_panel=PROCESSES,
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)
 ]
@@ -473,10 +481,10 @@ _NOT_OF = {
     "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
         *("transport", "heartbeat", "link_timeout", "step_timeout"),
-        *("checkpoint_every", "keep", "min_workers", "max_workers"),
+        *("checkpoint_every", "keep", "min_workers", "max_workers", "park"),
         *(field.name for field in dataclasses.fields(HostOptions)),
     ),
-    "launch": ("min_workers", "max_workers", "output", "prefix", "rank_output"),
+    "launch": ("min_workers", "max_workers", "park", "output", "prefix", "rank_output"),
 }
 
 

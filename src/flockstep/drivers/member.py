@@ -625,19 +625,21 @@ def stopped(message: Message) -> Exception:
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 
 
-def die_with(pid: int, *directories: str) -> None:
+def die_with(pid: int, *directories: str, ended: Callable[[], object] = lambda: os._exit(1)) -> None:
     """End this process as soon as process `pid` of this host has ended, for any reason; 0: do nothing.
+
+    `ended` is called, in a thread of its own, in place of ending this process.
 
     The folders of the supervisor's sockets are removed then, because a supervisor that was killed leaves them behind. A
     signal on the parent's death would not work: forked workers are children of a fork server, which outlives a killed
     supervisor.
     """
     if pid:
-        watch = Thread(target=_watch, args=(pid, directories), name="flockstep-supervisor-watch", daemon=True)
+        watch = Thread(target=_watch, args=(pid, directories, ended), name="flockstep-supervisor-watch", daemon=True)
         watch.start()
 
 
-def _watch(pid: int, directories: Sequence[str]) -> None:
+def _watch(pid: int, directories: Sequence[str], ended: Callable[[], object]) -> None:
     try:
         if hasattr(os, "pidfd_open"):
             select.select([os.pidfd_open(pid)], [], [])
@@ -649,4 +651,4 @@ def _watch(pid: int, directories: Sequence[str]) -> None:
         pass
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
+    ended()

@@ -95,6 +95,7 @@ def run(
     keep: int | None = None,
     min_workers: int | None = None,
     max_workers: int | None = None,
+    park: float | None = None,
     out: Path | str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
@@ -133,6 +134,7 @@ def run(
         keep: number of checkpoints that are kept; None for 2.
         min_workers: smallest number of workers with which the run continues; None: no worker may leave.
         max_workers: largest number of workers with which the run continues; None: no worker may join.
+        park: seconds for which workers wait for `flockstep resume` if this process is killed; None: they end at once.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
 
@@ -153,6 +155,7 @@ def run(
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every), keep=keep,
         min_workers=min_workers,
         max_workers=max_workers,
+        park=park,
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
 

@@ -382,6 +382,11 @@ def require_one_machine(config: RunConfig) -> None:
             "workers may leave and join only if all processes are on one machine, got several hosts; leave out "
             "--min-workers and --max-workers"
         )
+    if config.park is not None:
+        raise ConfigurationError(
+            "workers wait for another coordinator only if all processes are on one machine, got several hosts; leave "
+            "out --park"
+        )
     if config.checkpoint_every is not None:
         raise ConfigurationError(
             f"checkpoints need all processes on one machine, got checkpoint_every={config.checkpoint_every} and "

@@ -22,6 +22,7 @@ from flockstep.frameworks.base import Engine
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.host_messages import ServerSpec
+from flockstep.launchers.parking import Orphaned, Parking, Part
 from flockstep.launchers.scratch import fork_servers_folder
 from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.launchers.threads import JAX_THREADS, limit_threads
@@ -35,9 +36,8 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
     `own`: the samples of this worker, in place of its part of the job's samples.
     """
     folders = [] if own is None else [own.folder]
-    die_with(node_spec.supervisor, node_spec.directory, *fork_servers_folder(), *folders)
     leaving = _obey(threads)
-    _work(node_spec, config, _Maker(own), leaving)
+    _work(Part(node_spec, config), _Maker(own), leaving, *fork_servers_folder(), *folders)
 
 
 def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socket) -> None:
@@ -50,7 +50,8 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
         feed: this end of a pair of sockets. The process writes `READY`, or the error of the job; then it reads its
             `Part`, and leaves if there is none.
     """
-    die_with(supervisor, *fork_servers_folder())
+    begun = Event()
+    die_with(supervisor, *fork_servers_folder(), ended=lambda: begun.is_set() or os._exit(1))
     leaving, make = _obey(threads), _Maker(None)
     found = RunConfig.from_toml(config, "the run's configuration")
     try:
@@ -64,20 +65,12 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
         data = file.read()
     if not data:
         return
-    part = msgspec.json.decode(data, type=Part)
-    die_with(0, part.node_spec.directory)
-    _work(part.node_spec, part.config, make, leaving)
+    begun.set()
+    _work(msgspec.json.decode(data, type=Part), make, leaving)
 
 
 READY = b"\0"
 """A newcomer's word that it has built the job."""
-
-
-class Part(msgspec.Struct):
-    """A newcomer's part in a run: its node specification, and the run's configuration as TOML."""
-
-    node_spec: NodeSpec
-    config: str
 
 
 def _obey(threads: int) -> Event:
@@ -88,17 +81,32 @@ def _obey(threads: int) -> Event:
     return leaving
 
 
-def _work(node_spec: NodeSpec, config: str, make: _Maker, leaving: Event) -> NoReturn:
-    """Take part in a run as a worker, and again whenever the run continues with other workers."""
+def _work(part: Part, make: _Maker, leaving: Event, *folders: str) -> NoReturn:
+    """Take part in a run as a worker, and again whenever the run continues with other workers or another coordinator.
+
+    `folders` are removed when the coordinator ends, as is the folder of its sockets.
+    """
+    parking = None
     while True:
-        found = RunConfig.from_toml(config, "the run's configuration")
+        node_spec, found = part.node_spec, RunConfig.from_toml(part.config, "the run's configuration")
+        if found.park is None:
+            die_with(node_spec.supervisor, node_spec.directory, *folders)
+        else:
+            parking = parking or Parking(found.park)
+            parking.follow(node_spec, *folders)
         asked = leaving if found.min_workers is not None else Event()
-        ended = run_worker(node_spec, partial(make, found), asked.is_set)
+        try:
+            ended = run_worker(node_spec, partial(make, found), asked.is_set)
+        except Orphaned:
+            assert parking is not None
+            if (again := parking.wait(Path(node_spec.record), node_spec.address, leaving)) is None:
+                sys.exit(1)
+            part = again
+            continue
         if isinstance(ended, int):
             sys.exit(ended)
         assert ended.node_spec is not None
-        node_spec, config = ended.node_spec, ended.config
-        die_with(node_spec.supervisor, node_spec.directory)
+        part = Part(ended.node_spec, ended.config)
 
 
 class _Maker:

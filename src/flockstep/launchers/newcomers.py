@@ -12,7 +12,8 @@ import msgspec
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import RunError
 from flockstep.launchers.children import Child, fork, how_it_ended, kill_all, reap
-from flockstep.launchers.entry import READY, Part, newcomer_main
+from flockstep.launchers.entry import READY, newcomer_main
+from flockstep.launchers.parking import Part
 from flockstep.records.config import RunConfig
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
@@ -314,64 +315,89 @@ def supervise(
     Raises:
         RunError: the run failed, or a part of its record was lost.
     """
-    records: list[RunFolder] = []
-    path = record.path.resolve()
-
-    def supervisor_of(
-        place: Path, within: Supervisor | None = None, ended: Callable[[Outcome], None] = lambda outcome: None
-    ) -> Supervisor:
-        return Supervisor(
-            config.workers,
-            Transport.parse(config.transport or "shared_memory"),
-            config.heartbeat or HEARTBEAT,
-            place,
-            start,
-            start_server,
-            show,
-            patience=None,
-            step_timeout=config.step_timeout,
-            link_timeout=link_timeout_of(config),
-            seed=config.seed,
-            imports=config.imports,
-            bad_gradients=config.bad_gradients,
-            hosts=hosts,
-            begin_call=begin_call,
-            within=within,
-            ended=ended,
-            checkpoints=checkpoints if within is None else None,
-        )
-
-    def begin_call(first: Supervisor, number: int) -> Supervisor:
-        later, owning = RunFolder(folder_of_call(path, number)), contextlib.ExitStack()
-        owning.enter_context(later.created(config))
-        records.append(later)
-
-        def conclude_it(outcome: Outcome) -> None:
-            with owning, contextlib.suppress(FlockstepError) if outcome.error else contextlib.nullcontext():
-                conclude(later, config, outcome)
-
-        return supervisor_of(later.path, first, conclude_it)
-
+    run = _ScriptRun(start, config, record, hosts, show, checkpoints)
     with contextlib.ExitStack() as stack:
-        supervisor = supervisor_of(path)
+        supervisor = run.supervisor(run.path)
         stack.callback(supervisor.forget)
         supervisor.run(result_of)
         ended()
         outcome, error = supervisor.outcome, supervisor.outcome.error
         outcome.warnings[:0] = said
         outcome.warnings += [] if checkpoints is None else checkpoints.notes
-        if records:
-            where = ", ".join(one.path.name for one in records)
-            outcome.warnings.append(
-                "this record describes the script's first call of distribute; the records of later calls are in "
-                f"{where}"
-            )
+        outcome.warnings += run.notes
         if error is not None and supervisor.failed_later:
             outcome.warnings.append(f"the script failed in a later call of distribute: {error}")
             outcome.error = None
         conclude(record, config, outcome)
         if error is not None:
             raise error
+
+
+@dataclass
+class _ScriptRun:
+    """The supervisors and records of the calls of `distribute` in one run of scripts."""
+
+    start: Callable[[NodeSpec], Child]
+    config: RunConfig
+    record: RunFolder
+    hosts: OtherHosts
+    show: Callable[[dict[Address, NodeProgress]], None]
+    checkpoints: Checkpointer | None
+    later: list[RunFolder] = field(default_factory=list)
+    """Records of the later calls."""
+
+    @property
+    def path(self) -> Path:
+        """Folder of the record of the first call."""
+        return self.record.path.resolve()
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentence about the later calls, for the record of the first call; none if there are no later calls."""
+        if not self.later:
+            return []
+        where = ", ".join(one.path.name for one in self.later)
+        return [
+            f"this record describes the script's first call of distribute; the records of later calls are in {where}"
+        ]
+
+    def supervisor(
+        self, place: Path, within: Supervisor | None = None, ended: Callable[[Outcome], None] = lambda outcome: None
+    ) -> Supervisor:
+        """The supervisor of a call whose record is in `place`; see `Supervisor` for `within` and `ended`."""
+        config = self.config
+        return Supervisor(
+            config.workers,
+            Transport.parse(config.transport or "shared_memory"),
+            config.heartbeat or HEARTBEAT,
+            place,
+            self.start,
+            start_server,
+            self.show,
+            patience=None,
+            step_timeout=config.step_timeout,
+            link_timeout=link_timeout_of(config),
+            seed=config.seed,
+            imports=config.imports,
+            bad_gradients=config.bad_gradients,
+            hosts=self.hosts,
+            begin_call=self.begin_call,
+            within=within,
+            ended=ended,
+            checkpoints=self.checkpoints if within is None else None,
+        )
+
+    def begin_call(self, first: Supervisor, number: int) -> Supervisor:
+        """Create the record and the supervisor of a later call."""
+        later, owning = RunFolder(folder_of_call(self.path, number)), contextlib.ExitStack()
+        owning.enter_context(later.created(self.config))
+        self.later.append(later)
+
+        def conclude_it(outcome: Outcome) -> None:
+            with owning, contextlib.suppress(FlockstepError) if outcome.error else contextlib.nullcontext():
+                conclude(later, self.config, outcome)
+
+        return self.supervisor(later.path, first, conclude_it)
 
 
 def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:

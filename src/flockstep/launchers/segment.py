@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +19,10 @@ from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.parking import ParkedWorkers, Part
 from flockstep.launchers.supervisor import Change, Supervisor
 from flockstep.messages import Address
+from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint
 from flockstep.records.config import KEEP, RunConfig
 from flockstep.records.events import EvaluationEvent
@@ -70,6 +72,8 @@ class RunSegment:
     """The checkpoint from which the run continues; None if it begins at its start."""
     said: Sequence[str] = ()
     """Sentences for the record."""
+    parked: ParkedWorkers = field(default_factory=ParkedWorkers)
+    """Workers of a coordinator that was killed."""
     left: NodesChanged | None = None
     """How the nodes have changed, and the processes that continue; None: all processes are started."""
 
@@ -173,6 +177,8 @@ class RunSegment:
             return left.supervisor.begin_again(before, node_spec, config.to_toml())
         if left is not None and (newcomer := left.supervisor.newcomers.next()) is not None:
             return newcomer.begin(node_spec, config)
+        if (parked := self.parked.take(node_spec.address)) is not None:
+            return parked.begin(Part(node_spec, config.to_toml(), owner.leader(self.record.path)))
         return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=self._transport.zero_copy)
 
     def _notes(self, supervisor: Supervisor, evaluation: Evaluator, checkpoints: Checkpointer | None) -> list[str]:

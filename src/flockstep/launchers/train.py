@@ -19,6 +19,7 @@ from flockstep.launchers.gathering import Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.open_files import require_open_files
+from flockstep.launchers.parking import ParkedWorkers
 from flockstep.launchers.resizing import config_of, resized_run
 from flockstep.launchers.segment import NodesChanged, RunSegment, Show, evaluated_in
 from flockstep.launchers.wait_monitor import on_stderr
@@ -80,6 +81,8 @@ def train(
     with contextlib.ExitStack() as stack:
         hosts = OtherHosts() if gathering is None else gathering.hosts(config, settings, stack)
         stack.enter_context(record.created(config, overwrite))
+        if config.park is not None:
+            owner.lead(record.path)
         segment = RunSegment(config, record, *facts, show, hosts, test)
         _with_changes(record, show, jobs, segment.run)
     return record.read_summary()
@@ -112,6 +115,10 @@ def require_changes(config: RunConfig, strategy: Strategy) -> None:
         CompositionError: the strategy has no checkpoints, or no rule for another number of workers.
     """
     least, most = config.min_workers, config.max_workers
+    if config.park is not None and config.checkpoint_every is None:
+        raise ConfigurationError(
+            "park needs checkpoints, from which flockstep resume continues; add for example --checkpoint-every 100"
+        )
     if least is None and most is None:
         return
     if least is not None and least > config.workers:
@@ -231,7 +238,10 @@ def _continued(
             said += change.notes
         if config != record.read_config():
             record.write_config(config)
-    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, said, left)
+    if config.park is not None and left is None:
+        owner.lead(record.path)
+    parked = ParkedWorkers(record.path if left is None else None)
+    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, said, parked, left)
 
 
 def train_for(gathering: Gathering, config: RunConfig) -> None:

@@ -45,6 +45,7 @@ _OPTIONS = (
     "keep",
     "min_workers",
     "max_workers",
+    "park",
     "max_gradient_norm",
 )
 _LAUNCH_OPTIONS = (
@@ -159,6 +160,8 @@ class RunConfig:
     """
     max_workers: int | None = None
     """Largest number of workers with which the run continues when workers join; None: workers may not join."""
+    park: float | None = None
+    """Seconds for which workers whose coordinator is killed wait for flockstep resume; None: they end at once."""
     keep: int | None = None
     """Number of complete checkpoints that are kept; None: `KEEP`."""
     arguments: tuple[str, ...] = ()
@@ -203,6 +206,8 @@ class RunConfig:
                 f"step_timeout must be > 0 s, got {self.step_timeout:g}; leave it out for no limit"
             )
 
+        if self.park is not None and not 0 < self.park < math.inf:
+            raise ConfigurationError(f"park must be > 0 s and finite, got {self.park:g}; leave it out for no waiting")
         if self.keep is not None and self.keep < 1:
             raise ConfigurationError(f"keep must be >= 1, got {self.keep}; 2 is usual")
         if self.checkpoint_every is not None:

@@ -42,7 +42,7 @@ from flockstep.records.events import (
 )
 from flockstep.records.flight import FLIGHT, FlightEvent, read_flight
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
-from flockstep.records.owner import OWNER, owned
+from flockstep.records.owner import LEADERS, OWNER, owned
 from flockstep.records.snapshots import SNAPSHOTS
 from flockstep.records.summary import Summary, summarize, time_of
 
@@ -199,7 +199,7 @@ class RunFolder:
         of the first model, such as events of communicators, or if the folder holds other files, such as the output of
         scripts.
         """
-        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER}
+        own = {"config.toml", "summary.json", "events.jsonl", "events", SNAPSHOTS, FLIGHT, OWNER, LEADERS}
         if not self.config_file.exists():
             return True
         if self._computed() is not None or any(file.name not in own for file in self.path.iterdir()):
@@ -393,7 +393,7 @@ class RunFolder:
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
             if file != but:
                 file.unlink(missing_ok=True)
-        kept = [] if but is not None else [self.path / CHECKPOINTS]
+        kept = [] if but is not None else [self.path / CHECKPOINTS, self.path / LEADERS]
         for folder in (
             self.path / SNAPSHOTS,
             self.path / FLIGHT,

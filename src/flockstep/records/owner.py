@@ -12,7 +12,10 @@ from flockstep.errors import ConfigurationError, RunError
 
 OWNER = ".owner"
 """Name of the file that the owner of a folder holds locked; the file contains the owner's process id."""
+LEADERS = "leaders"
+"""Name of the folder with a file for each process that has coordinated the run; the greatest number leads."""
 _held: dict[Path, IO[str]] = {}
+_leading: dict[Path, int] = {}
 
 
 @contextlib.contextmanager
@@ -24,13 +27,14 @@ def owned(folder: Path) -> Iterator[None]:
     Raises:
         ConfigurationError: another run owns the folder.
     """
-    pid, folder = os.getpid(), Path(os.path.abspath(folder))  # noqa: PTH100 - a link in it stays a link
+    pid, folder = os.getpid(), _place(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _held[folder] = file = _lock(folder)
     try:
         yield
     finally:
         del _held[folder]
+        _leading.pop(folder, None)
         if os.getpid() == pid and _is_at(folder, file):
             (folder / OWNER).unlink()
         file.close()
@@ -40,8 +44,10 @@ def check(folder: Path) -> None:
     """Check that a folder owned by this process has not been replaced.
 
     Raises:
-        RunError: the folder was removed, or another folder is in its place.
+        RunError: the folder was removed, another folder is in its place, or another process coordinates the run.
     """
+    if _superseded(folder):
+        raise RunError(f"another process coordinates the run in {folder} now, so this one stops")
     if not is_ours(folder):
         raise RunError(
             f"{folder} was removed or replaced during its run, so the record is incomplete; delete it and "
@@ -51,24 +57,68 @@ def check(folder: Path) -> None:
 
 def is_ours(folder: Path) -> bool:
     """Whether a folder is in place; False only if this process owned the folder and the folder was removed or
-    replaced.
+    replaced, or if another process coordinates the run in the folder now.
     """
-    file = _held.get(Path(os.path.abspath(folder)))  # noqa: PTH100
-    return file is None or _is_at(folder, file)
+    file = _held.get(_place(folder))
+    return not _superseded(folder) and (file is None or _is_at(folder, file))
 
 
 def in_use(folder: Path) -> bool:
     """Whether a process owns the folder; the system releases the folder of a process that dies."""
+    return is_locked(folder / OWNER)
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a process holds the lock on a file."""
     import fcntl
 
     try:
-        with (folder / OWNER).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with file.open() as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
     return False
+
+
+def lead(folder: Path) -> None:
+    """Become the only coordinator of the run in a folder: take the next number, by creating a file that must not exist.
+
+    Where locks do not work, as between the hosts of some network file systems, a coordinator that had led before finds
+    the greater number at its next `check`, and stops.
+
+    Raises:
+        ConfigurationError: another process has taken the number just now.
+    """
+    place, number = folder / LEADERS, newest_leader(folder) + 1
+    place.mkdir(exist_ok=True)
+    try:
+        os.close(os.open(place / str(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        raise ConfigurationError(
+            f"another process has just begun to coordinate the run in {folder}; wait until that process ends"
+        ) from None
+    _leading[_place(folder)] = number
+
+
+def newest_leader(folder: Path) -> int:
+    """Number of the newest coordinator of the run in a folder; 0 if none has taken a number."""
+    return max((int(file.name) for file in (folder / LEADERS).glob("[0-9]*")), default=0)
+
+
+def leader(folder: Path) -> int:
+    """Number that this process has taken; 0 if it has taken none."""
+    return _leading.get(_place(folder), 0)
+
+
+def _superseded(folder: Path) -> bool:
+    """Whether another process coordinates the run that this process has coordinated."""
+    return 0 < leader(folder) < newest_leader(folder)
+
+
+def _place(folder: Path) -> Path:
+    return Path(os.path.abspath(folder))  # noqa: PTH100 - a link in it stays a link
 
 
 def _lock(folder: Path) -> IO[str]:

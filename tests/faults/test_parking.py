@@ -1,0 +1,127 @@
+"""The coordinator of a run is killed: its workers wait for the next one, which takes them back."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from flockstep.cli.app import run as run_command
+from flockstep.launchers.parking import PARKED
+from flockstep.records.folder import RunFolder
+from support.jobs import go_on, paced
+from support.matrix import few
+from support.processes import IPC, MEMORY, PATIENCE, RealRun, alive, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
+
+STEPS = 120
+
+
+def begin(folder: Path, strategy: str, seconds: str, *more: str) -> RealRun:
+    words = [
+        "train",
+        paced(folder, slow_after=40),
+        "-s",
+        strategy,
+        "-n",
+        "2",
+        "--steps",
+        str(STEPS),
+        "--evaluate-every",
+        "30",
+    ]
+    run = RealRun([*words, "--checkpoint-every", "10", "--park", seconds, *more], folder / "run")
+    run.wait_for_work(25)
+    wait_until(lambda: any(run.record.glob("checkpoints/*/manifest.json")), PATIENCE, "a checkpoint is complete")
+    return run
+
+
+def parked(run: RealRun) -> set[int]:
+    return {int(file.name) for file in (run.record / PARKED).glob("[0-9]*")}
+
+
+def workers(nodes: dict[str, int]) -> set[int]:
+    return {pid for name, pid in nodes.items() if name.startswith("worker")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "transport"),
+    few([("all_reduce", MEMORY), ("all_reduce", IPC), ("ps(bsp)", IPC), ("gossip(0.5)", IPC)], ("ps(bsp)", IPC)),
+)
+def test_a_run_whose_coordinator_was_killed_is_resumed_with_the_same_processes(
+    strategy: str, transport: tuple[str, str], tmp_path: Path
+) -> None:
+    run = begin(tmp_path, strategy, "600", *transport)
+    run.fault(signal.SIGKILL, "main")
+    wait_until(lambda: parked(run) == workers(run.nodes), PATIENCE, "both workers wait")
+    again = RealRun(["resume"], run.record)
+    wait_until(lambda: min(again.steps(0), again.steps(1)) > 2 or not again.going(), PATIENCE, "the run continues")
+    assert again.going(), again.err
+    assert workers(run.nodes) <= run.processes(), "the workers are those of the run before"
+    assert workers(again.working()) == set(), "no worker was started"
+    go_on(tmp_path)
+    ended = again.end()
+    assert ended.code == 0, ended.err
+    wait_until(lambda: not run.processes(), PATIENCE, "nobody is left")
+    record = RunFolder(run.record)
+    assert record.read_summary().status == "finished"
+    assert record.read_summary().notes[0].startswith("resumed from step ")
+    assert not (run.record / PARKED).exists()
+
+
+def test_workers_for_which_nobody_comes_end(tmp_path: Path) -> None:
+    run = begin(tmp_path, "all_reduce", "0.3")
+    run.fault(signal.SIGKILL, "main")
+    wait_until(lambda: not any(map(alive, run.nodes.values())), PATIENCE, "nobody waits any more")
+    assert parked(run) == set()
+
+
+def test_waiting_needs_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "softmax", "-s", "all_reduce", "-n", "2", "--park", "60", "--out", str(tmp_path / "run")]
+    assert run_command(words) == 2
+    assert "park needs checkpoints, from which flockstep resume continues; add for example" in capsys.readouterr().err
+    assert run_command([*words[:-4], "--park", "0", *words[-2:]]) == 2
+    assert "park must be > 0 s and finite, got 0; leave it out for no waiting" in capsys.readouterr().err
+
+
+HANGS = """
+import signal
+
+paced_job = job
+
+def job():
+    job = paced_job()
+
+    def model():
+        model = job.model()
+        gradients = model.gradients
+
+        def hang(*arguments):
+            if GO.with_name("hang").exists():
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+                GO.with_name("hung").touch()
+                time.sleep(10_000)
+            return gradients(*arguments)
+
+        model.gradients = hang
+        return model
+
+    return dataclasses.replace(job, model=model)
+"""
+
+
+@pytest.mark.full
+def test_a_worker_that_cannot_be_interrupted_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    job = Path(paced(tmp_path))
+    job.write_text(job.read_text() + HANGS)
+    words = ["train", str(job), "-s", "asgd", "-n", "2", "--steps", "100000", "--checkpoint-every", "1000"]
+    run = RealRun([*words, "--park", "0.3"], tmp_path / "run")
+    run.wait_for_work(5)
+    (tmp_path / "hang").touch()
+    wait_until((tmp_path / "hung").exists, PATIENCE, "a worker hangs")
+    run.fault(signal.SIGKILL, "main")
+    wait_until(lambda: not any(map(alive, run.nodes.values())), PATIENCE, "nobody is left")
+    assert not (run.record / PARKED).exists(), "the worker had no time to wait there"
