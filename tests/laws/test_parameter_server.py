@@ -267,12 +267,13 @@ def test_a_push_carries_the_learning_rate_of_its_worker_and_step():
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp(0)"])
-def test_an_average_takes_the_learning_rate_of_the_lowest_rank(consistency):
+def test_an_average_takes_the_mean_of_the_learning_rates(consistency):
     source = GradientSource(3)
     w = source.start()
     for step in range(1, STEPS + 1):
         g = [source.gradient(rank, w) for rank in range(3)]
-        w -= np.float32(decayed(0, step)) * ((g[0] + g[1] + g[2]) / np.float32(3))
+        rate = math.fsum(decayed(rank, step) for rank in range(3)) / 3
+        w -= np.float32(rate) * ((g[0] + g[1] + g[2]) / np.float32(3))
     run = run_strategy(f"ps({consistency})", 3, STEPS, simulation=Decaying)
     assert equal_bits(w, run.server, *run.replicas)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.nodes import Cluster
+from flockstep.nodes import Cluster, Server
 from flockstep.optimizers import Optimizer
 from flockstep.records.events import UpdateEvent
 from flockstep.strategies.base import Strategy
@@ -403,3 +403,17 @@ def test_a_known_mean_staleness_divides_every_step(known):
 def test_a_known_mean_that_means_nothing_is_refused(arguments, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
         StalenessScaled(**arguments)
+
+
+@pytest.mark.parametrize("update", ["plain", "staleness_scaled", "negative_momentum(0.0)", "delay_compensated"])
+def test_gradients_of_different_rates_make_a_step_of_their_mean_rate(update: str) -> None:
+    """Under softsync the gradients of one step are of different steps of a schedule."""
+    source = GradientSource()
+    server = Server(0, Cluster(2, 1), source.start(), np.random.default_rng(0), Optimizer.parse("sgd(lr=0.1)"))
+    rule, before, gradients = ServerUpdate.parse(update), server.params.copy(), []
+    state = rule.start(server)
+    for rank in range(2):
+        rule.read(server, state, rank)
+        gradients.append(np.random.default_rng(rank).normal(size=len(before)).astype(before.dtype))
+    rule.apply(server, state, [Push(rank, 0, 0, rate, gradients[rank]) for rank, rate in enumerate([0.1, 0.3])])
+    np.testing.assert_allclose(server.params, before - 0.2 * (gradients[0] + gradients[1]) / 2, rtol=1e-5)

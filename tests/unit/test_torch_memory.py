@@ -222,6 +222,12 @@ def test_a_replica_of_its_own_takes_what_rank_0_has_loaded_only_where_it_has_loa
             "^momentum of SGD must be the same .* got 0.9 on worker 0 and 0.5 on worker 1; give",
         ),
         ("asgd", {}, {"lr": 0.2}, ""),
+        (
+            "ps(softsync(1))",
+            {},
+            {"lr": 0.2},
+            r"^lr of SGD .* servers of ps\(consistency=softsync\(n=1\)\) step for all",
+        ),
         ("local_sgd", {}, {"lr": 0.2, "momentum": 0.5}, ""),
         ("all_reduce", {}, {"foreach": True, "initial_lr": 3.0}, ""),
     ],

@@ -195,7 +195,7 @@ class OptaxStepper:
 
 def _text(optimizer: Optimizer, strategy: Strategy) -> str:
     """The expression of an optimizer; without its learning rate if each gradient brings its worker's own."""
-    return str(optimizer if strategy.traits.delivery == "synchronous" else optimizer.with_lr(1.0))
+    return str(optimizer.with_lr(1.0) if strategy.traits.own_rates else optimizer)
 
 
 def _require_own_steps(strategy: Strategy) -> None:

@@ -19,9 +19,9 @@ from flockstep.strategies.base import Strategy
 def require_same_settings(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """Compare the settings of all ranks' optimizers; every rank calls this at `distribute`.
 
-    Settings may differ if each worker steps along a gradient of its own. Learning rates may also differ if servers use
-    each gradient when it arrives, because a worker sends its learning rate with each gradient. A rank without a loaded
-    state takes the settings that rank 0 has loaded.
+    Settings may differ if each worker steps along a gradient of its own. Learning rates may also differ if servers
+    apply each gradient alone, at the learning rate that its worker sends with it. A rank without a loaded state takes
+    the settings that rank 0 has loaded.
 
     Raises:
         ConfigurationError: a setting differs that must be equal.
@@ -39,7 +39,7 @@ async def compare_settings(me: Worker, optimizer: torch.optim.Optimizer, strateg
     traits, groups = strategy.traits, settings_of(optimizer)
     if not (traits.alike or traits.server_optimizer):
         return
-    if traits.delivery != "synchronous":
+    if traits.own_rates:
         rate = base_lr(optimizer)
         for group in groups:
             group["lr"] = float(f"{group['lr'] / rate:.12g}") if rate else 1.0

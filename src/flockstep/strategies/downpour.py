@@ -137,9 +137,8 @@ class Downpour(Strategy):
     def traits(self) -> Traits:
         """The traits: delivery with unbounded delay, because every gradient arrives and no worker waits for another."""
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        return Traits(
-            "unbounded delay", survives=True, results=results, server_optimizer=True, memory=self.server_update.memory
-        )
+        memory = self.server_update.memory
+        return Traits("unbounded delay", True, results, server_optimizer=True, memory=memory, own_rates=True)
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:

@@ -90,6 +90,7 @@ class EpochServer(Strategy):
         fixed_steps=False,
         needs_job=True,
         plain_gradients=False,
+        own_rates=True,
     )
     taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "single PS")
     servers = 1

@@ -65,7 +65,7 @@ class Hogwild(Strategy):
     locked: bool = False
 
     # Every worker sees an update as soon as it is written; workers may die.
-    traits = Traits("unbounded delay", True, ("rank0", "mean"), server_optimizer=True, restarts=False)
+    traits = Traits("unbounded delay", True, ("rank0", "mean"), server_optimizer=True, restarts=False, own_rates=True)
     taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "shared memory")
 
     def worker_state(self, me: Worker) -> HogwildState:

@@ -141,7 +141,7 @@ class ParameterServer(Strategy):
         )
         chosen = own.delivery, own.survives, results, True, True, ends, own.gathers, own.least
         plain = not isinstance(self._access, CancelStale)
-        return Traits(*chosen, "own", clips, self.server_update.memory, plain_gradients=plain)
+        return Traits(*chosen, "own", clips, self.server_update.memory, plain_gradients=plain, own_rates=own.alone)
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:

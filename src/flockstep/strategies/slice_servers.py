@@ -41,7 +41,11 @@ class SliceServers(Strategy):
 
     # No worker waits for another's gradient; the slice of a dead worker is lost.
     traits = Traits(
-        delivery="unbounded delay", survives=False, results=("mean", "rank0", "best"), server_optimizer=True
+        delivery="unbounded delay",
+        survives=False,
+        results=("mean", "rank0", "best"),
+        server_optimizer=True,
+        own_rates=True,
     )
     taxonomy_entry = TaxonomyEntry("central", "async", "ad hoc", "distributed PS (k = n)")
 

@@ -77,6 +77,10 @@ class Traits:
     """Whether the programs of all nodes come, every few steps, to a point at which a run can be stopped with its state;
     False if a program restarts only from its beginning, or from its last inputs.
     """
+    own_rates: bool = False
+    """Whether every gradient is applied alone, at the learning rate of its worker, so that the workers' learning rates
+    may differ.
+    """
     equal_steps: bool = False
     """Whether live workers must take equally many steps although the strategy survives deaths; without `survives` they
     always must.

@@ -17,6 +17,8 @@ class Asynchronous(ClockRule):
     delivery = "unbounded delay"
     survives = True
 
+    alone = True
+
     def full_step(self, workers: int) -> int:
         return 1
 

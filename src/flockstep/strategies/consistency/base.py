@@ -63,6 +63,11 @@ class Consistency(Component):
     """
 
     @property
+    def alone(self) -> bool:
+        """Whether every gradient is released alone, never in a group."""
+        return False
+
+    @property
     def gathers(self) -> int:
         """Number of gradients of different workers that a step waits for, as in `Traits.gathers`."""
         return 0

@@ -41,6 +41,10 @@ class BoundedDelay(ClockRule):
         """Whether workers may die: True for tau > 0, because a dead worker's clock no longer counts."""
         return self.tau > 0
 
+    @property
+    def alone(self) -> bool:
+        return self.tau > 0
+
     def full_step(self, workers: int) -> int:
         return workers if self.weight == "mean" else 1
 

@@ -32,6 +32,7 @@ class ValueBound(Consistency):
 
     delivery = "bounded delay"
     survives = True
+    alone = True
 
     def full_step(self, workers: int) -> int:
         return 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 from flockstep.expression import Component
@@ -48,7 +49,8 @@ class ServerUpdate(Component):
         Args:
             me: the server.
             state: the rule's state.
-            group: the gradients, of shape (K,), with their versions and learning rates.
+            group: the gradients, of shape (K,), with their versions and learning rates, of which the step takes the
+                mean (`rate_of`).
             share: the part of a full step that the group makes; 1 if it contains all gradients of a step.
             combine: the function that combines the gradients of the group; the mean, or another aggregation.
 
@@ -58,6 +60,20 @@ class ServerUpdate(Component):
 
     def read(self, me: Server, state: Any, rank: int) -> None:
         """Record that the current parameters are sent to worker `rank`."""
+
+
+def rate_of(group: Sequence[Push]) -> float:
+    """Return the learning rate of a step along a group of gradients."""
+    return mean_rate(push.lr for push in group)
+
+
+def mean_rate(of: Iterable[float]) -> float:
+    """Return the mean of the learning rates of gradients that make one step.
+
+    The rates differ if the gradients are of different steps of a schedule.
+    """
+    rates = list(of)
+    return rates[0] if len(set(rates)) == 1 else math.fsum(rates) / len(rates)
 
 
 def equal_weights(group: Sequence[Push], share: float) -> list[float]:

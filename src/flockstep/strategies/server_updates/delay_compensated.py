@@ -14,7 +14,7 @@ from flockstep.optimizers.base import require, require_visible
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, rate_of
 
 
 @dataclass
@@ -91,7 +91,7 @@ class DelayCompensated(ServerUpdate):
             backup = state.backups.get(push.rank, state.initial)
             curvature = rate * push.gradient * push.gradient if self.strength else None
             compensated.append(compensate(push.gradient, curvature, me.params, backup))
-        me.update(combine(compensated), group[0].lr, share)
+        me.update(combine(compensated), rate_of(group), share)
         return equal_weights(group, share)
 
     def _lambda(self, state: DelayCompensationState, gradient: FlatArray) -> Any:

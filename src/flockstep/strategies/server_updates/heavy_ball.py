@@ -13,7 +13,7 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, rate_of
 
 
 class HeavyBall(ServerUpdate):
@@ -43,7 +43,7 @@ class HeavyBall(ServerUpdate):
     ) -> list[float]:
         sgd = heavy_ball(me.optimizer)
         momentum, gradient = self.explicit(me.cluster.workers, sgd), combine([push.gradient for push in group])
-        sgd.step_with(momentum, me.params, gradient, me.optimizer_state, group[0].lr, share)
+        sgd.step_with(momentum, me.params, gradient, me.optimizer_state, rate_of(group), share)
         me.version += 1
         return equal_weights(group, share)
 

@@ -10,7 +10,7 @@ from flockstep.nodes import Server
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, rate_of
 
 
 @dataclass(frozen=True)
@@ -22,5 +22,5 @@ class Plain(ServerUpdate):
     def apply(
         self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
     ) -> list[float]:
-        me.update(combine([push.gradient for push in group]), group[0].lr, share)
+        me.update(combine([push.gradient for push in group]), rate_of(group), share)
         return equal_weights(group, share)

@@ -14,6 +14,7 @@ from flockstep.optimizers.base import require
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
+from flockstep.strategies.server_updates.base import rate_of
 from flockstep.strategies.server_updates.plain import Plain
 
 
@@ -37,6 +38,6 @@ class Proximal(Plain):
         weights = super().apply(me, state, group, share, combine)
         if self.l1:
             xp = namespace(me.params)
-            smaller = (xp.abs(me.params) - group[0].lr * share * self.l1).clip(0)
+            smaller = (xp.abs(me.params) - rate_of(group) * share * self.l1).clip(0)
             me.params[:] = xp.copysign(smaller, me.params)
         return weights

@@ -14,7 +14,7 @@ from flockstep.nodes import Server
 from flockstep.strategies.aggregations.base import Combine
 from flockstep.strategies.aggregations.mean import mean_of
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.server_updates.base import ServerUpdate
+from flockstep.strategies.server_updates.base import ServerUpdate, rate_of
 
 
 @dataclass
@@ -67,7 +67,7 @@ class StalenessScaled(ServerUpdate):
         else:
             weights = [1 / max(1, age) for age in ages]
         gradient = weighted_mean([push.gradient for push in group], weights)
-        me.update(gradient, group[0].lr, share * (sum(weights) / len(weights)))
+        me.update(gradient, rate_of(group), share * (sum(weights) / len(weights)))
         return [share * weight / len(group) for weight in weights]
 
 
