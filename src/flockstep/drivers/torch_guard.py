@@ -17,10 +17,10 @@ from flockstep.frameworks.torch_flat import FlatModule
 
 BLOCK = 1 << 16
 """Number of elements of one checksum, so that a block is read from memory once."""
-WINDOW = 16
-"""Number of blocks compared before every step if no version counter has changed; other blocks follow in the
-next steps.
-"""
+SMALL = 16
+"""Number of blocks of a model that is compared as a whole."""
+WINDOW = 4
+"""Number of blocks of a larger model that are compared before every step; other blocks follow in the next steps."""
 STRIDE = 1021
 """Distance of the elements that are compared besides these blocks, beginning with another element in every step."""
 SENT = 4
@@ -45,7 +45,7 @@ class Guard:
         self._trained = {id(parameter) for parameter in flat.parameters}
         self._versions: list[int] = []
         self._blocks = [slice(at, at + BLOCK) for at in range(0, len(flat.params), BLOCK)]
-        self._whole = len(self._blocks) <= WINDOW
+        self._whole = self._small = len(self._blocks) <= SMALL
         """Whether every block is digested after each step."""
         self._sums: Any = []
         """Digest of each block, or of each block of the window and of `_kept`: numbers, or a tensor on the parameters'
@@ -115,7 +115,7 @@ class Guard:
     def _window(self) -> list[int]:
         """Numbers of the blocks whose turn it is."""
         count = len(self._blocks)
-        return sorted((self._turn * WINDOW + i) % count for i in range(min(WINDOW, count)))
+        return list(range(count)) if self._small else sorted((self._turn * WINDOW + i) % count for i in range(WINDOW))
 
     def _elements(self) -> list[Any]:
         """Copies of every `_stride`-th element of the flat array, and of the memory of narrower parameters."""
