@@ -154,6 +154,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "A20": "flockstep.claims.a20_codec_errors:CodecErrors",
         "A21": "flockstep.claims.a21_straggler:Straggler",
         "A22": "flockstep.claims.a22_taxonomy:Taxonomy",
+        "A23": "flockstep.claims.a23_pipeline_delays:PipelineDelays",
         "B1": "flockstep.claims.b01_softsync_rates:SoftsyncRates",
         "B2": "flockstep.claims.b02_easgd_downpour:EasgdDownpour",
         "B3": "flockstep.claims.b03_gradual_warmup:GradualWarmup",

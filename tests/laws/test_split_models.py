@@ -15,10 +15,13 @@ from torch import nn
 
 import flockstep
 from flockstep import registry
+from flockstep.codecs.base import Codec
 from flockstep.drivers.plan import Batches
 from flockstep.drivers.setup import check
 from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, RunError
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.pipeline import Pipeline
@@ -28,6 +31,8 @@ from flockstep.programs import GRADIENT as NEXT
 from flockstep.records.config import RunConfig
 from flockstep.records.events import LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import RunFolder
+from flockstep.records.summary import summarize
+from flockstep.report.table import gradient_notes
 from flockstep.strategies.base import Strategy
 from support.matrix import few
 from support.split_jobs import BATCH, GRADIENT, chain, job_of, simulated
@@ -87,12 +92,14 @@ ASYNCHRONOUS = {
 }
 
 
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("partition", ASYNCHRONOUS)
-def test_an_asynchronous_schedule_equals_delayed_sgd(partition: str) -> None:
+def test_an_asynchronous_schedule_equals_delayed_sgd(partition: str, replicas: int) -> None:
+    """Several replicas average their gradients, of the same versions: one gradient of all their samples."""
     job, steps = job_of(), 9
-    ran = simulated(job, "local_sgd(period=100)", partition, replicas=1, steps=steps, compute="lognormal(0.01)")
-    batches = Batches(ran.simulation.plan, 0)
-    samples = [batches.next(NEXT) for _ in range(steps)]
+    ran = simulated(job, "all_reduce", partition, replicas=replicas, steps=steps, compute="lognormal(0.01)")
+    batches = [Batches(ran.simulation.plan, rank) for rank in range(replicas)]
+    samples = [np.concatenate([each.next(NEXT) for each in batches]) for _ in range(steps)]
     oracle = partial(delayed_sgd, job, cut=[2, 4, 6], steps=steps, samples=samples)
     np.testing.assert_allclose(ran.result, oracle(ASYNCHRONOUS[partition]), rtol=0, atol=1e-13)
     assert np.abs(ran.result - oracle(lambda t, s: t)).max() > 1e-3, "negative control: it is not plain SGD"
@@ -187,6 +194,25 @@ def test_activations_and_their_gradients_are_what_travels() -> None:
     ran = simulated(job_of(), "local_sgd(period=100)", "pipeline(4, 1f1b, 6, (2, 4, 8))", replicas=1, network="1gbit")
     sent = [e.sent_bytes for e in sorted((e for e in ran.events if isinstance(e, NodeEvent)), key=lambda e: e.node)]
     assert sent == [6 * BATCH * 8 * width for width in (8, 8 + 8, 5 + 8, 5)]
+
+
+@pytest.mark.parametrize("codec", ["half", "int8", "topk(0.5)", "powersgd(2)"])
+def test_activations_travel_encoded(codec: str) -> None:
+    """Exactly the codec's bytes travel, and the gradients are those of the decoded activations."""
+    texts = [f"pipeline(2, 1f1b, 3, (4,), {name})" for name in ("identity", codec)]
+    plain, coded = (simulated(job_of(), "local_sgd(period=100)", text, replicas=1) for text in texts)
+    each = BATCH // 3 * 8
+    chosen = bound_codec(Codec.parse(codec), NoFeedback(), ((BATCH // 3, 8),), 0)
+    sent = [e.sent_bytes for e in coded.events if isinstance(e, NodeEvent)]
+    assert sent == [6 * 3 * chosen.wire_bytes(each, "float64")] * 2
+    assert sent[0] < 6 * 3 * each * 8
+    assert 1e-9 < np.abs(plain.result - coded.result).max() < 0.5
+
+
+def test_a_lossless_codec_changes_nothing() -> None:
+    texts = ["pipeline(2, 1f1b, 3, (4,))", "pipeline(2, 1f1b, 3, (4,), codec=identity)"]
+    runs = [simulated(job_of(), "local_sgd(period=100)", text, replicas=1) for text in texts]
+    assert runs[0].events == runs[1].events
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
@@ -411,6 +437,15 @@ def test_the_record_of_a_split_run(tmp_path: Path) -> None:
     again = flockstep.simulate("digits(batch=8)", "ps(bsp, shards=2)", workers=2, steps=3, out=tmp_path / "unsplit")
     assert again.summary.final_loss == pytest.approx(summary.final_loss, rel=1e-5)
     assert np.load(tmp_path / "result.npy").shape == np.load(tmp_path / "unsplit" / "result.npy").shape
+
+
+def test_the_record_says_how_old_the_weights_of_gradients_are() -> None:
+    config = RunConfig(kind="simulate", job="digits", strategy="ps", workers=4, partition="pipeline(4, pipedream)")
+    said = "Gradients of stages 0 to 3 are of weights 3, 2, 1, 0 updates before (pipedream)"
+    assert [note.partition(",")[0] for note in summarize(config, [], "finished").notes] == [said.partition(",")[0]]
+    assert [note.startswith(said) for note in gradient_notes([config, config])] == [True]
+    synchronous = dataclasses.replace(config, partition="pipeline(4, 1f1b, 4)")
+    assert summarize(synchronous, [], "finished").notes == gradient_notes([synchronous]) == []
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,7 @@ def compare(
     lr_grid: o.LrGrid = None,
     schedule: o.ScheduleText = None,
     split: o.SplitText = "iid",
+    partition: o.PartitionText = None,
     target: o.Target = None,
     until_target: o.UntilTarget = False,
     evaluate_every: o.EvaluateEvery = None,

@@ -13,7 +13,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
 from flockstep.report.medians import spreads
-from flockstep.report.table import one_by_one, table
+from flockstep.report.table import gradient_notes, table
 
 if TYPE_CHECKING:
     from flockstep.launchers.gathering import Gathering
@@ -45,7 +45,7 @@ def compare_all(grid: Grid, out: Path, as_json: bool, gathering: Gathering | Non
 
 def _print(found: Comparison, as_json: bool) -> None:
     missed = [] if found.repeated else filter(None, (runs.missed(group.runs[0]) for group in found.chosen))
-    ways = one_by_one([run.config for run in found.drawn])
+    ways = gradient_notes([run.config for run in found.drawn])
     for sentence in [*missed, *ways, *found.failures, *found.caveats]:
         show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if as_json:

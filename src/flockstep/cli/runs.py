@@ -19,7 +19,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
 from flockstep.report import formatting
-from flockstep.report.table import one_by_one, table
+from flockstep.report.table import gradient_notes, table
 
 if TYPE_CHECKING:
     from flockstep.launchers.gathering import Gathering
@@ -124,7 +124,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
     said = [*summary.refusals, *([sentence] if sentence is not None else [])]
     if summary.status == "diverged":
         said.append(f"{summary.system or summary.strategy} diverged: {summary.error}")
-    for text in [*said, *one_by_one([RunFolder(folder).read_config()])]:
+    for text in [*said, *gradient_notes([RunFolder(folder).read_config()])]:
         show.console.print(f"flockstep: {text}", markup=False, highlight=False, soft_wrap=True)
     if not summary.useful or (must_reach and sentence is not None):
         raise typer.Exit(1)

@@ -6,13 +6,20 @@ waits for the next request; the worker's parameters at request number v are vers
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.base import Indices
 from flockstep.frameworks.stages import MicroBatch, ModelPart
 from flockstep.messages import Mailbox, Message, Note, Wanted
@@ -31,7 +38,8 @@ class StageNote(Note, frozen=True):
     step: int
     microbatch: int
     shape: tuple[int, ...] = ()
-    """Shape of the array, which travels flat; the first axis is over samples."""
+    """Shape of the array that the message encodes; the first axis is over samples."""
+    dtype: str = ""
     loss: float = 0.0
     """Share of the micro-batch in the mean loss of its batch; sent backward only."""
 
@@ -69,6 +77,7 @@ class PipelineStage:
         steps: int,
         batch: Callable[[], Indices],
         send: Send,
+        random: np.random.Generator,
     ):
         """Create a stage whose weights are given by the first call of `requested`.
 
@@ -80,6 +89,7 @@ class PipelineStage:
             steps: number of steps of the run.
             batch: function that returns the samples of the replica's next batch; equal for all stages of a replica.
             send: function (stage, message) that sends a message to another stage of this replica.
+            random: generator of this stage for codecs with random choices.
         """
         self.rank, self.number = rank, number
         self.mailbox = Mailbox()
@@ -89,7 +99,7 @@ class PipelineStage:
         self.loss = 0.0
         """Mean loss of the batch of the current step."""
         self._pipeline, self._schedule = pipeline, pipeline.schedule
-        self._part, self._batch, self._send = part, batch, send
+        self._part, self._batch, self._send, self._random = part, batch, send, random
         self._passes = pipeline.schedule.passes(number, pipeline.stages, pipeline.microbatches, steps)
         self._batches: dict[int, list[MicroBatch]] = {}
         self._drawn = 0
@@ -158,7 +168,7 @@ class PipelineStage:
                 f"{self._schedule} uses version {work.version} of the weights of stage {self.number} in step "
                 f"{work.step}, but the stage holds versions {self.versions}; fix the schedule"
             )
-        outputs, loss = self._part.forward(work.chunk, weights, batch, _unpacked(message))
+        outputs, loss = self._part.forward(work.chunk, weights, batch, self._decoded(message))
         if outputs is None:
             self._own[work.step, work.microbatch] = loss
         self._pass_on(work, outputs, 0.0)
@@ -166,7 +176,7 @@ class PipelineStage:
             self._send(0, Message(self.number, PASSED, note=StageNote(work.step, work.microbatch)))
 
     def _backward(self, work: PipelinePass, message: Message | None) -> None:
-        batch, errors = self._microbatch(work), _unpacked(message)
+        batch, errors = self._microbatch(work), self._decoded(message)
         loss = self._own.pop((work.step, work.microbatch)) if message is None else message.note.loss
         if work.kind == "backward":
             below = self._part.backward(work.chunk, batch, errors, self.gradient)
@@ -181,8 +191,22 @@ class PipelineStage:
         target = self._schedule.target(work, self.number, self._pipeline.stages)
         if target is not None:
             assert array is not None
-            note = StageNote(work.step, work.microbatch, tuple(array.shape), loss)
-            self._send(target[0], Message(self.number, f"{TAGS[work.kind]} {target[1]}", array.reshape(-1), note))
+            note = StageNote(work.step, work.microbatch, tuple(array.shape), name_of(array), loss)
+            codec = self._codec(note)
+            data = codec.encode(array.reshape(-1), random_of(codec, self._random, work.step))
+            self._send(target[0], Message(self.number, f"{TAGS[work.kind]} {target[1]}", data, note))
+
+    def _decoded(self, message: Message | None) -> FlatArray | None:
+        """The array that a message encodes."""
+        if message is None:
+            return None
+        note: StageNote = message.note
+        found = self._codec(note).decode(message.payload, math.prod(note.shape), note.dtype)
+        return found.reshape(note.shape)
+
+    def _codec(self, note: StageNote) -> Codec:
+        """The codec of an array, as its sender and its receiver use it."""
+        return bound_codec(self._pipeline.codec, NoFeedback(), (note.shape,), note.step)
 
     def _microbatch(self, work: PipelinePass) -> MicroBatch:
         """The samples of a pass; the batch is drawn when the first pass needs it."""
@@ -207,11 +231,6 @@ class PipelineStage:
             self._versions = {version: held for version, held in self._versions.items() if version >= least}
         elif work.kind != "input_backward":
             self._using.pop((work.step, work.microbatch, work.chunk))
-
-
-def _unpacked(message: Message | None) -> FlatArray | None:
-    """The array of a message in its shape."""
-    return None if message is None else message.payload.reshape(message.note.shape)
 
 
 class StageRunner:

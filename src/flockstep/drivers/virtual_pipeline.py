@@ -35,6 +35,9 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Fabric, Network
 from flockstep.simulation.queue import EventQueue
 
+STAGE = 0x57A6E
+"""Part of the seed of the stages' generators, which separates them from the nodes' generators."""
+
 
 class StageGradients(ReplicaGradients):
     """The gradients of one stage of all replicas."""
@@ -252,6 +255,7 @@ class PipelineSimulation:
             self.plan.steps,
             partial(gradients.batches[rank].next, GRADIENT),
             partial(self._send, part, rank),
+            np.random.default_rng(np.random.SeedSequence((self.plan.seed, STAGE, rank, part))),
         )
         return StageRunner(stage, partial(self._begin, part, rank), partial(self._answer, part, rank))
 

@@ -179,6 +179,7 @@ def compare(
     lr_grid: Sequence[float] = (),
     schedule: str | None = None,
     split: str = "iid",
+    partition: str | None = None,
     target: float | None = None,
     until_target: bool = False,
     evaluate_every: int | None = None,
@@ -204,6 +205,7 @@ def compare(
         seed: the first seed.
         seeds: number of seeds for each strategy; medians are ranked.
         lr_grid: learning rates to try for each strategy, which is ranked by the best one.
+        partition: how each replica is split over workers, as in `simulate`; for simulated runs.
         transport: as in `run`, like `heartbeat` and `step_timeout`; refused with `simulated`.
         out: folder of the comparison; None for a new folder in runs/.
 
@@ -225,7 +227,7 @@ def compare(
         compute=usual(compute, USUAL_COMPUTE if simulated else None),
         transport=usual(transport, None if simulated else "shared_memory"),
         heartbeat=usual(heartbeat, None if simulated else 5.0), step_timeout=step_timeout, steps=steps,
-        batch=batch, lr=lr, schedule=schedule, split=split, target=target,
+        batch=batch, lr=lr, schedule=schedule, split=split, partition=partition, target=target,
         until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
         imports=listed("imports", imports),
     )  # fmt: skip

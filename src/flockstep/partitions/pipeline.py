@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flockstep.codecs.base import Codec
+from flockstep.codecs.identity import Identity
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN
 from flockstep.partitions.base import Partition
@@ -26,6 +28,8 @@ class Pipeline(Partition):
     """Names of the layers at which the second and every later chunk begins; empty for the cut with the least work of
     the slowest chunk.
     """
+    codec: Codec = Identity()
+    """Encoding of the activations, and of their gradients, that travel between stages."""
 
     def __post_init__(self) -> None:
         for name, value in (("stages", self.stages), ("microbatches", self.microbatches)):

@@ -19,7 +19,7 @@ from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, places, require_comparable
 from flockstep.report.style import ACTIVITIES, Series, by_rank
-from flockstep.report.table import apart, cells, columns, one_by_one, ties
+from flockstep.report.table import apart, cells, columns, gradient_notes, ties
 
 _FACTS = (
     ("workers", "workers"),
@@ -93,7 +93,7 @@ def render(
     ranked = [records[index] for index in ranking]
     series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
     configs = [record.config for record in ranked]
-    notes = [*one_by_one(configs), *([] if spread is None else caveats(*spread))]
+    notes = [*gradient_notes(configs), *([] if spread is None else caveats(*spread))]
     seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])
     shown, found = columns(ranked[0].summary), places([record.summary for record in ranked])
     return filled(

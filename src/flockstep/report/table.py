@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from flockstep.partitions.base import Partition
 from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary, trained_apart
 from flockstep.report import formatting
@@ -104,13 +105,17 @@ def modeled(summaries: Sequence[Summary]) -> str:
     return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modeled"
 
 
-def one_by_one(configs: Iterable[RunConfig]) -> list[str]:
-    """Sentences about simulations that could not compute the gradients of several workers in one call."""
+def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
+    """Sentences about simulations that could not compute the gradients of several workers in one call, and about
+    gradients that the parts of a split model compute at earlier weights.
+    """
+    configs = list(configs)
+    delays = {Partition.parse(config.partition).delays for config in configs if config.partition} - {None}
     said = {config.versions.get("gradients", "batched") for config in configs} - {"batched"}
     return [
         f"gradients were computed {how}; seconds are virtual, but the simulation itself takes longer"
         for how in sorted(said)
-    ]
+    ] + sorted(filter(None, delays))
 
 
 def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:

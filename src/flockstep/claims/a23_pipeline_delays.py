@@ -1,0 +1,159 @@
+"""The delays of asynchronous pipelines: runs of split models against delayed gradient descent on the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.drivers.plan import Batches, Plan
+from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.frameworks.base import Job
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.timeline import most_versions
+from flockstep.programs import GRADIENT
+from flockstep.simulation.compute import Lognormal
+from flockstep.simulation.network import Link
+from flockstep.strategies.local_sgd import LocalSGD
+from flockstep.workloads.digits import Digits
+from flockstep.workloads.split import Iid
+
+if TYPE_CHECKING:
+    import torch
+
+STAGES, STEPS, LR, BATCH = 4, 40, 0.2, 16
+WIDTHS = (64, 32, 32, 32, 10)
+CUTS = (2, 4, 6)
+"""Layers of the network at which the second and later stages begin."""
+CLOSE, FAR = 1e-12, 1e-3
+"""Largest relative distance that is rounding, and least distance of another delay."""
+Delay = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class PublishedDelay:
+    """A schedule with the published delay of each stage and the versions of the weights that it stores."""
+
+    schedule: str
+    microbatches: int
+    delay: Delay
+    versions: Sequence[int]
+
+
+PUBLISHED = (
+    PublishedDelay("pipedream", 1, lambda stage: STAGES - 1 - stage, (4, 3, 2, 1)),
+    PublishedDelay("pipedream(vertical_sync=True)", 1, lambda stage: STAGES - 1, (4, 4, 4, 4)),
+    PublishedDelay("pipedream_2bw", STAGES, lambda stage: 1, (2, 2, 2, 2)),
+    PublishedDelay("ddg", 1, lambda stage: STAGES - 1 - stage, (4, 3, 2, 1)),
+)
+
+
+@dataclass(frozen=True)
+class PipelineDelays(Claim):
+    """Pipelines without flushes are gradient descent with a constant delay of each stage."""
+
+    statement = (
+        "Stage s of K of PipeDream computes gradients at the weights of K - 1 - s updates before, K - 1 with vertical "
+        "synchronization; PipeDream-2BW at those of one update before, with two versions stored; module k of DDG at "
+        "those of K - k updates before"
+    )
+    source = (
+        "Narayanan et al. 2019 (PipeDream), section 3.3; Narayanan et al. 2021 (PipeDream-2BW), section 3.1; Huo et "
+        "al. 2018 (DDG), algorithm 1"
+    )
+    setting = (
+        f"a perceptron of {len(WIDTHS) - 1} layers on the digits, float64, in {STAGES} stages with lognormal times of "
+        f"gradients and links of 1 Gbit/s, {STEPS} steps of {BATCH} samples; beside it gradient descent on the unsplit "
+        "network with the published delay of each layer"
+    )
+    tolerance = f"parameters equal up to {CLOSE:g} relative; without the delay they differ by more than {FAR:g}"
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        rows = []
+        for one in PUBLISHED:
+            pipeline = Pipeline.parse(f"pipeline({STAGES}, {one.schedule}, {one.microbatches}, {CUTS})")
+            model, plan = _trained(pipeline)
+            apart = _distance(model, _delayed(plan, one.delay))
+            plain = _distance(model, _delayed(plan, lambda stage: 0))
+            delays = [one.delay(stage) for stage in range(STAGES)]
+            held = [
+                most_versions(pipeline.schedule.passes(stage, STAGES, one.microbatches, STEPS))
+                for stage in range(STAGES)
+            ]
+            rows += [
+                ClaimRow(f"{one.schedule}: distance from descent with delays {delays}", 0.0, apart, apart < CLOSE),
+                ClaimRow(
+                    f"{one.schedule}: versions of the weights stored",
+                    str([*one.versions]),
+                    str(held),
+                    held == [*one.versions],
+                ),
+                ClaimRow(f"control: {one.schedule}: distance from descent without delays", "not 0", plain, plain > FAR),
+            ]
+            say(f"{one.schedule}: {apart:.2g} from descent with delays {delays}, {plain:.2g} from plain descent")
+        return Verdict(tuple(rows))
+
+
+def _network() -> torch.nn.Sequential:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers: list[torch.nn.Module] = []
+        for inputs, outputs in pairwise(WIDTHS):
+            layers += [torch.nn.Linear(inputs, outputs), torch.nn.Tanh()]
+        return torch.nn.Sequential(*layers[:-1]).double()
+
+
+def _job() -> Job:
+    from torch.nn.functional import cross_entropy
+
+    data = Digits().job(0).data()
+    flat = replace(data, train_x=data.train_x.reshape(-1, WIDTHS[0]), test_x=data.test_x.reshape(-1, WIDTHS[0]))
+    return Job(_network, lambda: flat, f"sgd(lr={LR})", cross_entropy, batch=BATCH, name="digits")
+
+
+def _trained(pipeline: Pipeline) -> tuple[FlatArray, Plan]:
+    """Train one replica split by `pipeline` in virtual time; return its parameters and the plan of the run."""
+    from flockstep.frameworks.torch_stages import split_torch
+
+    split, strategy = split_torch(_job(), 0, pipeline), LocalSGD(period=STEPS + 1)
+    parts = Iid().assign(split.engine.labels, split.engine.train_size, 1, 0)
+    plan = Plan(strategy, strategy.cluster(1), split.engine.optimizer, parts, BATCH, STEPS, 0, "mean", STEPS)
+    run = PipelineSimulation(split, plan, Lognormal(0.01), Link("1gbit", "50us"), lambda event: None)
+    run.run()
+    assert run.tracker.result is not None
+    return run.tracker.result, plan
+
+
+def _delayed(plan: Plan, delay: Delay) -> FlatArray:
+    """Parameters of gradient descent on the unsplit network, where each layer's gradient is at weights of `delay`
+    updates before.
+    """
+    import torch
+
+    network, job, batches = _network(), _job(), Batches(plan, 0)
+    assert job.loss is not None
+    data, parameters = job.data(), list(network.parameters())
+    stages = [index // 2 for index in range(len(parameters))]  # a weight and a bias in each stage
+    history = [[one.detach().clone() for one in parameters]]
+    for t in range(STEPS):
+        samples = batches.next(GRADIENT)
+        with torch.no_grad():
+            for index, one in enumerate(parameters):
+                one.copy_(history[max(0, t - delay(stages[index]))][index])
+        x = torch.as_tensor(data.train_x[samples], dtype=torch.float64)
+        loss = job.loss(network(x), torch.as_tensor(data.train_y[samples], dtype=torch.int64))
+        slopes = torch.autograd.grad(loss, parameters)
+        history.append([one - LR * slope for one, slope in zip(history[-1], slopes, strict=True)])
+    return np.concatenate([one.numpy().reshape(-1) for one in history[-1]])
+
+
+def _distance(one: FlatArray, other: FlatArray) -> float:
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
