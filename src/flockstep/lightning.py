@@ -49,7 +49,7 @@ class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[mi
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True, because `flockstep launch`, torchrun, mpirun or srun has started the processes."""
+        """The processes were started by `flockstep launch`, torchrun, mpirun or srun."""
         return True
 
     @property

@@ -291,6 +291,17 @@ def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(wo
     assert loaded(statement, (*HEAVY, *late)) == []
 
 
+def test_a_simulation_loads_no_sockets_and_no_supervisor(tmp_path):
+    words = ["simulate", "quadratic", "-s", "all_reduce", "-n", "2", "--steps", "1", "--json", "--out", str(tmp_path)]
+    statement = f"from flockstep.cli.app import run; run({words})"
+    late = ("zmq", "asyncio", "multiprocessing", "numba", "torch", "flockstep.launchers.supervisor")
+    assert loaded(statement, late) == []
+
+
+def test_a_worker_loads_no_event_loop():
+    assert loaded("import flockstep.launchers.entry", ("asyncio", "torch", "numba")) == []
+
+
 def test_reading_expressions_loads_nothing_heavy():
     statement = "from flockstep import expression, nodes; from flockstep.strategies.base import Strategy"
     assert loaded(statement, HEAVY) == []

@@ -27,13 +27,13 @@ class RandomProjection(Codec):
     step: int = 0
 
     unbiased = True
-    """True, because the expectation of U Uᵀ is the identity."""
+    """The codec is unbiased, because the expectation of U Uᵀ is the identity."""
 
     linear = True
-    """True, because the product with U is linear."""
+    """The codec is linear, because the product with U is linear."""
 
     shares_seed = True
-    """True, because all workers use the same U."""
+    """All workers use the same U, so they share a seed."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """Return the encoded size in bytes: rank · n elements of each matrix, and all elements of vectors."""

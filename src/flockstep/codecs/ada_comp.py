@@ -48,7 +48,7 @@ class AdaComp(Streamed):
             raise ConfigurationError(f"bin of adacomp must be 1 to 65536 elements, got {self.bin}; 50 is usual")
 
     contraction = True
-    """True, with delta of at least 1/(2d²) for d elements."""
+    """The codec is a contraction with delta of at least 1/(2d²) for d elements."""
 
     exact_size = False
     """False, because the size of an encoding depends on the data."""

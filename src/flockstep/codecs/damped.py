@@ -32,7 +32,7 @@ class Damped(Codec):
             )
 
     contraction = True
-    """True, with delta = 1 / (1 + omega)."""
+    """The codec is a contraction with delta = 1 / (1 + omega)."""
 
     @property
     def exact_size(self) -> bool:

@@ -38,7 +38,7 @@ class Dct(Codec):
                 raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; {usual} is usual")
 
     contraction = True
-    """True, with delta = k / (elements of a chunk), because the transform preserves norms (Parseval)."""
+    """The codec is a contraction with delta = k / (elements of a chunk): the transform preserves norms (Parseval)."""
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
         """Return the shapes of the tensors in an array of the given size."""

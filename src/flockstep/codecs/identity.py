@@ -50,7 +50,7 @@ class Identity(Codec):
         return array
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the whole array, all of which may be added up."""
+        """Return the whole array: every element may be summed."""
         return self.decode(data, size, dtype)
 
     def error_bound(self, array: FlatArray) -> float:

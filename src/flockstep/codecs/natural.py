@@ -25,10 +25,10 @@ class Natural(Quantizer):
     """
 
     unbiased = True
-    """True, for magnitudes up to the largest power of two."""
+    """The codec is unbiased for magnitudes up to the largest power of two."""
 
     contraction = True
-    """True, with delta = 7/8."""
+    """The codec is a contraction with delta = 7/8."""
 
     def coded_bytes(self, size: int, dtype: str) -> int:
         return size + (size * (4 if dtype == "float64" else 1) + 7) // 8

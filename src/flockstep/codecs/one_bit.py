@@ -27,7 +27,7 @@ class OneBit(Quantizer):
     """
 
     contraction = True
-    """True, with delta = 1/d for d elements: the two means preserve at least ‖x‖² / d."""
+    """The codec is a contraction with delta = 1/d for d elements: the two means preserve at least ‖x‖² / d."""
 
     def columns(self, size: int) -> int:
         """Return the number of groups of elements that have their own means."""

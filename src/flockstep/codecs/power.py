@@ -35,7 +35,7 @@ class PowerSgdCodec(Codec):
             raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
 
     contraction = True
-    """True, with delta = rank / min(n, m), in expectation over Ω."""
+    """The codec is a contraction with delta = rank / min(n, m), in expectation over Ω."""
 
     def layout(self, size: int, dtype: str) -> LowRank:
         """Return the layout of the factors for an array of the given size and dtype."""

@@ -35,7 +35,7 @@ class Qsgd(Levels):
             raise ConfigurationError(f"bucket of qsgd must be a multiple of 8, got {self.bucket}; 512 is usual")
 
     unbiased = True
-    """True, because the rounding at random preserves the mean."""
+    """The codec is unbiased, because the rounding at random preserves the mean."""
 
     @property
     def contraction(self) -> bool:

@@ -23,7 +23,7 @@ class Rounded(Codec):
     """Dtypes of two bytes that are sent unchanged."""
 
     contraction = True
-    """True, for arrays within the range of `form`."""
+    """The codec is a contraction for arrays within the range of `form`."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         return 2 * size

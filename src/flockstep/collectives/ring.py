@@ -29,10 +29,11 @@ class Ring(Collective):
         if (pieces := ring_pieces(chunks[0].nbytes)) > 1:
             await _in_pieces(me, chunks, pieces)
             return
-        await self.reduce_scatter(me, array)
+        await _reduce_scatter(me, chunks)
+        before, after = (rank - 1) % n, (rank + 1) % n
         for hop in range(n - 1):
-            me.send((rank + 1) % n, "gather", chunks[(rank - hop + 1) % n])
-            await me.receive_array("gather", (rank - 1) % n, chunks[(rank - hop) % n])
+            me.send(after, "gather", chunks[(rank - hop + 1) % n])
+            await me.receive_array("gather", before, chunks[(rank - hop) % n])
 
     async def average(self, me: Group, array: FlatArray) -> None:
         if me.shared_sum is not None and me.sum_in_shared_memory(array, me.workers):
@@ -43,12 +44,11 @@ class Ring(Collective):
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """After n-1 messages of about K/n elements, worker i holds the reduced chunk i+1."""
-        n, rank = me.workers, me.rank
-        parts = slices(len(array), n)
-        for hop in range(n - 1):
-            me.send((rank + 1) % n, "reduce", array[parts[(rank - hop) % n]])
-            array[parts[(rank - hop - 1) % n]] += await me.receive_array("reduce", (rank - 1) % n)
-        return parts[(rank + 1) % n], array[parts[(rank + 1) % n]]
+        parts = slices(len(array), me.workers)
+        chunks = [array[part] for part in parts]
+        await _reduce_scatter(me, chunks)
+        mine = (me.rank + 1) % me.workers
+        return parts[mine], chunks[mine]
 
     def share(self, workers: int, size: int, rank: int) -> slice:
         """Return chunk rank + 1, modulo the number of workers."""
@@ -67,6 +67,16 @@ class Ring(Collective):
     def rounds(self, workers: int) -> int:
         """Return 2 (P-1): P-1 rounds of reduce-scatter and P-1 of all-gather."""
         return 2 * (workers - 1)
+
+
+async def _reduce_scatter(me: Group, chunks: list[FlatArray]) -> None:
+    """Sum the chunks; worker i ends with the sum of chunk i+1."""
+    n, rank = me.workers, me.rank
+    before, after = (rank - 1) % n, (rank + 1) % n
+    for hop in range(n - 1):
+        me.send(after, "reduce", chunks[(rank - hop) % n])
+        chunk = chunks[(rank - hop - 1) % n]
+        chunk += await me.receive_array("reduce", before)
 
 
 async def _in_pieces(me: Group, chunks: list[FlatArray], pieces: int) -> None:

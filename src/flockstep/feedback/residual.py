@@ -21,7 +21,7 @@ class Residual(Feedback):
     """
 
     needs_contraction = True
-    """True, because with another codec the error could grow without bound."""
+    """The codec must be a contraction: with another codec the error could grow without bound."""
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """Encode e + x; the memory is e (K,)."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.snapshot_tracker import SnapshotTick
 from flockstep.errors import Diverged, FlockstepError, Interrupted
-from flockstep.launchers.evaluation import Evaluator
 from flockstep.launchers.signals import undisturbed
-from flockstep.launchers.supervisor import Outcome
 from flockstep.records import owner
 from flockstep.records.config import RunConfig
 from flockstep.records.events import EvaluationEvent, Event, ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Status, reaches, summarize
 from flockstep.strategies.base import ResultPolicy
+
+if TYPE_CHECKING:  # a simulation needs no sockets
+    from flockstep.launchers.evaluation import Evaluator
+    from flockstep.launchers.supervisor import Outcome
 
 
 def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:

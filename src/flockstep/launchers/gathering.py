@@ -143,7 +143,7 @@ class Coordinating(Gathering):
 
     @property
     def coordinates(self) -> bool:
-        """True, because this process is the coordinator."""
+        """This process is the coordinator."""
         return True
 
     def __post_init__(self) -> None:

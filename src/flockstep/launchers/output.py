@@ -75,7 +75,7 @@ class Output(OutputOptions):
 
     @classmethod
     def of(cls, config: RunConfig, show: Sink) -> Output:
-        """The options with which a run that goes on began."""
+        """Return the output options of a run that is resumed; its output files are continued."""
         folder = None if config.rank_output is None else Path(config.rank_output)
         return cls(config.output or "all", bool(config.prefix), folder, show, continues=True)
 

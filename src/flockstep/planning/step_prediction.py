@@ -443,7 +443,7 @@ def _places(at: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Hiccups(ComputeModel):
-    """Workers in turn have a gradient that takes `factor` times as long, one worker every `every` steps."""
+    """Slow gradients in rotation: every `every` steps the next worker's gradient takes `factor` times as long."""
 
     base: ComputeModel
     factor: float

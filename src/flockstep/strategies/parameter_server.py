@@ -177,7 +177,7 @@ class ParameterServer(Strategy):
         return PushState([0] * self.shards, [None] * self.shards, [Outbox() for _ in each], [0] * self.shards)
 
     def master_state(self, me: Server) -> ServerState:
-        """Return the state in which all workers compute on version 0."""
+        """Return the initial state: every worker computes on version 0."""
         ranks = range(me.cluster.workers)
         state = ServerState(
             dict.fromkeys(ranks, 0), update_state=self.server_update.start(me), reading=dict.fromkeys(ranks, 0)

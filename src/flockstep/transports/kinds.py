@@ -43,7 +43,7 @@ class InSharedMemory(Ipc):
 
     @property
     def zero_copy(self) -> bool:
-        """True, because all nodes are on one host."""
+        """Large arrays are read in each other's memory, because all nodes are on one host."""
         return True
 
     def share(self, workers: int, model_bytes: int) -> SharedMemory:
