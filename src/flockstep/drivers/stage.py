@@ -22,9 +22,9 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.base import Indices
 from flockstep.frameworks.stages import MicroBatch, ModelPart
-from flockstep.messages import Mailbox, Message, Note, Wanted
+from flockstep.messages import Mailbox, Message, Note, Notes, Wanted
 from flockstep.partitions.pipeline import Pipeline
-from flockstep.partitions.pipeline_schedules.base import PipelinePass
+from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineSchedule
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages with its inputs and outputs."""
@@ -42,6 +42,14 @@ class StageNote(Note, frozen=True):
     dtype: str = ""
     loss: float = 0.0
     """Share of the micro-batch in the mean loss of its batch; sent backward only."""
+
+
+def stage_notes(schedule: PipelineSchedule) -> Notes:
+    """Return the kinds of notes of the messages between stages, by tag."""
+    words = sorted(set(TAGS.values()))
+    return dict.fromkeys(
+        [PASSED, *(f"{word} {chunk}" for word in words for chunk in range(schedule.chunks))], StageNote
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +247,8 @@ class StageRunner:
     def __init__(
         self, stage: PipelineStage, begin: Callable[[NeedPass], None], answer: Callable[[FlatArray, float], None]
     ) -> None:
-        """`begin`: called when a pass begins, so that `passed` is called at its end; `answer`: called with the gradient
-        and the loss of each step.
+        """`begin`: called when a pass begins; `passed` must be called at its end, after `begin` has returned. `answer`:
+        called with the gradient and the loss of each step.
         """
         self.stage = stage
         self.waiting: StageEffect | None = None
@@ -255,10 +263,12 @@ class StageRunner:
         Raises:
             RunError: the stage has computed all its steps.
         """
-        if not isinstance(self.waiting, NeedRequest) or self.done:
-            raise RunError(f"stage {self.stage.number} has no further step; start the run again")
-        self.stage.requested(params)
-        self._resume(None)
+        if isinstance(self.waiting, NeedRequest) and not self.done:
+            self.stage.requested(params)
+            self._resume(None)
+            if not self.done:
+                return
+        raise RunError(f"stage {self.stage.number} has no further step; start the run again")
 
     def deliver(self, message: Message) -> None:
         """Handle a message of another stage."""
