@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flockstep.chaos.base import Failpoint
+from flockstep.chaos.failpoint import signalled, write_failpoint
 from flockstep.records.events import ClockEvent, EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.overlap_trial import TRIED
@@ -353,6 +355,51 @@ def test_the_side_of_the_coordinator_goes_on_and_the_other_side_ends(two: list[H
     processes[0].send_signal(signal.SIGINT)
     Ended.of(processes[0])
     assert summary(tmp_path / "run")["status"] == "interrupted"
+
+
+@pytest.mark.full
+def test_the_backup_of_a_server_is_on_another_host_and_takes_its_place(two: list[Host], tmp_path: Path) -> None:
+    """The server of the second half of the model is killed on the second host."""
+    arguments = ["train", "softmax", "-n", "4", "--steps", "600", "--seed", "1"]
+    kill = ["--import", write_failpoint(tmp_path, Failpoint("server-1", "update.applied", 400))]
+    ended = on_all(two, *arguments, "-s", "ps(bsp, shards=2, replicas=1)", *kill, first=["--out", tmp_path / "run"])
+    require(ended, 0, 0)
+    assert signalled(tmp_path) is not None, "the server was not killed"
+    assert "server 1 was killed by SIGKILL; server 3, its backup, continues in its place" in ended[0].err
+    alone = RealRun([*arguments, "-s", "ps(bsp, shards=2)"], tmp_path / "alone").end()
+    assert alone.summary is not None
+    workers = {f"worker {rank}" for rank in range(4)}
+    hashes = [{who: one["hashes"][who] for who in workers} for one in (alone.summary, summary(tmp_path / "run"))]
+    assert hashes[0] == hashes[1]
+    assert not any(host.processes() for host in two)
+
+
+@pytest.mark.full
+def test_a_host_that_vanishes_with_a_server_and_workers_leaves_the_others_training(
+    two: list[Host], tmp_path: Path
+) -> None:
+    """Server 1 and two workers are on the second host, whose cable is cut; server 3 is the backup of server 1."""
+    processes = start_two(two, tmp_path, "-s", "ps(ssp(3), shards=2, replicas=1)", "--link-timeout", "2")
+    two[1].cut()
+    away = Ended.of(processes[1])
+    assert away.code == 1, away.err
+    wait_until(lambda: promoted(tmp_path / "run", 3), PATIENCE, "the backup continues, with a push")
+    files = [tmp_path / "run" / "events" / f"worker-{rank}.jsonl" for rank in (0, 1)]
+    before = [file.stat().st_size for file in files]
+    wait_until(
+        lambda: all(file.stat().st_size > size for file, size in zip(files, before, strict=True)),
+        PATIENCE,
+        "the workers beside the coordinator take further steps",
+    )
+    processes[0].send_signal(signal.SIGINT)
+    ended = Ended.of(processes[0])
+    assert summary(tmp_path / "run")["status"] == "interrupted"
+    assert re.search(r"server 1 was lost with its host.*; server 3, its backup, continues in its place", ended.err)
+
+
+def promoted(record: Path, index: int) -> bool:
+    """Whether a backup has written that it took the place of its server."""
+    return b'"type":"promoted"' in (record / "events" / f"server-{index}.jsonl").read_bytes()
 
 
 @pytest.mark.full

@@ -163,6 +163,47 @@ def test_a_backup_that_dies_while_it_takes_over(replicas: int, tmp_path: Path) -
     assert "server 1 was killed by SIGKILL" in ended.err.splitlines()[-1]
 
 
+KILLS_BOTH = """
+import os, signal
+from pathlib import Path
+from flockstep.records import failpoints
+
+HERE, reached = Path(__file__).parent, []
+
+def kill(point):
+    name = Path("/proc/self/comm").read_text().strip()
+    if (name, point) not in (("worker-1", "gradient.computed"), ("server-0", "update.applied")):
+        return
+    reached.append(point)
+    told = (HERE / "run" / "events" / "server-1.jsonl").read_bytes().count(b'"type":"lost"')
+    if (name == "worker-1" and len(reached) == 20) or (name == "server-0" and told):
+        (HERE / f"fired-{name}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if not failpoints.hooks:
+    failpoints.hooks.append(kill)
+"""
+
+
+@pytest.mark.full
+def test_a_worker_dies_and_then_the_server_whose_answer_it_had(tmp_path: Path) -> None:
+    """The backup keeps the last answer to the dead worker, which it cannot send."""
+    file = tmp_path / "kills.py"
+    file.write_text(KILLS_BOTH)
+    run = begin(tmp_path, "ps(ssp(3), replicas=1)", "--import", str(file))
+    wait_until(lambda: (tmp_path / "fired-server-0").exists() or not run.going(), PATIENCE, "both are killed")
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "fired-worker-1").exists()
+    assert (tmp_path / "fired-server-0").exists()
+    events = RunFolder(tmp_path / "run").read_events()
+    taken = Counter(event.rank for event in events if isinstance(event, StepEvent))
+    applied = Counter(event.source for event in events if isinstance(event, UpdateEvent) and event.node == -1)
+    assert taken[0] == applied[0] == STEPS
+    assert applied[1] == 19
+
+
 KILLS_THREE = """
 import os, signal
 from pathlib import Path

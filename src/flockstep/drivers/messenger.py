@@ -43,8 +43,8 @@ class Messenger(ABC):
         self.flight = FlightRecorder()
         """The last messages, waits and steps of this node."""
         self.runner = Runner(node, self, NodeMetrics(node.address, emit, bus.traffic), self.now)
-        self.replaced: set[Address] = set()
-        """Processes of servers that are lost, and in whose place others continue."""
+        self.gone: set[Address] = set()
+        """Lost processes; a server's program may not know of them yet, or never, if others took their place."""
         node.freeze, node.port_copies = bus.copy_for_sending, True
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Messenger(ABC):
 
     def _sent(self, to: Address, message: Message) -> bool:
         """Try to send a message; true if it was sent, or its receiver is lost."""
-        if to not in self.node.lost and to not in self.replaced:
+        if to not in self.node.lost and to not in self.gone:
             try:
                 self._bus.send(to, message)
             except PeerLost:  # slow, or disconnected: the supervisor decides whether the peer is lost
@@ -124,9 +124,8 @@ class Messenger(ABC):
             raise begin_again(message)
         elif message.tag == "lost":
             address, self.node.view = message.note.address, message.note.view
-            if message.note.replaced:
-                self.replaced.add(address)
-            else:
+            self.gone.add(address)
+            if not message.note.replaced:
                 self.note_loss(address, message.note.reason)
             self._bus.disconnect(address)
             self.runner.lose(address)

@@ -353,7 +353,7 @@ class NodeConnection(Messenger):
     def _hear_of_loss(self, failure: PeerLost, to: Address | None = None) -> None:
         """After a failure caused by a peer, wait for the supervisor's report of the lost node."""
         deadline = time.monotonic() + 2 * self._member.node_spec.heartbeat
-        while not (self.node.lost if to is None else to in self.node.lost | self.replaced):
+        while not (self.node.lost if to is None else to in self.node.lost | self.gone):
             self._require_others()
             message = self._receive(max(0.0, deadline - time.monotonic()))
             if message is None:
@@ -423,7 +423,7 @@ class NodeConnection(Messenger):
         If all workers proceed in step, none can continue after one has left with fewer steps; servers leave last. The
         supervisor reports dead nodes in time; if it reports none, only the connection has broken.
         """
-        for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost - self.replaced:
+        for peer in self._bus.broken(2 * self._member.node_spec.heartbeat) - self.node.lost - self.gone:
             raise PeerLost(f"{self._bus.why_broken(peer)}, although both processes are alive; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
