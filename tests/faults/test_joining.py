@@ -153,10 +153,11 @@ process._be_ready = die
 
 
 @pytest.mark.full
-def test_a_worker_that_dies_while_the_workers_change_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--min-workers", "1", "--checkpoint-every", "1000")])
+def test_a_worker_that_dies_while_the_workers_change_is_left_out(more: tuple[str, ...], tmp_path: Path) -> None:
+    """A worker that joins never ends the run, also without `--min-workers`."""
     (tmp_path / "dies.py").write_text(DIES.format(file=str(tmp_path / "die")))
-    more = "--min-workers", "1", "--checkpoint-every", "1000", "--import", str(tmp_path / "dies.py")
-    run = begin(tmp_path, "asgd", *more)
+    run = begin(tmp_path, "asgd", *more, "--import", str(tmp_path / "dies.py"))
     run.wait_for_work(25)
     (tmp_path / "die").touch()
     assert join(tmp_path) == 0

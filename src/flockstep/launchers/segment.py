@@ -162,9 +162,15 @@ class RunSegment:
             most=config.max_workers,
             requests=JoinRequests(self._path) if left is None else left.requests,
             newcomers=self._newcomers() if left is None else left.newcomers,
+            joining=self._joining,
             epoch=self._epoch,
             back_to=self._back_to,
         )
+
+    @property
+    def _joining(self) -> set[int]:
+        """Ranks of the workers that have not trained before the change."""
+        return set() if self.left is None else set(range(self.config.workers)) - self.left.remaining.keys()
 
     def _newcomers(self) -> Newcomers:
         return Newcomers(partial(Newcomer, self.config, self._transport.zero_copy))

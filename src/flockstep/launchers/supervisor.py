@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -166,6 +166,7 @@ class Supervisor:
         most: int | None = None,
         requests: JoinRequests | None = None,
         newcomers: Newcomers | None = None,
+        joining: Collection[int] = (),
         epoch: int = 0,
         link_timeout: float = LINK_TIMEOUT,
         back_to: int | None = None,
@@ -180,8 +181,9 @@ class Supervisor:
         receives the outcome of the call once its nodes have left, or the whole run has ended. `checkpoints` takes the
         run's checkpoints, and knows where the run begins. `least`: smallest number of workers with which the run goes
         on from a checkpoint; None: it does not. `most`: largest number of workers when workers join by `requests`,
-        in the processes that `newcomers` starts; None: workers may not join. `epoch`: number of changes of the workers
-        so far.
+        in the processes that `newcomers` starts; None: workers may not join. `joining`: ranks of workers that join from
+        now on, without which the run continues if they are lost before all nodes are ready. `epoch`: number of changes
+        of the workers so far.
         `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
         server ends the run.
         """
@@ -200,7 +202,7 @@ class Supervisor:
         self._seed, self._imports = seed, imports
         self._condemned, self._leavers = dict[Address, str](), set[int]()
         self._bad_gradients = bad_gradients or BadGradients()
-        self._every, self._back_to = every, back_to
+        self._every, self._back_to, self._joining = every, back_to, frozenset(joining)
         self._begin_call, self._checkpoints, self._least, self._most = begin_call, checkpoints, least, most
         self._calls: list[Supervisor] = [self] if within is None else within._calls
         """Supervisors of the calls of `distribute` that the scripts have begun; the first one watches the processes."""
@@ -584,9 +586,10 @@ class Supervisor:
 
         Before all nodes are ready, every strategy needs all workers.
         """
-        strategy = self.outcome.strategy
+        strategy, began = self.outcome.strategy, self._went is not None
         survives = strategy is not None and strategy.traits.deaths(self._workers) >= len(self._missed)
-        if self._least is None or (survives and self._went is not None):
+        none_leaves = self._least is None and (began or not self._joining.issuperset(self._missed))
+        if none_leaves or (survives and began):
             return True
         return bool(self._why_not_with(len(self._view.ranks) + joined))
 
