@@ -73,10 +73,11 @@ def check(folder: Path, ended: Ended, strategy: str, promotions: int = 1) -> Non
     promoted = [event for event in events if isinstance(event, PromotedEvent)]
     assert len(promoted) == promotions
     plain = Strategy.parse(strategy)
-    applied: Counter[tuple[int, int | None]] = Counter()
+    applied: Counter[tuple[int, int]] = Counter()
     for event in events:
         if isinstance(event, UpdateEvent):
-            applied[event.node, event.source] += event.count
+            for source in range(2) if event.source is None else [event.source]:
+                applied[event.node, source] += event.count
     if plain.traits.server_optimizer:
         assert applied == {(node, rank): STEPS for node in range(-plain.servers_for(2), 0) for rank in range(2)}
     if plain.traits.delivery == "synchronous":
@@ -95,6 +96,9 @@ def check(folder: Path, ended: Ended, strategy: str, promotions: int = 1) -> Non
             ("ps(bsp, shards=2, codec=topk(0.2), feedback=residual)", "server-1", "message.sent", 102),
             ("easgd(period=2)", "server-0", "message.received", 61),
             ("downpour(1, 1)", "server-0", "update.applied", 61),
+            ("hierarchical(group=1)", "server-0", "message.received", 101),
+            ("hierarchical(group=1)", "server-2", "message.sent", 101),
+            ("gradient_coding(s=0)", "server-0", "message.received", 101),
         ],
         ("ps(bsp)", "server-0", "update.applied", 61),
     ),

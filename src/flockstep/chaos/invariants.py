@@ -100,10 +100,15 @@ def acknowledged_once(history: RunHistory) -> Iterator[str]:
     strategy, applied = history.setting.strategy, _applied(history)
     if not strategy.replicas or strategy.traits.delivery == "partial" or not applied or not _finished(history):
         return
+    everyone: Counter[Address] = Counter()
+    for event in history.events:
+        if isinstance(event, UpdateEvent) and event.source is None:
+            everyone[event.node] += event.count
     for rank, steps in _steps(history).items():
         for node in map(server, range(history.setting.servers)):
-            if rank not in _dead(history) and applied[node, rank] != len(steps):
-                yield f"{node_name(node)} applied {applied[node, rank]} of {len(steps)} updates of worker {rank}"
+            count = applied[node, rank] + everyone[node]
+            if rank not in _dead(history) and count != len(steps):
+                yield f"{node_name(node)} applied {count} of {len(steps)} updates of worker {rank}"
 
 
 def staleness_bounded(history: RunHistory) -> Iterator[str]:

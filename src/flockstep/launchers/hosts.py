@@ -310,7 +310,7 @@ class RemoteHosts(OtherHosts):
 
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
         if beside:
-            host = self._where.get(beside[index])
+            host = self._where.get(beside[index % len(beside)])
         else:
             here = bool(self._own)
             turn = index % (len(self._hosts) + here) - here

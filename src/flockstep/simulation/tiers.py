@@ -118,7 +118,7 @@ class _Floor:
         beside = [self._machine[rank] for rank in cluster.beside] if any(self._shared) else []
         for address in (one for one in cluster.processes if one < 0):
             turn = cluster.turn(address)
-            machine = beside[turn] if beside else turn % len(shape.machines)
+            machine = beside[turn % len(beside)] if beside else turn % len(shape.machines)
             if not self._shared[machine]:
                 self._tier.append(shape.tiers[machine])
                 self._inside.append(self._inside[machine])

@@ -10,7 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits, check_replicas
 from flockstep.strategies.resizing import Resizing
 
 
@@ -30,13 +30,15 @@ class SynchronousElasticAveraging(Strategy):
     every right-hand side is of time t (Jacobi). A dedicated server holds the center and computes center ← center +
     sum_i alpha (w_i - center), so that the center moves by exactly what the workers give up. A worker sends w_i and
     computes its gradient while the server returns the center: 2 K elements per exchange and worker. Exchanges take
-    place every `period` steps; in between, each worker steps alone.
+    place every `period` steps; in between, each worker steps alone. `replicas`: number of backups of the server.
     """
 
     period: int = field(default=1, metadata=searched(1, 128))
     alpha: float | None = field(default=None, metadata=searched(0.005, 0.5, whole=False))
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         if self.period < 1:
             raise ConfigurationError(
                 f"period must be >= 1 local steps, got {self.period}; use 1 to exchange at every step"

@@ -11,7 +11,7 @@ from flockstep.expression import SHOWN, searched
 from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Pushed
-from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits, check_replicas
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.server_updates.base import ServerUpdate
 from flockstep.strategies.server_updates.plain import Plain
@@ -64,6 +64,7 @@ class EpochServer(Strategy):
     fraction `share` of all workers' batches has been applied; the remaining batches of slow workers are skipped. A
     gradient in transit at the end of its epoch is still applied, but does not count for the next epoch. With share = 1
     the epoch ends when all workers are done. If workers die, the epoch ends when all live workers are waiting.
+    `replicas`: number of backups of the server.
     """
 
     notes: ClassVar[Notes] = {"push": EpochBatch, "reply to push": Current}
@@ -71,8 +72,10 @@ class EpochServer(Strategy):
     share: float = field(default=0.75, metadata=SHOWN | searched(0.25, 1.0, whole=False, log=False))
     length: int = field(default=10, metadata=SHOWN | searched(2, 64))
     server_update: ServerUpdate = field(default_factory=Plain)
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         if not 0 < self.share <= 1:
             raise ConfigurationError(f"share must be in (0, 1], got {self.share}; Project Adam uses 0.75")
         if self.length < 1:

@@ -16,7 +16,7 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import WORKERS, searched
 from flockstep.messages import LEAVE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits, check_replicas
 
 Code = npt.NDArray[np.float64]
 
@@ -46,14 +46,17 @@ class GradientCoding(Strategy):
     the same blocks and send their plain sum, so that the result does not depend, in any bit, on which workers are late.
     `cyclic` (any n): worker i holds blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero
     (the paper's algorithm 2).
+    `replicas`: number of backups of the server.
     """
 
     notes: ClassVar[Notes] = {"coded": Coded}
 
     s: int = field(default=1, metadata=searched(1, WORKERS, log=False))
     scheme: Literal["fractional", "cyclic"] = "fractional"
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         if self.s < 0:
             raise ConfigurationError(f"s must be >= 0 stragglers, got {self.s}; use 0 for no redundancy")
 

@@ -13,7 +13,7 @@ from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.messages import LEAVE, MASTER, Address, Message, Note, Notes, node_name, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import ParameterVersion, Pushed
-from flockstep.strategies.base import Clips, ResultPolicy, Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import Clips, ResultPolicy, Strategy, TaxonomyEntry, Traits, check_replicas
 from flockstep.strategies.server_updates.base import mean_rate
 from flockstep.strategies.traits import Delivery
 
@@ -229,7 +229,7 @@ class Hierarchical(Strategy):
     leaves, in order of index: synchronous SGD, up to the order of addition. An asynchronous root takes a step for each
     sum, in which every gradient counts as 1/m of a step, m being the number of workers of the largest leaf, so that a
     smaller leaf's step is shorter. The staleness of a gradient is the number of the root's updates since the parameters
-    that the gradient was computed on.
+    that the gradient was computed on. `replicas`: number of backups of each leaf and of the root.
     """
 
     notes: ClassVar[Notes] = NOTES
@@ -237,8 +237,10 @@ class Hierarchical(Strategy):
     group: int = field(default=4, metadata=SHOWN | searched(2, WORKERS))
     leaf: Level = "synchronous"
     root: Level = "synchronous"
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         if self.group < 1:
             raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; 4 is usual")
         if self.leaf == "asynchronous" and self.root == "synchronous":

@@ -11,7 +11,7 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER, Message, Notes, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits, check_replicas
 from flockstep.strategies.coordinator import Coordinator, PortionAssignment, Portions, Report
 from flockstep.strategies.vector_shards import ASK, VectorReply, VectorRequest, VectorShard
 
@@ -48,7 +48,7 @@ class Sandblaster(Strategy):
     execute the coordinator's commands (dot, add, scale). The direction is that of the two-loop recursion, and the step
     is halved until Armijo's condition holds. The gradient of a portion counts as one step of its worker; how many
     portions a worker takes depends on its speed, and training ends when the workers together have taken the steps
-    granted to them.
+    granted to them. `replicas`: number of backups of each shard.
     """
 
     notes: ClassVar[Notes] = {
@@ -62,8 +62,10 @@ class Sandblaster(Strategy):
     backups: int = 1
     history: int = 10
     shards: int = 1
+    replicas: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_replicas(self.replicas)
         for name, least in (("portions", 1), ("backups", 0), ("history", 1), ("shards", 1)):
             if getattr(self, name) < least:
                 raise ConfigurationError(
