@@ -13,6 +13,7 @@ from flockstep.costs import formulas
 from flockstep.costs.builder import At, Net
 from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass, log2_ceil
 from flockstep.costs.reference import reference
+from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.report import layers as report
 from flockstep.report.layers import layers_page
@@ -268,3 +269,50 @@ def test_what_is_not_there(what, error, said):
 def test_a_page_must_be_html(tmp_path):
     with pytest.raises(ConfigurationError, match=r"must be an \.html file"):
         show_layers("alexnet", out=tmp_path / "a.txt")
+
+
+def test_bytes_behind_a_layer_of_a_pipeline():
+    """Activations of 32 samples of 4,096 elements of 4 bytes, and their gradients."""
+    fc = next(layer for layer in reference("vgg-a").layers if layer.name == "fc6")
+    assert fc.pipeline_bytes(32) == 2 * 32 * 4096 * 4
+    assert next(row for row in report.rows(reference("vgg-a"), 32, 16) if row.layer == "fc6").pipeline_bytes == 1 << 20
+
+
+def chain(*work, tied=()):
+    """Layers of the given numbers of multiply-adds, with one parameter each; `tied`: index → name of the owner."""
+    owners = dict(tied)
+    return ModelShape(
+        "chain",
+        tuple(
+            Layer(f"l{i}", "linear", parameters=i not in owners, forward=Pass(w), writes=10 * i, tied=owners.get(i))
+            for i, w in enumerate(work)
+        ),
+    )
+
+
+def test_a_network_as_a_pipeline():
+    found = cut(chain(4, 1, 1, 4), 2, 8)
+    assert found.first == ("l0", "l2")
+    assert found.shares == (0.5, 0.5)
+    assert found.link_bytes == (2 * 8 * 10 * 4,)
+    assert found.speedup == 2
+    assert cut(chain(6, 1, 1, 2), 3, 8).speedup == pytest.approx(10 / 6)
+    with pytest.raises(
+        ConfigurationError, match=r"chain can be cut into 1 to 4 stages, .* got 5; use at most 4 workers"
+    ):
+        cut(chain(1, 1, 1, 1), 5, 8)
+
+
+def test_layers_that_share_weights_are_in_one_stage():
+    tied = chain(1, 5, 5, 1, tied=[(2, "l0")])
+    assert cut(tied, 2, 8).first == ("l0", "l3")
+    with pytest.raises(ConfigurationError, match="into 1 to 2 stages"):
+        cut(tied, 3, 8)
+
+
+def test_branches_are_no_pipeline():
+    with pytest.raises(ConfigurationError, match="has branches, so that its layers are no chain"):
+        cut(reference("googlenet"), 2, 8)
+    assert "branches" in report.document(reference("googlenet"), 8, 2)["pipeline"]["impossible"]
+    assert report.document(reference("vgg-a"), 8, 4)["pipeline"]["speedup"] > 2
+    assert "As a pipeline of 4 stages, the slowest stage" in " ".join(report.sentences(reference("vgg-a"), 8, 4))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flockstep.costs.layers import Layer, ModelShape, require_scale
+from flockstep.costs.stages import cut
+from flockstep.errors import ConfigurationError
 from flockstep.report import formatting
 from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLORS, Figure, axis, key, layout, ref, safe
@@ -132,9 +134,19 @@ def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
         "data_bytes": model.data_bytes(workers),
         "cheapest_bytes": model.cheapest_bytes(batch, workers),
         "split_layers": list(model.split_layers(batch, workers)),
+        "pipeline": _pipeline(model, batch, workers),
         "unknown": list(model.unknown),
         "layers": listed,
     }
+
+
+def _pipeline(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
+    """The model as a pipeline of as many stages as there are workers, or why that is not possible."""
+    try:
+        found = cut(model, workers, batch)
+    except ConfigurationError as error:
+        return {"stages": workers, "impossible": str(error)}
+    return {"stages": workers, **dataclasses.asdict(found), "speedup": found.speedup}
 
 
 def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
@@ -149,6 +161,7 @@ def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
     said = [first]
     if workers > 1 and model.gradients:
         said.append(_advice(model, batch, workers))
+        said.append(_as_stages(model, batch, workers))
     if model.unknown:
         names = [f"{layer.name} ({layer.kind})" for layer in model.layers if layer.name in model.unknown]
         said.append(f"The number of operations of {_listed(names)} could not be counted and is set to 0.")
@@ -166,6 +179,21 @@ def _advice(model: ModelShape, batch: int, workers: int) -> str:
     return (
         f"{start}; with {_listed(split)} split over the workers, each worker would send {formatting.size(least)}. For "
         f"{largest} this holds below {formatting.number(named[largest])} samples per worker."
+    )
+
+
+def _as_stages(model: ModelShape, batch: int, workers: int) -> str:
+    """The model as a pipeline, in a sentence."""
+    try:
+        found = cut(model, workers, batch)
+    except ConfigurationError as error:
+        return f"Pipeline parallelism: {error}."
+    slowest = max(range(workers), key=found.shares.__getitem__)
+    return (
+        f"As a pipeline of {workers} stages, the slowest stage, from {found.first[slowest]} on, has "
+        f"{formatting.number(100 * found.shares[slowest])} % of the work: a speed-up of at most "
+        f"{formatting.number(found.speedup)}; at most {formatting.size(max(found.link_bytes))} cross a link per step "
+        f"of {batch} samples."
     )
 
 
