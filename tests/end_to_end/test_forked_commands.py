@@ -15,48 +15,65 @@ from support.processes import RealRun
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands are forked on Linux only")
 
 PORTRAIT = """
-import flockstep.cli.runs, flockstep.launchers.script, flockstep.launchers.train
-import atexit, json, multiprocessing, random, sys
+import flockstep.cli.runs, flockstep.launchers.entry, flockstep.launchers.script, flockstep.launchers.train
+import atexit, json, multiprocessing, os, random, signal, sys
 import numpy
-from facts import facts, os
+from facts import tell
 from pathlib import Path
-seen = facts()
-seen["arguments"].pop()
-del seen["garbage"][2]
-seen["variables"] = dict(os.environ)
-seen["known to others"] = Path("/proc/self/environ").read_text().split(chr(0)).count("TMPDIR=" + os.environ["TMPDIR"])
-seen["modules"] = sorted({*sys.modules} - {"command_forker"})
-authkey = bytes(multiprocessing.current_process().authkey).hex()
-drawn = [random.random(), numpy.random.random(), authkey]
-text = json.dumps({"seen": seen, "drawn": drawn, "parent": os.getppid()})
-Path(sys.argv[-1]).write_text(text.replace(os.environ["TMPDIR"], "SCRATCH").replace(sys.argv[-1], "PLACE"))
+
+place = sys.argv[-1]
+tell(place + "-command")
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["flockstep.launchers.entry", "facts"])
+os.environ["LATER"] = "set by the command"
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+node = context.Process(target=tell, args=(place + "-node",))
+node.start()
+node.join()
+key = bytes(multiprocessing.current_process().authkey).hex()
+Path(place + "-drawn").write_text(json.dumps([random.random(), numpy.random.random(), key]))
+Path(place + "-parents").write_text(json.dumps([os.getppid(), multiprocessing.forkserver._forkserver._forkserver_pid]))
 atexit.register(print, "at the end")
 sys.exit(7)
 """
-"""Python that a command does first. The command line that others see and the number of frozen objects do differ."""
+"""Python that a command does first."""
 
 
-def portrait(place: Path, afresh: bool) -> dict[str, Any]:
-    """What a command sees, and what it draws at random."""
-    ended = RealRun(["train", str(place)], place, before=PORTRAIT, afresh=afresh).end()
+def portrait(place: Path, afresh: bool = False, command: str = "train") -> dict[str, Any]:
+    """What a command sees and draws at random, what a process of its fork server sees, and two process ids."""
+    ended = RealRun([command, str(place)], place, before=PORTRAIT, afresh=afresh).end()
     assert (ended.code, ended.out, ended.err) == (7, "at the end\n", "")
-    found: dict[str, Any] = json.loads(place.read_text())
-    return found
+    texts = {name: Path(f"{place}-{name}").read_text() for name in ("command", "node", "drawn", "parents")}
+    return {
+        name: json.loads(text.replace(str(place), "PLACE").replace(command, "VERB")) for name, text in texts.items()
+    }
 
 
 def test_a_forked_command_sees_what_a_command_in_a_new_interpreter_sees(tmp_path: Path) -> None:
-    forked, fresh, again = (portrait(tmp_path / str(number), number == 1) for number in range(3))
-    assert fresh["parent"] == os.getpid() != forked["parent"] == again["parent"]
-    assert fresh["seen"].keys() == forked["seen"].keys()
-    for one in (forked, again):
-        assert {name for name, value in one["seen"].items() if value != fresh["seen"][name]} == set()
-    for values in zip(forked["drawn"], fresh["drawn"], again["drawn"], strict=True):
+    fresh, train = portrait(tmp_path / "a", afresh=True), portrait(tmp_path / "b")
+    launch, fresh_launch = portrait(tmp_path / "c", command="launch"), portrait(tmp_path / "d", True, "launch")
+    assert fresh["parents"][0] == os.getpid() != train["parents"][0] == launch["parents"][0]
+    assert differences(launch, fresh_launch) == {"command": [], "node": []}
+    # The process that waits to become the fork server has a socket, so that other numbers are free, and more imports.
+    assert differences(train, fresh) == {"command": ["children", "files"], "node": ["arguments", "modules"]}
+    assert {*train["node"]["modules"]} > {*fresh["node"]["modules"]}
+    assert {"torch", "numba"}.isdisjoint(train["node"]["modules"])
+    assert train["command"]["children"].split() == [str(train["parents"][1])]
+    assert fresh["command"]["known to others"] == fresh["node"]["known to others"] == 1
+    for values in zip(fresh["drawn"], train["drawn"], launch["drawn"], strict=True):
         assert len(set(values)) == 3
-    assert fresh["seen"]["known to others"] == 1
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, list[str]]:
+    """Names of the facts that differ, of the command and of a process of its fork server."""
+    return {
+        process: sorted(name for name in other[process] if one[process].get(name) != other[process][name])
+        for process in ("command", "node")
+    }
 
 
 def test_a_command_with_another_environment_starts_in_a_new_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LANG", "C")
-    assert portrait(tmp_path / "seen", False)["parent"] == os.getpid()
+    assert portrait(tmp_path / "seen", False)["parents"][0] == os.getpid()

@@ -104,6 +104,7 @@ class CommandForker:
         if _lasting(os.environ) != self._usual:
             return None
         request = {"program": program, "arguments": arguments, "environment": environment, "first": str(first)}
+        request["forks"] = arguments[0] in ("train", "resume")
         files = {"out": str(scratch / "out"), "err": str(scratch / "err"), "folder": str(Path.cwd())}
         self._control.send(json.dumps({**request, **files}).encode())
         while True:

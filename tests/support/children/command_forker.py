@@ -3,24 +3,36 @@
 The process runs `import command_forker; exec(command_forker.program(FILE_DESCRIPTOR))`. It takes requests from a
 socket and reports how its children end; it ends with the socket. In a child `program` returns the program of the
 command, which Python then runs to the end of the interpreter, as with `python -c`.
+
+A command that will start the fork server of multiprocessing gets a second process forked in the same way, which takes
+the place of the interpreter that multiprocessing would start.
 """
 
 import ctypes
+import fcntl
+import functools
 import gc
 import json
 import multiprocessing.process
 import os
 import select
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
+from multiprocessing import util
 from types import CodeType
 from typing import Any
 
 import flockstep.cli.runs
+import flockstep.launchers.entry
 import flockstep.launchers.script
 import flockstep.launchers.train  # noqa: F401
 
+SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
+AWAY = 500
+"""File descriptors from this number on are not in use."""
 PLACE = b"\0TMPDIR="
 """The entry of the environment by which a process of a run is found (`support.processes.RealRun.processes`)."""
 
@@ -68,18 +80,63 @@ def _become(request: dict[str, Any]) -> CodeType:
         os.dup2(file, number)
         os.close(file)
     _show_place(request["environment"]["TMPDIR"])
+    sys.path.insert(1, request["first"])
+    if request["forks"]:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            here.close()
+            return _fork_server(there)
+        there.close()
+        util.spawnv_passfds = functools.partial(_hand_over, pid, here)  # type: ignore[attr-defined]
+    return _begun(request["environment"], request["program"], request["arguments"])
+
+
+def _begun(environment: dict[str, str], program: str, arguments: Sequence[str]) -> CodeType:
+    """Give this process what it would not share with another, and return its program."""
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(environment)
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # what Python forgets
     multiprocessing.process.current_process().authkey = os.urandom(32)
     if "numpy.random" in sys.modules:
         from numpy import random
 
         random.set_bit_generator(random.MT19937())  # type: ignore[attr-defined] # no stub yet
-    sys.argv[:] = ["-c", *request["arguments"]]
-    sys.orig_argv[:] = [sys.executable, "-c", request["program"], *request["arguments"]]
-    sys.path.insert(1, request["first"])
-    return compile(request["program"], "<string>", "exec")
+    sys.argv[:] = ["-c", *arguments]
+    sys.orig_argv[:] = [sys.executable, "-c", program, *arguments]
+    return compile(program, "<string>", "exec")
+
+
+def _hand_over(pid: int, control: socket.socket, path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
+    """Let the waiting process `pid` become the fork server, and any other process a new interpreter, as
+    `multiprocessing.util.spawnv_passfds` does.
+    """
+    if not words[-1].startswith("from multiprocessing.forkserver import main"):
+        started: int = SPAWN(path, words, files)
+        return started
+    util.spawnv_passfds = SPAWN  # type: ignore[attr-defined]
+    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    work = {"program": words[-1], "environment": dict(os.environ), "mask": mask, "files": list(files)}
+    socket.send_fds(control, [json.dumps({**work, "folder": os.getcwd()}).encode()], list(files))  # noqa: PTH109
+    control.close()
+    return pid
+
+
+def _fork_server(control: socket.socket) -> CodeType:
+    """Wait until the command starts its fork server, and return the fork server's program; end with the command."""
+    said, files, _, _ = socket.recv_fds(control, 1 << 20, 16)
+    if not said:
+        os._exit(0)
+    work = json.loads(said)
+    away = [fcntl.fcntl(file, fcntl.F_DUPFD, AWAY) for file in files]
+    for file in (*files, control.detach()):
+        os.close(file)
+    for file, number in zip(away, work["files"], strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(work["folder"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, work["mask"])
+    return _begun(work["environment"], work["program"], [])
 
 
 def _show_place(folder: str) -> None:
