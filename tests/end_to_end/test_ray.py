@@ -121,7 +121,7 @@ def test_a_script_and_a_program(cluster: RayCluster, tmp_path: Path) -> None:
     assert ended.out.count("total [10. 10. 10.]") == 4
     job, out = tmp_path / "mine.py", tmp_path / "program"
     job.write_text(JOB)
-    ended = RealRun(["train"], tmp_path / "none", before=PROGRAM.format(job=str(job), out=str(out))).end()
+    ended = RealRun(["train"], tmp_path / "none", before=PROGRAM.format(job=str(job), out=str(out)), afresh=True).end()
     assert ended.code == 0, ended.err
     assert "finished 2 210" in ended.out
     assert ranks_of(RunResult.read(out)) == {0, 1}

@@ -32,7 +32,7 @@ class RayCluster:
 
     def __init__(self, folder: Path):
         place = folder / "address"
-        self.rig = RealRun(["rig", str(place)], folder / "none", before=RIG)
+        self.rig = RealRun(["rig", str(place)], folder / "none", before=RIG, afresh=True)
         RealRun.started.remove(self.rig)  # it outlives a test
         try:
             wait_until(lambda: content(place) or not self.rig.going(), PATIENCE, "a Ray cluster")

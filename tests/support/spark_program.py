@@ -56,4 +56,4 @@ def spark_program(text: str, record: Path) -> RealRun:
     """Run a program that begins with a session, and with the functions `rows` and `train`; records are named
     `record` and a suffix.
     """
-    return RealRun(["program"], record, before=BEGIN + text + END)
+    return RealRun(["program"], record, before=BEGIN + text + END, afresh=True)
