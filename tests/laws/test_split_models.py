@@ -229,6 +229,18 @@ def with_dropout() -> nn.Sequential:
     return nn.Sequential(*layers[:2], nn.Dropout(0.5), *layers[2:6], nn.Dropout(0.5), *layers[6:])
 
 
+def test_a_batch_that_grows_is_divided_as_it_is(tmp_path: Path) -> None:
+    """Twelve samples, then twice as many, in five micro-batches of unequal sizes."""
+    losses = [
+        flockstep.simulate(
+            "digits(batch=12)", "all_reduce", workers=workers, partition=partition, steps=8, seed=1,
+            schedule="batch_increase(growth=2, at=(0.5,))", out=tmp_path / str(workers),
+        ).summary.final_loss
+        for workers, partition in ((2, None), (4, "pipeline(2, 1f1b, 5)"))
+    ]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_dropout_draws_the_same_numbers_under_every_schedule() -> None:
     split = [simulated(job_of(with_dropout), "all_reduce", f"pipeline(4, {name}, 6)") for name in ("gpipe", "zb_h1")]
     np.testing.assert_allclose(split[0].result, split[1].result, rtol=0, atol=1e-13)
@@ -338,6 +350,13 @@ def test_only_one_tensor_of_floats_travels() -> None:
     [
         ("all_reduce", "clipped(sgd(lr=0.1), 1)", "pipeline(4)", "step their own parameters, got clipped.*elementwise"),
         ("codistillation", "sgd(lr=0.1)", "pipeline(4)", "of which a worker asks for more than gradients"),
+        ("ps(bsp, replicas=1)", "sgd(lr=0.1)", "pipeline(4)", "servers of a split model have no backups yet"),
+        (
+            "all_reduce",
+            """torch(groups='[{}, {"lr": 2}]', spans='[[0, 9, 0], [9, 200, 1]]')""",
+            "pipeline(4)",
+            "step their own parameters, got torch",
+        ),
         ("gradient_coding(1)", "sgd(lr=0.1)", "pipeline(4)", "take every step together, got gradient_coding"),
         ("ps(consistency=backup(1))", "sgd(lr=0.1)", "pipeline(4)", "asks for more than gradients"),
         ("all_reduce", "sgd(lr=0.1)", "pipeline(4, 1f1b, 13)", "at most the 12 samples of a batch, got 13"),

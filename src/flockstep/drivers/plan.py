@@ -137,7 +137,7 @@ def require_splittable(plan: Plan) -> None:
             f"servers of a split model have no backups yet, got {strategy}; leave the backups out, or use "
             "partition=none"
         )
-    if not plan.optimizer.elementwise:
+    if not plan.optimizer.elementwise or plan.optimizer.by_place:
         raise CompositionError(
             f"the stages of a split model step their own parameters, got {plan.optimizer}, which needs the whole "
             "model; use an elementwise optimizer such as sgd, or partition=none"

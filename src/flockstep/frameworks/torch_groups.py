@@ -69,6 +69,10 @@ class TorchOptimizer(Optimizer):
                 "acts element by element"
             )
 
+    @property
+    def by_place(self) -> bool:
+        return len(json.loads(self.groups)) > 1
+
     def load(self) -> None:
         """Import torch, which takes seconds, so that the first step does not wait for the import."""
         import torch  # noqa: F401

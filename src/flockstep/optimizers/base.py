@@ -53,6 +53,11 @@ class Optimizer(Component):
         """The form in which servers have this optimizer."""
         return self
 
+    @property
+    def by_place(self) -> bool:
+        """Whether the step of an element depends on its place in the flat array of the whole model."""
+        return False
+
     def with_lr(self, lr: float) -> Optimizer:
         """Return this optimizer with another learning rate.
 
