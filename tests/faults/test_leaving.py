@@ -175,3 +175,16 @@ def test_bad_options_are_refused(
     assert run_command(["train", "softmax", "-n", "2", *given, "--out", str(tmp_path / "run")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+def test_a_fault_of_gradients_stays_with_its_worker(tmp_path: Path) -> None:
+    """Worker 2 becomes worker 1, and its gradients are enlarged as before."""
+    run = begin(tmp_path, "all_reduce", 1, "--fault", "enlarges(2, 1.5)", "--fault", "little_is_enough(0)")
+    run.wait_for_work(25)
+    run.fault(signal.SIGTERM, "worker-0")
+    wait_until(lambda: workers_of(run) == 2, PATIENCE, "the run goes on with two workers")
+    go_on(tmp_path)
+    ended = run.end()
+    assert ended.code == 0, ended.err
+    assert RunFolder(tmp_path / "run").read_config().faults == ("enlarges(worker=1, factor=1.5)",)
