@@ -5,6 +5,7 @@ EVALUATIONS TARGET STEP.
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -12,10 +13,15 @@ import torch.distributed as dist
 from preemption_job import paced
 from torch.nn.parallel import DistributedDataParallel
 
+TIMEOUT = timedelta(seconds=30)
+"""Time after which gloo gives a connection or a sum up, so that torchrun starts the workers again; by default half an
+hour, for which some restarts have hung.
+"""
+
 
 def main(folder: Path, checkpoints: int, evaluations: int, target: float, seconds: float) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     rank, workers = dist.get_rank(), dist.get_world_size()
     digits = paced(seconds)
     data, lr = digits.data(), digits.optimizer.lr
