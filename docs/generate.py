@@ -165,13 +165,22 @@ def _sources(kind: type) -> str:
 
 def failures() -> str:
     """The failure and consistency matrix."""
-    heading = ("strategy", "delivery", "replicas equal", "dead worker", "lost message", "slow worker", "why")
+    heading = (
+        "strategy",
+        "delivery",
+        "replicas equal",
+        "dead worker",
+        "dead server",
+        "lost message",
+        "slow worker",
+        "why",
+    )
     return table(heading, [tuple(_failure_cells(row)) for row in failure_matrix.rows()])
 
 
 def _failure_cells(row: failure_matrix.FailureRow) -> Iterator[str]:
     lost = row.lost if isinstance(row.lost, str) else "; ".join(f"{_code(k)}: {v}" for k, v in row.lost.items())
-    yield from (_code(row.strategy), row.delivery, row.equal, row.dead, lost, row.slow, row.why)
+    yield from (_code(row.strategy), row.delivery, row.equal, row.dead, row.server, lost, row.slow, row.why)
 
 
 def fault_scenarios() -> str:

@@ -23,6 +23,7 @@ from flockstep.testing import failures
 CELLS: dict[str, Callable[[Strategy], str | dict[str, str]]] = {
     "equal": failures.replicas_equal,
     "dead": failures.dead_worker,
+    "server": failures.dead_server,
     "lost": failures.lost_message,
     "slow": failures.slow_worker,
 }
@@ -55,6 +56,16 @@ WORDS = {
     failures.LATE_END: (
         "All workers take all their steps; at the end one worker waits for a worker that has left, which ends the run."
     ),
+    failures.NO_SERVER: "No process but the workers takes part.",
+    failures.SERVER_EXACT: (
+        "The backup continues; all workers take all their steps and end with the same parameters, bit for bit. Under "
+        "asynchronous methods this holds because the workers are equally fast, so that updates keep their order."
+    ),
+    failures.SERVER_WAITS: (
+        "The backup continues; all workers take all their steps, and end with other parameters, because their order "
+        "changes."
+    ),
+    failures.SERVER_FREE: "The backup continues, and no worker has waited for it; workers end with other parameters.",
     failures.NO_EFFECT: "Every node ends with the same parameters, bit for bit.",
     failures.UPDATE_LOST: "All workers take all steps; one recorded update takes effect on one node fewer.",
     failures.UPDATES_LOST: (
@@ -90,6 +101,8 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Words for what happens when one message with an array is lost; by kind of message if the kinds differ."""
     slow: str
     """Words for what happens to the other workers when the gradients of one worker take s times as long."""
+    server: str = failures.NO_SERVER
+    """Words for what the workers do when a server dies that has a backup (`replicas=1`)."""
     why: str = ""
     """Explanation, above all of differences from the published method."""
 
@@ -106,7 +119,7 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def words(self) -> Iterator[str]:
         """Every word that describes behavior in the row."""
         lost = [self.lost] if isinstance(self.lost, str) else self.lost.values()
-        yield from (self.equal, self.dead, *lost, self.slow)
+        yield from (self.equal, self.dead, self.server, *lost, self.slow)
 
 
 @cache

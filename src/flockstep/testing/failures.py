@@ -14,9 +14,10 @@ import numpy as np
 
 from flockstep.drivers.plan import Plan
 from flockstep.errors import PeerLost, ProtocolError, RunError
+from flockstep.expression import from_data, to_data
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address, Message, node_name
-from flockstep.records.events import Event, LostEvent, StepEvent
+from flockstep.records.events import Event, LostEvent, PromotedEvent, StepEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
@@ -52,6 +53,10 @@ GROUP_STALLS = "the group stalls, the other workers continue"
 ONE_STALLS = "one worker waits forever"
 LATE_STALL = "no effect until the end, then one worker waits forever"
 LATE_END = "no effect until the end, then the run ends with an error"
+NO_SERVER = "no server"
+SERVER_EXACT = "all workers wait until the death is detected, then continue with the exact result"
+SERVER_WAITS = "all workers wait until the death is detected, then continue"
+SERVER_FREE = "all workers continue"
 NO_EFFECT = "no effect"
 UPDATE_LOST = "one update is lost"
 UPDATES_LOST = "all updates in the message are lost"
@@ -182,6 +187,24 @@ def _after_deaths(strategy: Strategy | str, whole: Observed, workers: int, count
         return EXACT
     late = max(_longest_gap(run.ends(rank)) for rank in others)
     return WAITS if late > _longest_gap(whole.ends(others[0])) + UNNOTICED / 3 else GOES_ON
+
+
+def dead_server(strategy: Strategy | str) -> str:
+    """Return the words for what the workers do when a server dies that has a backup."""
+    composed = Strategy.parse(strategy)
+    if not composed.servers_for(WORKERS):
+        return NO_SERVER
+    backed = from_data({**to_data(composed), "replicas": 1}, Strategy)  # type: ignore[type-abstract]
+    whole, run = observe(backed), observe(backed, faults=[f"dies(-1, {DEATH}, noticed={UNNOTICED})"])
+    assert run.failure is None, run.failure
+    assert len(run.of(PromotedEvent)) == 1, "no backup took the place of the server"
+    assert all(len(run.ends(rank)) == len(whole.ends(rank)) for rank in range(WORKERS)) or not (
+        composed.traits.fixed_steps
+    )
+    if run.same_as(whole, exact=True, without=[-1]):
+        return SERVER_EXACT
+    late = max(_longest_gap(run.ends(rank)) for rank in range(WORKERS))
+    return SERVER_WAITS if late > _longest_gap(whole.ends(0)) + UNNOTICED / 3 else SERVER_FREE
 
 
 def _longest_gap(ends: Sequence[float]) -> float:
