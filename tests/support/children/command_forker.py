@@ -29,6 +29,7 @@ import flockstep.cli.runs
 import flockstep.launchers.entry
 import flockstep.launchers.script
 import flockstep.launchers.train  # noqa: F401
+from flockstep.launchers.signals import STOPS
 
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
 AWAY = 500
@@ -123,11 +124,18 @@ def _hand_over(pid: int, control: socket.socket, path: bytes, words: Sequence[st
 
 
 def _fork_server(control: socket.socket) -> CodeType:
-    """Wait until the command starts its fork server, and return the fork server's program; end with the command."""
+    """Wait until the command starts its fork server, and return the fork server's program; end with the command.
+
+    Signals to all processes of the command do not concern this process before.
+    """
+    usual = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
     said, files, _, _ = socket.recv_fds(control, 1 << 20, 16)
     if not said:
         os._exit(0)
     work = json.loads(said)
+    signal.pthread_sigmask(signal.SIG_SETMASK, work["mask"])
+    for number, handler in usual.items():
+        signal.signal(number, handler)
     away = [fcntl.fcntl(file, fcntl.F_DUPFD, AWAY) for file in files]
     for file in (*files, control.detach()):
         os.close(file)
@@ -135,7 +143,6 @@ def _fork_server(control: socket.socket) -> CodeType:
         os.dup2(file, number)
         os.close(file)
     os.chdir(work["folder"])
-    signal.pthread_sigmask(signal.SIG_SETMASK, work["mask"])
     return _begun(work["environment"], work["program"], [])
 
 
