@@ -1,6 +1,6 @@
 """Time to a target accuracy while workers are killed and come back, against two ways that start everyone again.
 
-Every `--every` seconds a worker is killed, and two thirds of that time later a worker joins. All ways train the job
+A worker is killed every `--every` seconds, and two thirds of that time later a worker joins. All ways train the job
 `digits` by synchronous SGD, with the same interval of checkpoints:
 
     flockstep   flockstep train --min-workers --max-workers: the other workers continue from the newest checkpoint at
@@ -11,12 +11,13 @@ Every `--every` seconds a worker is killed, and two thirds of that time later a 
                 workers, so that nobody has to join
 
 A step takes at least `--step` seconds, in which the process sleeps as it would for a GPU, because all workers share the
-cores of this machine. The clock starts with the first step, and ends at the first evaluation that reaches the target. A
-fault that is due while a way starts its workers comes when they train. Needs Linux.
+cores of this machine. The clock starts with the first step, and ends at the first evaluation that reaches the target.
+The time until the next fault begins when the workers train again after the last one, which favors ways that start
+slowly: on a busy machine they would otherwise never come to a checkpoint. Needs Linux.
 
     python benchmarks/preemption.py [--workers 8] [--every 30] [--step 0.5] [--ways flockstep,restart,torchrun] [--json]
 
-The defaults take about 10 minutes; --workers 4 --every 10 --step 0.2 takes about 4.
+A way that needs more than 10 minutes is given up. A short trial: --workers 2 --every 6 --step 0.05.
 """
 
 from __future__ import annotations
@@ -84,16 +85,19 @@ def measured(way: Way, every: float) -> dict[str, float | int]:
     try:
         way.begin()
         wait_until(way.trains, LONGEST, "the first step")
-        began = time.monotonic()
+        began = since = time.monotonic()
+        wait, trains = every, True
         while not way.reached():
-            now = time.monotonic() - began
-            if now > LONGEST:
+            now = time.monotonic()
+            if now - began > LONGEST:
                 raise SystemExit(f"{type(way).__name__} has not reached the target in {LONGEST:g} s")
-            if deaths == joins and now > (deaths + 1) * every and way.trains():
-                deaths += 1
+            if not trains:
+                since, trains = now, way.trains()
+            elif now - since > wait and deaths == joins:
+                deaths, wait, trains = deaths + 1, every * 2 / 3, False
                 way.kill()
-            elif deaths > joins and now > (deaths + 2 / 3) * every and way.trains():
-                joins += 1
+            elif now - since > wait:
+                joins, wait, trains = joins + 1, every / 3, False
                 way.join()
             time.sleep(0.05)
         return {"seconds": time.monotonic() - began, "deaths": deaths, "joins": joins}
