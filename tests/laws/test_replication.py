@@ -10,8 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flockstep.drivers.replication import LOG, ReplicatedServer
+from flockstep.drivers.runner import Runner
+from flockstep.drivers.settings import tell_servers
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError, RunError
 from flockstep.messages import Message
+from flockstep.optimizers.base import Optimizer
+from flockstep.programs import NeedGradient
 from flockstep.records.events import EvaluationEvent, LostEvent, PromotedEvent, ScalarEvent, UpdateEvent
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import Sent, SimulatedRun, Watched, check_strategy, run_strategy
@@ -133,6 +137,42 @@ def test_two_of_three_processes_of_a_server_may_die(
     again = run("ps(ssp(2), replicas=2)", *faults)
     assert again.events == one.events
     assert np.array_equal(again.replicas, one.replicas)
+
+
+@pytest.mark.parametrize("order", [(-1, -3), (-3, -1)])
+def test_the_processes_of_a_server_may_hear_of_a_death_one_after_another(order: tuple[int, int]) -> None:
+    """The middle process of three dies; a process sends to another one that has not been told yet."""
+
+    class OneByOne(Watched):
+        at = 0.0
+
+        def run(self) -> None:
+            self._queue.schedule(self.at, lambda: self.die(-2))
+            for place, address in enumerate(order):
+                self._queue.schedule(self.at + 0.3 + place, lambda address=address: self.runners[address].lose(-2))
+            super().run()
+
+    for at in moments(run("ps(bsp, replicas=2)")):
+        OneByOne.at = at
+        assert applied(run("ps(bsp, replicas=2)", simulation=OneByOne)) == {
+            (-1, rank): STEPS for rank in range(WORKERS)
+        }
+
+
+def test_new_settings_of_the_optimizer_count_as_a_message() -> None:
+    """A script changes another setting than the learning rate: the server takes it over, and expects the next push."""
+
+    class Changes(Watched):
+        def _start_gradient(self, runner: Runner, need: NeedGradient) -> None:
+            if runner.node.step == 3 and runner.node.address == 0:
+                tell_servers(runner.node, Optimizer.parse("sgd(lr=0.05, weight_decay=0.01)"))
+            super()._start_gradient(runner, need)
+
+    for replicas in (0, 1):
+        one = run(f"ps(asynchronous, replicas={replicas})", simulation=Changes)
+        assert applied(one) == {(-1, rank): STEPS for rank in range(WORKERS)}
+        assert str(one.nodes[-1].optimizer) == "sgd(lr=0.05, weight_decay=0.01)"
+        assert not one.nodes[-1].mailbox.missing
 
 
 def test_what_a_process_keeps_is_bounded() -> None:

@@ -471,6 +471,8 @@ class ReplicatedServer(Endpoint):
         else:
             for entry, array in list(self._log):
                 self._post(successor, LOG, entry, array)
+        if (predecessor := self._neighbor(-1)) is not None:  # what was said to a lost process between the two
+            self._post(predecessor, STORED, Stored(self.stored))
 
     def _lead(self) -> None:
         """Take the place of the head: send again what receivers may lack, then handle what has waited."""

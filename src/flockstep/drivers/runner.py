@@ -406,6 +406,7 @@ class Runner:
             if self.progress is not None:
                 self.progress.heard(message)
             if message.tag == OPTIMIZER and taken_over(node, message):
+                node.mailbox.hear(message)
                 return
         waiting = self.waiting
         if (  # nothing that lies in the mailbox is what the program waits for, so this need not either
