@@ -130,13 +130,27 @@ def test_a_change_through_data_of_a_whole_layer_of_a_large_model_is_found_at_onc
         assert refused(guard) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("through", [True, False], ids=["data", "counted"])
+def test_a_change_of_a_small_tensor_of_a_large_model_is_found_at_once(dtype, through):
+    model = Large(dtype)
+    model.scale, model.shift = nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.zeros(500))
+    guard = Guard(FlatModule(model))
+    for name, value in [("scale", model.scale), ("shift", model.shift)] * 3:
+        assert refused(guard) is None
+        with torch.no_grad():
+            (value.data if through else value)[1] += 1
+        assert refused(guard) in ({"scale", "shift"} if through else {name})  # neighbors are digested together
+
+
 def test_once_old_values_were_put_back_every_element_of_a_large_model_is_compared():
     model = Large()
     guard = Guard(FlatModule(model))
     with torch.no_grad():
         for value in (1, 0):
             model.first.fill_(value)
-        assert refused(guard) is None
+        with pytest.warns(RuntimeWarning, match=r"parameter first was written to .* call optimizer.sync\(\)"):
+            assert refused(guard) is None
         for place in range(0, 24 * BLOCK, BLOCK):
             model.second[place + 77] = 1
             assert refused(guard) == "second"

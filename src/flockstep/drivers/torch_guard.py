@@ -4,6 +4,7 @@ gradients that the script changes after they were sent.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from flockstep.arrays.kernels.torch_basics import as_bytes
+from flockstep.arrays.schema import Entry
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
@@ -31,10 +33,12 @@ SENT = 4
 class Guard:
     """Compares a module before a step with its state after the previous step.
 
-    torch counts writes to each tensor, except through `.data` and numpy. If no counter has changed, the digests of
-    `WINDOW` blocks, in turn, and of every `STRIDE`-th element are compared; a model of at most a million parameters is
-    compared as a whole. A larger one is digested as a whole only once a script has written to parameters and put the
-    old values back, because a digest of all parameters takes as long as a copy of them.
+    A model of at most a million parameters is compared as a whole. Of a larger one the digests of all tensors of at
+    most `BLOCK` elements, such as biases, of `WINDOW` blocks, in turn, and every `STRIDE`-th element are compared,
+    because a digest of all parameters takes as long as a copy of them. torch counts writes to each tensor, except
+    through `.data` and numpy: once it has counted one after which all that is compared is equal, as where averaged
+    weights are put in and taken out again, the guard warns if it has not compared the whole tensor, and compares
+    the whole model from then on.
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
@@ -44,9 +48,14 @@ class Guard:
         self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
         self._trained = {id(parameter) for parameter in flat.parameters}
         self._versions: list[int] = []
-        self._blocks = [slice(at, at + BLOCK) for at in range(0, len(flat.params), BLOCK)]
-        self._whole = self._small = len(self._blocks) <= SMALL
+        self._blocks = [slice(at, min(at + BLOCK, len(flat.params))) for at in range(0, len(flat.params), BLOCK)]
+        self._count = len(self._blocks)
+        self._whole = self._small = self._count <= SMALL
+        if not self._small:
+            self._blocks += _runs([entry for entry in flat.schema.entries if entry.size <= BLOCK])
         """Whether every block is digested after each step."""
+        self._written = False
+        """Whether torch has counted a write to a large model after which the compared parts were equal."""
         self._sums: Any = []
         """Digest of each block, or of each block of the window and of `_kept`: numbers, or a tensor on the parameters'
         device.
@@ -109,13 +118,16 @@ class Guard:
         self._flat.write_parameters()
         self._versions = [parameter._version for parameter in self._flat.parameters]
         self._turn += 1
+        self._whole = self._whole or self._written
         self._kept = [] if self._whole else self._elements()
         self._sums, self._finite = self._digests()
 
     def _window(self) -> list[int]:
-        """Numbers of the blocks whose turn it is."""
-        count = len(self._blocks)
-        return list(range(count)) if self._small else sorted((self._turn * WINDOW + i) % count for i in range(WINDOW))
+        """Numbers of the blocks whose turn it is, then of those that hold the small tensors of a large model."""
+        if self._small:
+            return list(range(self._count))
+        turn = sorted((self._turn * WINDOW + i) % self._count for i in range(WINDOW))
+        return [*turn, *range(self._count, len(self._blocks))]
 
     def _elements(self) -> list[Any]:
         """Copies of every `_stride`-th element of the flat array, and of the memory of narrower parameters."""
@@ -132,7 +144,7 @@ class Guard:
 
             sums, known = digests(params, BLOCK)
             return sums, known if params.dtype == np.float32 else bool(_finite(params))
-        parts = map(self._block, range(len(self._blocks)) if self._whole else self._window())
+        parts = map(self._block, range(self._count) if self._whole else self._window())
         found, finite = map(list, zip(*map(_digest, [*parts, *([self._kept] if self._kept else [])]), strict=True))
         return _together(found), torch.stack(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
 
@@ -146,17 +158,39 @@ class Guard:
     def _moved(self) -> int | None:
         """Position at or after the first detected change of the flat array; None if no change was detected."""
         every = any(p._version != old for p, old in zip(self._flat.parameters, self._versions, strict=True))
-        looked = list(range(len(self._blocks)) if self._whole and every else self._window())
+        looked = self._looked(every)
         elements = self._elements() if self._kept else []
         found = _together([_digest(part)[0] for part in [*map(self._block, looked), *([elements] if elements else [])]])
         known = _chosen(self._sums, looked) if self._whole else self._sums
         if _equal(found, known):  # one truth value leaves the device
-            self._whole = self._whole or every
+            if every and not self._whole:
+                self._tell_unknown()
+                self._written = True
             return None
         differs = [one != other for one, other in zip(_numbers(found), _numbers(known), strict=True)].index(True)
         if differs == len(looked):
             return self._moved_element(elements)
-        return self._first_written(looked[differs]) if every else looked[differs] * BLOCK
+        start = self._blocks[looked[differs]].start
+        return self._first_written(start) if every else start
+
+    def _looked(self, every: bool) -> list[int]:
+        """Numbers of the blocks to compare; `every`: torch has counted a write."""
+        if not self._whole:
+            return self._window()
+        return list(range(self._count)) if every else [one for one in self._window() if one < self._count]
+
+    def _tell_unknown(self) -> None:
+        """Warn if torch has counted a write to a tensor that was not compared as a whole."""
+        moved = zip(self._flat.schema.entries, self._flat.parameters, self._versions, strict=True)
+        names = [entry.name for entry, p, old in moved if p._version != old and entry.size > BLOCK]
+        if names:
+            warnings.warn(
+                f"parameter {names[0]} was written to between two steps; the parts of it that flockstep compares are "
+                "unchanged, but others may not be; if its values are not the old ones, call optimizer.sync() on every "
+                "rank after the change; from now on every parameter is compared as a whole",
+                RuntimeWarning,
+                stacklevel=6,
+            )
 
     def _moved_element(self, elements: list[Any]) -> int:
         """Position of the first of the single elements that has changed."""
@@ -165,12 +199,12 @@ class Guard:
         start, first = next((start, first) for start, first in zip(starts, firsts, strict=True) if first is not None)
         return int(start + self._turn % self._stride + first * self._stride)
 
-    def _first_written(self, index: int) -> int:
-        """First element of the first tensor, in or after a block, that torch has written to."""
+    def _first_written(self, start: int) -> int:
+        """First element of the first tensor, in or after a block, that torch has written to; `start`: of the block."""
         for entry, parameter, old in zip(self._flat.schema.entries, self._flat.parameters, self._versions, strict=True):
-            if parameter._version != old and entry.offset + entry.size > index * BLOCK:
+            if parameter._version != old and entry.offset + entry.size > start:
                 return entry.offset
-        return index * BLOCK
+        return start
 
     def _block(self, index: int) -> list[Any]:
         """A part of the flat array, and what narrower parameters hold of it."""
@@ -233,6 +267,18 @@ class SentParts:
     def _digest(self, block: slice) -> Any:
         narrow = self._flat.narrow_within(block.start, block.stop, gradients=True)
         return _digest([self._flat.grads[block], *narrow])[0]
+
+
+def _runs(entries: Sequence[Entry]) -> list[slice]:
+    """The places of tensors in the flat array, where neighbors are one place of at most `BLOCK` elements."""
+    found: list[slice] = []
+    for entry in entries:
+        stop = entry.offset + entry.size
+        if found and found[-1].stop == entry.offset and stop - found[-1].start <= BLOCK:
+            found[-1] = slice(found[-1].start, stop)
+        else:
+            found.append(slice(entry.offset, stop))
+    return found
 
 
 def _changed(name: str) -> str:
