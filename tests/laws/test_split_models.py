@@ -497,8 +497,8 @@ def test_a_run_that_cannot_be_split_is_refused_before_it_starts(tmp_path: Path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_real_processes_do_not_split_models() -> None:
-    config = RunConfig(kind="train", job="digits", strategy="all_reduce", workers=4, partition="pipeline(4)")
-    with pytest.raises(ConfigurationError, match=r"split in virtual time only, got pipeline.* for flockstep train"):
+def test_models_of_scripts_are_not_split() -> None:
+    config = RunConfig(kind="launch", job="digits", strategy="all_reduce", workers=4, partition="pipeline(4)")
+    with pytest.raises(ConfigurationError, match=r"a script cannot be split, got pipeline.* for flockstep launch"):
         check(config)
     assert check(dataclasses.replace(config, partition="none")) == Strategy.parse("all_reduce")

@@ -104,3 +104,8 @@ def simulated(
     simulation.run()
     simulation.stop()
     return Ran(simulation, events)
+
+
+def job() -> Job:
+    """The job of this file, for runs of processes."""
+    return job_of(optimizer="sgd(lr=0.2, momentum=0.9)")

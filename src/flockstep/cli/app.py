@@ -158,6 +158,7 @@ def train(
     lr: o.Lr = None,
     schedule: o.ScheduleText = None,
     split: o.SplitText = "iid",
+    partition: o.PartitionText = None,
     target: o.Target = None,
     evaluate_every: o.EvaluateEvery = None,
     faults: o.Faults = None,

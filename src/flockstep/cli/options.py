@@ -478,7 +478,7 @@ BY_HAND = ("node_rank", "coordinator", "separate_coordinator", "secret_file")
 FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
 """Options that matter on the host where a Slurm job is submitted."""
 _NOT_OF = {
-    "train": ("partition", "network", "compute", "cluster", "until_target"),
+    "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
         *("transport", "heartbeat", "link_timeout", "step_timeout"),
         *("checkpoint_every", "keep", "min_workers", "max_workers", "park"),

@@ -14,14 +14,19 @@ from flockstep.drivers.checkpoints import NodeCheckpoint, load
 from flockstep.drivers.fault_injector import wrong_gradients
 from flockstep.drivers.member import BeginAgain, Member, NodeSpec, failure_of, send_to_control
 from flockstep.drivers.node_creation import make_server
+from flockstep.drivers.part_group import PartGroup, groups_of
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.program_restart import notes_of
 from flockstep.drivers.real import NodeConnection
+from flockstep.drivers.real_stage import StageConnection
 from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import Runner
+from flockstep.drivers.stage import stage_notes
 from flockstep.errors import FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.frameworks.base import Engine
+from flockstep.frameworks.stages import SplitModel
+from flockstep.messages import node_name
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient
@@ -39,6 +44,9 @@ def run_worker(
     """
     with _guarded(node_spec) as guard:
         engine, plan = make()
+        if plan.split is not None:
+            _run_stage(guard, node_spec, engine, plan, plan.split)
+            return guard.code
         largest = max(engine.buffers(node_spec.address).nbytes, plan.strategy.largest_message)
         member = guard.member = Member(
             node_spec, engine.schema, largest, {**plan.strategy.notes, **REPLICAS}, plan.strategy.sums
@@ -71,18 +79,64 @@ def run_worker(
     return guard.again or guard.code
 
 
-def run_server(node_spec: NodeSpec, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
-    """Take part in a run as a server; return the exit code of the process."""
+def _run_stage(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, split: SplitModel) -> None:
+    """Take part in a run as the worker that holds one stage of one replica."""
+    servers, parts = plan.cluster.servers, split.pipeline.parts
+    group = groups_of(split.sizes, servers)[node_spec.address % parts]
+    part, rank = split.parts[group.part], node_spec.address // parts
+    guard.where = f"stage {group.part} of replica {rank} (worker {node_spec.address}): "
+    microbatch = -(-max(map(plan.batch_at, range(plan.steps))) // split.pipeline.microbatches)
+    largest = max(part.buffers(rank).nbytes, plan.strategy.largest_message, microbatch * split.sample_bytes)
+    member = guard.member = Member(
+        node_spec, engine.schema, largest, {**plan.strategy.notes, **REPLICAS, **stage_notes(split.pipeline.schedule)}
+    )
+    first = engine.initial() if node_spec.address == 0 else None
+    _, whole = member.join(to_text(plan.strategy), to_data(plan.optimizer.on_servers), first)
+    params = whole[group.span].copy()
+    del first, whole
+    stepper = LocalOptimizer(plan.optimizer, params, part.schema.slices)
+    stepper.lr = plan.lr_at(0)
+    worker = plan.worker(part, rank, params, stepper)
+    release()
+    member.begin()
+    connection = guard.connection = StageConnection(member, worker, plan, split, group)
+    connection.snapshots.buffers = lambda: part.buffers(rank)
+    connection.runner.begin(plan.strategy.worker(worker), partial(plan.strategy.finish, worker))
+    connection.train(stepper)
+    connection.close()
+    member.wait_for_end(connection.attend)
+
+
+def run_server(
+    node_spec: NodeSpec,
+    index: int,
+    strategy: str,
+    optimizer: str,
+    schema: Schema,
+    every: int,
+    group: PartGroup | None = None,
+) -> int:
+    """Take part in a run as a server; return the exit code of the process.
+
+    `group`: the group of the server, if the model is split; `index` counts the servers of this group.
+    """
     with _guarded(node_spec) as guard:
         rule = Strategy.parse(strategy)
         member = guard.member = Member(node_spec, schema, rule.largest_message, {**notes_of(rule), **REPLICAS})
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
+        if group is not None:
+            cluster, params, schema = (
+                rule.cluster(cluster.workers // group.parts),
+                params[group.span],
+                group.schema(schema),
+            )
+            guard.where = f"a server of stage {group.part} ({node_name(node_spec.address)}): "
         node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
         kept = load(node_spec, node.address, node.params)
         _be_ready(member, kept)
-        connection = guard.connection = NodeConnection(member, node, rule, every)
+        connection = guard.connection = NodeConnection(member, node, rule, every, group)
         _begin(connection, rule, kept, lambda: connection.runner.serve(rule, node))
         connection.drive(connection.runner)
         connection.close()
@@ -152,6 +206,8 @@ class _Guard:
         self.connection: NodeConnection | None = None
         self.code = 0
         self.again: BeginAgain | None = None
+        self.where = ""
+        """Words about the place of this node in the run, before the reason of a failure."""
 
 
 def _awaited(guard: _Guard, again: BeginAgain) -> BeginAgain | None:
@@ -184,6 +240,7 @@ def _guarded(node_spec: NodeSpec) -> Iterator[_Guard]:
             node_spec,
             guard.connection.node.step if guard.connection is not None and node_spec.address >= 0 else None,
         )
+        failure.reason = guard.where + failure.reason
         if guard.member is None:
             send_to_control(node_spec, failure)
         else:

@@ -16,11 +16,14 @@ from flockstep.drivers.checkpoints import CHECKPOINT, NodeCheckpoints
 from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import PAUSE, Member
 from flockstep.drivers.messenger import Messenger
+from flockstep.drivers.part_group import PartGroup
+from flockstep.drivers.part_link import PartLink
 from flockstep.drivers.program_restart import ScriptRequests
 from flockstep.drivers.replication import ReplicatedServer, replicate
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.drivers.tracker import FINAL, Progress
+from flockstep.drivers.whole_model import with_addresses_of_run
 from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import LEAVE, Address, Fields, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
@@ -40,12 +43,18 @@ GLANCE = 0.001
 class NodeConnection(Messenger):
     """A node's connection to the run for which this process was started: its messages and its snapshots."""
 
-    def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0):
-        """`every`: steps of a worker between two evaluations; 0 for none."""
+    def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0, group: PartGroup | None = None):
+        """`every`: steps of a worker between two evaluations; 0 for none. `group`: the group of the node, if the model
+        is split.
+        """
         self.reports = EventSender(member)
-        super().__init__(member.bus, member.receive, node, self._report, member.seconds)
+        self._link = None if group is None else PartLink(member, group, bool(strategy.traits.survives))
+        bus, receive = (member.bus, member.receive) if self._link is None else (self._link, self._link.receive)
+        super().__init__(bus, receive, node, self._report, member.seconds)
         self.reports.write(ClockEvent(self.now(), member.node_spec.address, *member.clock))
         node.view, node.hosts = member.view, member.hosts
+        if group is not None:
+            node.view, node.hosts = group.view(member.view), group.hosts(member.hosts)
         self.snapshots = SnapshotSender(member)
         self.checkpoints = NodeCheckpoints(self)
         self.asked_to_leave: Callable[[], bool] = lambda: False
@@ -105,17 +114,25 @@ class NodeConnection(Messenger):
             if isinstance(wanted, NeedWork):
                 runner.go_on(self._join(wanted.work))
                 continue
-            self._wanted = wanted
-            self._require_others()
-            self._tell_waiting()
-            self._note_waiting(wanted)
-            idle = not node.poll()
-            if (message := self._next(WAIT_PERIOD if idle else GLANCE, wanted)) is not None:
-                self.take(message)
-            elif idle:
-                self.reports.flush()
+            self.wait_once(wanted)
             runner.wake()
         self._wanted = None
+
+    def wait_once(self, wanted: Wanted) -> None:
+        """Deliver the next message, or wait some time for it, while this node waits for `wanted`.
+
+        Raises:
+            PeerLost: this node cannot continue without a node that was lost.
+        """
+        self._wanted = wanted
+        self._require_others()
+        self._tell_waiting()
+        self._note_waiting(wanted)
+        idle = not self.node.poll()
+        if (message := self._next(WAIT_PERIOD if idle else GLANCE, wanted)) is not None:
+            self.take(message)
+        elif idle:
+            self.reports.flush()
 
     def _note_waiting(self, wanted: Wanted | Work) -> None:
         """Note once in the flight recorder what this node waits for."""
@@ -126,7 +143,7 @@ class NodeConnection(Messenger):
 
     def _report(self, event: Event) -> None:
         """Send an event to the supervisor; after a refused gradient, the flight recorder too, at most once a second."""
-        self.reports.write(event)
+        self.reports.write(event if self._link is None else with_addresses_of_run(event, self._link.group))
         if isinstance(event, RefusedEvent) and time.monotonic() - self._flown >= 1.0:
             self._flown = time.monotonic()
             self.send_flight()
@@ -269,7 +286,10 @@ class NodeConnection(Messenger):
 
     def attend(self, message: Message) -> None:
         """Deliver a message after the end of the program, for background tasks that still run."""
-        said = message.source == LAUNCHER
+        found = message if self._link is None else self._link.within(message)
+        if found is None:
+            return
+        message, said = found, found.source == LAUNCHER
         replicas = self.replication is not None and (not said or (message.tag == "lost" and message.note.replaced))
         if self.node.tasks or replicas or (said and message.tag == CHECKPOINT):
             self.take(message)
@@ -287,8 +307,9 @@ class NodeConnection(Messenger):
     def _meet(self, worker: Worker) -> None:
         """Give a worker its ways of communication other than messages."""
         node_spec = self._member.node_spec
+        run = node_spec.run if self._link is None else f"{node_spec.run}.{self._link.group.part}"
         worker.rendezvous = Rendezvous(
-            node_spec.run, Path(node_spec.record), node_spec.address, node_spec.workers, self._attend, self._count
+            run, Path(node_spec.record), worker.rank, worker.workers, self._attend, self._count
         )
         if self._member.memory is not None and worker.workers > 1:
             room = room_for(self._member.schema.nbytes)
@@ -401,7 +422,8 @@ class NodeConnection(Messenger):
 
     def note_loss(self, address: Address, reason: str) -> None:
         """Record a loss, and end the run if the strategy needs that node."""
-        self.reports.write(LostEvent(self.now(), address, reason))
+        lost = address if self._link is None else self._link.group.outside(address)
+        self.reports.write(LostEvent(self.now(), lost, reason))
         if not self._survives or address < 0:
             raise PeerLost(f"{reason}; {self._doing()}")
         self.send_flight()
@@ -433,5 +455,6 @@ class NodeConnection(Messenger):
                 )
 
     def _doing(self) -> str:
-        who = f"{node_name(self.node.address)} at step {self.node.run_step}"
+        here = self.node.address if self._link is None else self._member.node_spec.address
+        who = f"{node_name(here)} at step {self.node.run_step}"
         return f"{who} waited for {self._wanted}" if self._wanted else f"{who} could not continue"

@@ -63,6 +63,8 @@ def check(config: RunConfig) -> Strategy:
     strategy.check(replicas)
     canonical(config)
     choose_result(strategy, config.result)  # type: ignore[arg-type]
+    if partition != Unsplit() and config.kind == "train":
+        _require_plain_run(config)
     for fault in map(Fault.parse, config.faults):
         if partition != Unsplit() and not fault.split:
             known = [name for name in registry.names("fault") if registry.load("fault", name).split]
@@ -87,15 +89,34 @@ def partition_of(config: RunConfig) -> Partition:
     """The partition of `config`.
 
     Raises:
-        ConfigurationError: a real run would have to split the model.
+        ConfigurationError: a script's model would have to be split.
     """
     partition: Partition = Unsplit() if config.partition is None else Partition.parse(config.partition)
-    if config.kind != "simulate" and partition != Unsplit():
+    if config.kind == "launch" and partition != Unsplit():
         raise ConfigurationError(
-            f"models are split in virtual time only, got {partition} for flockstep {config.kind}; use flockstep "
-            "simulate, or leave the partition out"
+            f"the model of a script cannot be split, got {partition} for flockstep launch; use flockstep train with a "
+            "job, or leave the partition out"
         )
     return partition
+
+
+def _require_plain_run(config: RunConfig) -> None:
+    """Raise `CompositionError` if real processes of a split model would have faults injected, take checkpoints, or
+    leave and join.
+    """
+    given = {
+        "faults cannot be injected into": config.faults,
+        "checkpoints cannot be taken of": config.checkpoint_every,
+        "workers cannot leave": config.min_workers,
+        "workers cannot join": config.max_workers,
+    }
+    for what, value in given.items():
+        if value:
+            got = value[0] if isinstance(value, tuple) else value
+            raise CompositionError(
+                f"{what} a run of a split model on real processes yet, got {got} with {config.partition}; leave it "
+                "out, or use partition=none"
+            )
 
 
 def _real_faults() -> list[str]:
@@ -193,6 +214,11 @@ class BuiltJob:
             require_own_samples(strategy)
             job = own.job(job)
         partition = partition_of(config)
+        if own is not None and partition != Unsplit():
+            raise CompositionError(
+                f"all stages of a replica read its samples, but here each worker has samples of its own, got "
+                f"{partition}; leave the partition out"
+            )
         split = make_split(job, config.seed, partition) if isinstance(partition, Pipeline) else None
         engine = make_engine(job, config.seed) if split is None else split.engine
         if own is not None:

@@ -11,9 +11,10 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.tracker import FINAL, Tick, Tracker
+from flockstep.drivers.whole_model import by_worker, tracked
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address
-from flockstep.records.snapshots import LAST, Snapshot
+from flockstep.records.snapshots import LAST, Snapshot, SnapshotJoiner
 
 PART = 1 << 20
 """Number of parameters read at a time when several snapshots are summed."""
@@ -98,12 +99,15 @@ class SnapshotTick(Tick):
 class NewestSnapshots:
     """The newest snapshot of each node: the model of a run that ends early."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int = 1) -> None:
+        """`parts`: number of workers that hold one replica together, whose snapshots become one of the replica."""
         self._items: dict[Address, Snapshot] = {}
+        self._joiner = SnapshotJoiner(parts)
 
     def take(self, item: Snapshot) -> None:
         """Store a snapshot that was sent outside of the evaluations, or the final snapshot."""
-        self._items[item.address] = item
+        for whole in self._joiner.add(item):
+            self._items[whole.address] = whole
 
     def buffers(self) -> dict[Address, FlatArray | None]:
         """Rank → bytes of the worker's final buffers, for workers whose program has ended."""
@@ -127,7 +131,10 @@ class SnapshotTracker(Tracker):
     """Evaluates each tick when the snapshots of all nodes have arrived, and stores the final model with `keep`."""
 
     def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Callable[[SnapshotTick, FlatArray], None]):
-        super().__init__(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
+        sizes = (engine.schema.size,) if plan.split is None else plan.split.sizes
+        facts = *tracked(plan, sizes), plan.samples_at, by_worker(emit, len(sizes))
+        super().__init__(engine, plan.result, *facts)
+        self._parts, self._joiner = len(sizes), SnapshotJoiner(len(sizes))
         self._keep = keep
         self._newest = NewestSnapshots()
         self._final: list[Snapshot] = []
@@ -135,6 +142,10 @@ class SnapshotTracker(Tracker):
 
     def add_snapshot(self, item: Snapshot) -> None:
         """Add a node's snapshot; evaluate the ticks that are complete."""
+        for whole in self._joiner.add(item):
+            self._add_whole(whole)
+
+    def _add_whole(self, item: Snapshot) -> None:
         if item.tick is None or item.tick == LAST:
             self._newest.take(item)
         if item.tick is None and item.address >= 0:
@@ -153,6 +164,7 @@ class SnapshotTracker(Tracker):
 
     def lose(self, address: Address) -> None:
         """Stop waiting for a lost node."""
+        address = address // self._parts if address >= 0 else address
         self._lost.add(address)
         super().lose(address)
 

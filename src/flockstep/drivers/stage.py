@@ -17,7 +17,7 @@ import numpy as np
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
-from flockstep.errors import ConfigurationError, ProtocolError, RunError
+from flockstep.errors import CompositionError, ConfigurationError, ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.base import Indices
@@ -25,9 +25,13 @@ from flockstep.frameworks.stages import MicroBatch, ModelPart
 from flockstep.messages import Mailbox, Message, Note, Notes, Wanted
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineSchedule
+from flockstep.programs import NeedGradient
+from flockstep.strategies.base import Strategy
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages with its inputs and outputs."""
+STREAM = 0x57A6E
+"""Part of the seed of the stages' generators, which separates them from the nodes' generators."""
 PASSED = "passed"
 """Tag of the message that a batch has left the last stage, for schedules with one forward pass at a time."""
 
@@ -50,6 +54,24 @@ def stage_notes(schedule: PipelineSchedule) -> Notes:
     return dict.fromkeys(
         [PASSED, *(f"{word} {chunk}" for word in words for chunk in range(schedule.chunks))], StageNote
     )
+
+
+def stage_random(seed: int, replica: int, number: int) -> np.random.Generator:
+    """Return the generator of a stage for codecs with random choices, equal for every driver."""
+    return np.random.default_rng(np.random.SeedSequence((seed, STREAM, replica, number)))
+
+
+def require_plain(need: NeedGradient, strategy: Strategy, pipeline: Pipeline) -> None:
+    """Check that a worker's program asks for nothing but the gradient of its next batch.
+
+    Raises:
+        CompositionError: the stages of a pipeline do not compute what the program asks for.
+    """
+    if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
+        raise CompositionError(
+            f"{strategy} asks for more than the gradient of the worker's next batch, which the stages of {pipeline} do "
+            "not compute; use partition=none, or a strategy such as local_sgd"
+        )
 
 
 @dataclass(frozen=True, slots=True)

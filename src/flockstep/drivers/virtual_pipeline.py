@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
-import msgspec
 import numpy as np
 
 from flockstep.arrays.namespace import to_host
@@ -19,24 +17,21 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.batched import ReplicaGradients
 from flockstep.drivers.fault_injector import FaultInjector
 from flockstep.drivers.node_metrics import Emit
+from flockstep.drivers.part_group import PartGroup, groups_of
 from flockstep.drivers.plan import Plan, require_splittable, whole_cluster
 from flockstep.drivers.runner import Runner
-from flockstep.drivers.stage import NeedPass, PipelineStage, StageRunner
+from flockstep.drivers.stage import NeedPass, PipelineStage, StageRunner, require_plain, stage_random
 from flockstep.drivers.tracker import Tracker
 from flockstep.drivers.virtual import Simulation, Surroundings, carry
-from flockstep.errors import CompositionError
+from flockstep.drivers.whole_model import by_worker, tracked, with_addresses_of_run
 from flockstep.frameworks.stages import ModelPart, SplitModel
-from flockstep.messages import HEADER_BYTES, Address, Message, node_name, server
-from flockstep.nodes import Cluster, Hosts
+from flockstep.messages import HEADER_BYTES, Address, Message, node_name
 from flockstep.programs import GRADIENT, NeedGradient
-from flockstep.records.events import EvaluationEvent, Event, RefusedEvent, ReplicaEvent, UpdateEvent
+from flockstep.records.events import Event
 from flockstep.simulation.collector import seldom
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Fabric, Network
 from flockstep.simulation.queue import EventQueue
-
-STAGE = 0x57A6E
-"""Part of the seed of the stages' generators, which separates them from the nodes' generators."""
 
 
 class StageGradients(ReplicaGradients):
@@ -68,10 +63,7 @@ class PartSnapshots:
     """Joins the snapshots of the parts of a replica, and gives the tracker of the run whole models."""
 
     tracker: Tracker
-    spans: Sequence[slice]
-    """Slice of each part in the whole model."""
-    servers: int
-    """Number of servers of each group."""
+    groups: Sequence[PartGroup]
     _waiting: dict[tuple[float, int], dict[int, tuple[FlatArray, float, int, int]]] = field(default_factory=dict)
     """Tick and replica → part → parameters, second, step and bytes sent."""
 
@@ -82,14 +74,14 @@ class PartSnapshots:
     def add(self, part: int, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
         """Add the parameters of a node of the group of one part."""
         if address < 0:
-            self.tracker.add(tick, address - part * self.servers, params, t, step, sent)
+            self.tracker.add(tick, self.groups[part].outside(address), params, t, step, sent)
             return
         known = self._waiting.setdefault((tick, address), {})
         known[part] = to_host(params).copy(), t, step, sent
-        if len(known) < len(self.spans):
+        if len(known) < len(self.groups):
             return
         del self._waiting[tick, address]
-        ordered = [known[one] for one in range(len(self.spans))]
+        ordered = [known[one] for one in range(len(self.groups))]
         whole = np.concatenate([one[0] for one in ordered])
         self.tracker.add(
             tick, address, whole, max(one[1] for one in ordered), ordered[0][2], sum(one[3] for one in ordered)
@@ -140,7 +132,7 @@ class PipelineSimulation:
         require_splittable(plan)
         self.plan, self.pipeline = plan, model.pipeline
         self._progress, self._steps = progress, 0
-        parts, replicas, servers = model.pipeline.parts, plan.cluster.workers, plan.cluster.servers
+        parts, replicas = model.pipeline.parts, plan.cluster.workers
         everyone = whole_cluster(plan.cluster, parts)
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._fabric: Fabric = network.start(everyone)
@@ -150,35 +142,26 @@ class PipelineSimulation:
             self._fabric.narrow(node, everyone.processes, 1.0 if t else factor)
         self._everyone = everyone
         self.model = model
-        ends = np.cumsum([0, *(part.schema.size for part in model.parts)]).tolist()
-        spans = [slice(start, end) for start, end in pairwise(ends)]
-        held = [
-            slice(span.start + one.start, span.start + one.stop)
-            for span in spans
-            for one in plan.held(span.stop - span.start)
-        ]
-        whole = Cluster(replicas, servers * parts)
-        self.tracker = Tracker(
-            model.engine, plan.result, whole, held, plan.samples_at, partial(_of_replica, emit, parts)
-        )
-        snapshots = PartSnapshots(self.tracker, spans, servers)
+        facts = *tracked(plan, model.sizes), plan.samples_at, by_worker(emit, parts)
+        self.tracker = Tracker(model.engine, plan.result, *facts)
+        self._places = groups_of(model.sizes, plan.cluster.servers)
+        snapshots = PartSnapshots(self.tracker, self._places)
         hosts = network.hosts(everyone.workers)
         self.groups: list[Simulation] = []
         self._gradients: list[StageGradients] = []
-        for part, one in enumerate(model.parts):
-            gradients = StageGradients(one, plan)
-            address = partial(_address, parts, part, servers)
+        for place, one in zip(self._places, model.parts, strict=True):
+            gradients, part = StageGradients(one, plan), place.part
             within = Surroundings(
                 one,
                 self._queue,
                 self._fabric,
                 snapshots.of(part),
                 gradients,
-                _hosts_of(hosts, part, parts),
-                address,
+                place.hosts(hosts),
+                place.outside,
                 partial(self._start, part),
             )
-            named = partial(_named, emit, address)
+            named = partial(_named, emit, place)
             self.groups.append(Simulation(model.engine, plan, compute, network, named, self._stepped, within=within))
             gradients.stages.extend(self._stage(part, one, gradients, rank) for rank in range(replicas))
             self._gradients.append(gradients)
@@ -240,11 +223,8 @@ class PipelineSimulation:
 
     def _within(self, address: Address) -> tuple[int, Address]:
         """The part of a node of the run, and the node's address in the part's group."""
-        if address >= 0:
-            rank, part = divmod(address, self.pipeline.parts)
-            return part, rank
-        part, index = divmod(-1 - address, self.plan.cluster.servers)
-        return part, server(index)
+        found = ((place.part, place.inside(address)) for place in self._places)
+        return next((part, own) for part, own in found if own is not None)
 
     def _stage(self, part: int, model: ModelPart, gradients: StageGradients, rank: int) -> StageRunner:
         stage = PipelineStage(
@@ -255,7 +235,7 @@ class PipelineSimulation:
             self.plan.steps,
             partial(gradients.batches[rank].next, GRADIENT),
             partial(self._send, part, rank),
-            np.random.default_rng(np.random.SeedSequence((self.plan.seed, STAGE, rank, part))),
+            stage_random(self.plan.seed, rank, part),
         )
         return StageRunner(stage, partial(self._begin, part, rank), partial(self._answer, part, rank))
 
@@ -269,11 +249,7 @@ class PipelineSimulation:
             stage = gradients.stages[rank].stage
             self._queue.schedule(self.now, partial(self.groups[part].answer, rank, stage.gradient, stage.loss))
             return
-        if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
-            raise CompositionError(
-                f"{self.plan.strategy} asks for more than the gradient of the worker's next batch, which the stages of "
-                f"{self.pipeline} do not compute; use partition=none, or a strategy such as local_sgd"
-            )
+        require_plain(need, self.plan.strategy, self.pipeline)
         gradients.ask(rank, need)
 
     def _begin(self, part: int, rank: int, need: NeedPass) -> None:
@@ -324,30 +300,6 @@ class PipelineSimulation:
             self._progress(self._steps, t)
 
 
-def _address(parts: int, part: int, servers: int, address: Address) -> Address:
-    """Address in the whole run of a node of one part's group."""
-    return address * parts + part if address >= 0 else address - part * servers
-
-
-def _hosts_of(hosts: Hosts, part: int, parts: int) -> Hosts:
-    """The replicas whose part `part` is on each host."""
-    found = (tuple(rank // parts for rank in host if rank % parts == part) for host in hosts)
-    return tuple(host for host in found if host)
-
-
-def _named(emit: Emit, address: Callable[[Address], Address], event: Event) -> None:
+def _named(emit: Emit, group: PartGroup, event: Event) -> None:
     """Write an event of a group's node, with the addresses of the whole run."""
-    if isinstance(event, UpdateEvent | RefusedEvent) and event.source is not None:
-        event = msgspec.structs.replace(event, source=address(event.source))
-    emit(event)
-
-
-def _of_replica(emit: Emit, parts: int, event: Event) -> None:
-    """Write an event of the tracker, with the bytes per worker; a replica has the number of the worker that holds its
-    first part.
-    """
-    if isinstance(event, ReplicaEvent):
-        event = msgspec.structs.replace(event, rank=event.rank * parts)
-    elif isinstance(event, EvaluationEvent):
-        event = msgspec.structs.replace(event, sent_bytes=event.sent_bytes / parts)
-    emit(event)
+    emit(with_addresses_of_run(event, group))

@@ -78,6 +78,7 @@ def run(
     lr: float | None = None,
     schedule: str | None = None,
     split: str = "iid",
+    partition: str | None = None,
     target: float | None = None,
     evaluate_every: int | None = None,
     result: str | None = None,
@@ -115,6 +116,8 @@ def run(
         lr: learning rate; None for the job's own.
         schedule: schedule of learning rate and batch size.
         split: how the data is split over the workers.
+        partition: how each replica is split over workers, such as "pipeline(4, schedule=1f1b, microbatches=8)"; None if
+            every worker holds the whole model.
         target: metric that time-to-target refers to; None for the job's own.
         evaluate_every: steps per worker between two evaluations.
         result: policy that selects the resulting model.
@@ -147,8 +150,8 @@ def run(
     """
     config = RunConfig(
         kind="train", job=str(job), strategy=str(strategy), workers=workers, seed=seed, epochs=epochs, steps=steps,
-        batch=batch, lr=lr, schedule=schedule, split=split, target=target, evaluate_every=evaluate_every,
-        result=result, faults=listed("faults", faults), on_bad_gradient=on_bad_gradient,
+        batch=batch, lr=lr, schedule=schedule, split=split, partition=partition, target=target,
+        evaluate_every=evaluate_every, result=result, faults=listed("faults", faults), on_bad_gradient=on_bad_gradient,
         max_gradient_norm=max_gradient_norm, strikes=strikes, transport=transport, heartbeat=heartbeat,
         link_timeout=link_timeout, step_timeout=step_timeout, threads=threads,
         imports=listed("imports", imports),

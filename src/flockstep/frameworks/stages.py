@@ -48,6 +48,12 @@ class ModelPart(TrainedModel):
     shares: Sequence[PassShares]
     """Work of each chunk."""
 
+    @abstractmethod
+    def buffers(self, replica: int) -> FlatArray:
+        """Return a replica's changing buffers that belong to this part, concatenated in float64; empty if there are
+        none. The engine's `buffers` are those of the parts one after another.
+        """
+
     @property
     @abstractmethod
     def kept(self) -> int:
@@ -97,3 +103,10 @@ class SplitModel:
     parts: tuple[ModelPart, ...]
     layers: tuple[str, ...]
     """The layers of each part, in words."""
+    sample_bytes: int = 0
+    """Size in bytes of the largest output of a chunk for one sample."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each part."""
+        return tuple(part.schema.size for part in self.parts)

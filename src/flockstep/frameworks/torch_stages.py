@@ -48,10 +48,13 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     count = pipeline.stages * pipeline.schedule.chunks
     starts = chunks_of(chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
     chunks = [chain[start:end] for start, end in pairwise([*starts, len(chain)])]
-    _check(chunks, samples, whole, who)
+    sample_bytes = _check(chunks, samples, whole, who)
     shares = _shares(chunks, shape, job.batch)
     owned = _names(whole, chunks)
-    engine = PartsEngine(whole, [name for part in range(pipeline.stages) for name in _of_part(owned, part, pipeline)])
+    held = [chunks[part :: pipeline.stages] for part in range(pipeline.stages)]
+    buffers = [[name for chunk in part for name in _buffers_within(chunk, whole)] for part in held]
+    names = [name for part in range(pipeline.stages) for name in _of_part(owned, part, pipeline)]
+    engine = PartsEngine(whole, names, [name for part in buffers for name in part])
     parts = tuple(
         TorchPart(
             engine,
@@ -59,12 +62,13 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
                 Chunk(number, chunks[number], owned[number], shares[number], last=number == count - 1)
                 for number in range(part, count, pipeline.stages)
             ],
+            buffers[part],
         )
         for part in range(pipeline.stages)
     )
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
     described = [" and ".join(words[part :: pipeline.stages]) for part in range(pipeline.stages)]
-    return SplitModel(engine, pipeline, parts, tuple(described))
+    return SplitModel(engine, pipeline, parts, tuple(described), sample_bytes)
 
 
 @dataclass(eq=False)
@@ -104,7 +108,8 @@ class ForwardPass:
 class TorchPart(ModelPart):
     """One part of a torch module; autograd keeps the activations of each forward pass."""
 
-    def __init__(self, engine: PartsEngine, chunks: Sequence[Chunk]):
+    def __init__(self, engine: PartsEngine, chunks: Sequence[Chunk], buffers: Sequence[str]):
+        """`buffers`: names in the model of the changing buffers of the part."""
         names = [name for chunk in chunks for name in chunk.names]
         entries = {entry.name: entry for entry in engine.schema.entries}
         dtype = engine.schema.dtype
@@ -117,12 +122,16 @@ class TorchPart(ModelPart):
         self.train_size = engine.train_size
         self.shares = [chunk.shares for chunk in chunks]
         self._engine = engine
-        self._chunks = chunks
+        self._chunks, self._buffers = chunks, buffers
         self._kept: dict[tuple[int, int, int, int], ForwardPass] = {}
 
     @property
     def kept(self) -> int:
         return len(self._kept)
+
+    def buffers(self, replica: int) -> FlatArray:
+        held = self._engine.buffers_of(replica)
+        return _joined([held[name] for name in self._buffers])
 
     def initial(self) -> FlatArray:
         whole, entries = self._engine.initial(), {entry.name: entry for entry in self._engine.schema.entries}
@@ -190,8 +199,8 @@ class TorchPart(ModelPart):
 class PartsEngine(Engine):
     """A torch engine whose flat array lists the parameters part by part, with buffers of its own for each replica."""
 
-    def __init__(self, whole: TorchEngine, names: Sequence[str]):
-        """`names`: the trainable parameters in the order of the parts."""
+    def __init__(self, whole: TorchEngine, names: Sequence[str], buffers: Sequence[str]):
+        """`names`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise."""
         entries = {entry.name: entry for entry in whole.schema.entries}
         dtype = whole.schema.dtype
         self.whole = whole
@@ -203,6 +212,7 @@ class PartsEngine(Engine):
         self._order = None if (np.diff(order) == 1).all() else order
         """Place of each element in the flat array of `whole`; None if the places are the same."""
         self._buffers: dict[int, Tensors] = {}
+        self._buffer_names = buffers
 
     @property
     def facts(self) -> dict[str, str]:
@@ -238,9 +248,15 @@ class PartsEngine(Engine):
         return np.array([self.gradient(params[r], indices[r], out[r], replicas[r], steps[r]) for r in rows])
 
     def buffers(self, replica: int) -> FlatArray:
-        values = [buffer.reshape(-1).to(torch.float64) for buffer in self.buffers_of(replica).values()]
-        flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
-        return flat
+        held = self.buffers_of(replica)
+        return _joined([held[name] for name in self._buffer_names])
+
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        held, start = self.buffers_of(replica), 0
+        for name in self._buffer_names:
+            buffer = held[name]
+            buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
+            start += buffer.numel()
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         self._hand_over(replicas)
@@ -253,7 +269,7 @@ class PartsEngine(Engine):
     def _hand_over(self, replicas: Sequence[int]) -> None:
         """Give the whole engine the buffers of the replicas."""
         for replica in replicas:
-            self.whole.restore_buffers(replica, self.buffers(replica))
+            self.whole.restore_buffers(replica, _joined(list(self.buffers_of(replica).values())))
 
     def in_order(self, params: FlatArray) -> FlatArray:
         """Return parameters (K,) in the order of the unsplit model."""
@@ -262,6 +278,13 @@ class PartsEngine(Engine):
         whole = np.empty_like(params)
         whole[self._order] = params
         return whole
+
+
+def _joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
+    """The values of buffers, concatenated in float64."""
+    values = [buffer.reshape(-1).to(torch.float64) for buffer in buffers]
+    flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
+    return flat
 
 
 def _slopes(
@@ -290,6 +313,12 @@ def _names(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]]) -> list[l
     ]
 
 
+def _buffers_within(chunk: Sequence[ChainLayer], whole: TorchEngine) -> list[str]:
+    """Names of the changing buffers of a chunk."""
+    found = [f"{layer.name}.{name}" for layer in chunk for name, _ in layer.module.named_buffers()]
+    return [name for name in found if name in whole.changing_buffers]
+
+
 def _of_part(owned: Sequence[Sequence[str]], part: int, pipeline: Pipeline) -> list[str]:
     return [name for chunk in owned[part :: pipeline.stages] for name in chunk]
 
@@ -312,14 +341,18 @@ def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: in
     return shares
 
 
-def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole: TorchEngine, who: str) -> None:
+def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole: TorchEngine, who: str) -> int:
     """Run the chunks one after another on a batch, and check what would travel between stages.
+
+    Returns:
+        Size in bytes of the largest output that travels, for one sample.
 
     Raises:
         ConfigurationError: the output of a chunk is not one floating-point tensor with the samples on its first axis.
     """
     buffers = {name: buffer.clone() for name, buffer in whole.module.named_buffers()}
     x: Any = samples
+    most = 0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for chunk in chunks[:-1]:
             for layer in chunk:
@@ -331,6 +364,8 @@ def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole:
                     f"the output of layer {last!r} of {who} must be one tensor of floats with the {len(samples)} "
                     f"samples on its first axis to travel to the next stage, got {got}; cut elsewhere with split_at"
                 )
+            most = max(most, x.nbytes // max(1, len(x)))
     with torch.no_grad():
         for name, buffer in whole.module.named_buffers():
             buffer.copy_(buffers[name])
+    return most

@@ -39,7 +39,8 @@ def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outco
 
 def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> None:
     """Write the newest snapshots as the run's result, selected by `policy` without an evaluation."""
-    tick = outcome.newest.tick(outcome.lost)
+    parts = max(1, len(outcome.sizes))
+    tick = outcome.newest.tick({node // parts if node >= 0 else node for node in outcome.lost})
     params = newest_model(tick, policy, outcome)
     if params is not None and outcome.schema is not None:
         record.write_result(params, outcome.schema)
@@ -51,7 +52,7 @@ def newest_model(tick: SnapshotTick, policy: ResultPolicy, outcome: Outcome) -> 
     """The model that a policy selects from the newest snapshots; None if there is none."""
     if not tick.workers or outcome.strategy is None or outcome.schema is None:
         return None
-    return tick.model(policy, outcome.strategy.held(outcome.workers, outcome.schema.size))
+    return tick.model(policy, outcome.held)
 
 
 class TargetReached(Exception):

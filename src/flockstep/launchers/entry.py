@@ -120,8 +120,9 @@ class _Maker:
         """The engine, which has computed a gradient, and the plan of a run."""
         first, self._built = self._built is None, self._built or BuiltJob.of(config, self._own)
         engine, plan, _ = prepare(config, self._own, self._built)
-        if first:
+        if first and plan.split is None:  # no worker of a split model computes the gradient of the whole model
             warm_up(engine, plan.batch)
+        if first:
             settle_down()
         return engine, plan
 
@@ -132,7 +133,8 @@ def server_main(node_spec: NodeSpec, server: ServerSpec) -> None:
     leave_to_supervisor()
     limit_process(1)
     import_components(server.imports)
-    sys.exit(run_server(node_spec, server.index, server.strategy, server.optimizer, server.schema, server.every))
+    facts = server.index, server.strategy, server.optimizer, server.schema, server.every, server.group
+    sys.exit(run_server(node_spec, *facts))
 
 
 def start_server(node_spec: NodeSpec, server: ServerSpec) -> Child:

@@ -14,6 +14,7 @@ import msgspec
 
 from flockstep.arrays.schema import Schema
 from flockstep.drivers.member import NodeSpec
+from flockstep.drivers.part_group import PartGroup
 
 
 class HostMessage(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
@@ -85,6 +86,8 @@ class ServerSpec(msgspec.Struct, frozen=True):
     every: int
     """Number of steps between two snapshots; 0: no snapshots."""
     imports: tuple[str, ...]
+    group: PartGroup | None = None
+    """The group of the server, if the model is split; `index` counts the servers of this group."""
 
 
 class Start(HostMessage, frozen=True):

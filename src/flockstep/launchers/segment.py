@@ -76,6 +76,8 @@ class RunSegment:
     """Workers of a coordinator that was killed."""
     left: NodesChanged | None = None
     """How the nodes have changed, and the processes that continue; None: all processes are started."""
+    sizes: tuple[int, ...] = ()
+    """Number of elements of each part of a split model; empty if every worker holds a whole replica."""
 
     def run(self) -> None:
         """Start the processes, supervise the run, and complete the record.
@@ -127,11 +129,11 @@ class RunSegment:
         return min(self.resumed.manifest.steps.values()) + 1
 
     def _checkpointer(self, evaluation: Evaluator) -> Checkpointer | None:
-        """Takes the checkpoints; None if the run has several hosts.
+        """Takes the checkpoints; None if the run has several hosts, or its model is split.
 
         Snapshots that the run had not evaluated at the checkpoint are evaluated now.
         """
-        if any(map(self.hosts.has, range(self.config.workers))):
+        if self.sizes or any(map(self.hosts.has, range(self.config.workers))):
             return None
         interval, keep = self.config.checkpoint_interval, self.config.keep or KEEP
         taker = Checkpointer(self._path, interval, keep, self.resumed, evaluation.pending, self.config.digest)
@@ -165,6 +167,7 @@ class RunSegment:
             joining=self._joining,
             epoch=self._epoch,
             back_to=self._back_to,
+            sizes=self.sizes,
         )
 
     @property

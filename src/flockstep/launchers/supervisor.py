@@ -21,9 +21,12 @@ from flockstep.communicator.joining import rule_of
 from flockstep.drivers.event_sender import MOST, events_in
 from flockstep.drivers.member import AGAIN, WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short, run_of_call
 from flockstep.drivers.node_metrics import fingerprint
+from flockstep.drivers.part_group import groups_of
+from flockstep.drivers.plan import whole_cluster
 from flockstep.drivers.replication import ProgramEvents
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
 from flockstep.drivers.tracker import FINAL
+from flockstep.drivers.whole_model import held_by_servers
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.expression import from_data
 from flockstep.launchers.checkpoints import Checkpointer
@@ -94,6 +97,16 @@ class Outcome:
     """How the workers change while the run continues, whose processes still run; None if the run has ended."""
     nodes: set[Address] = field(default_factory=set)
     """Nodes whose events are written to files."""
+    sizes: tuple[int, ...] = ()
+    """Number of elements of each part of a split model; empty if every worker holds a whole replica."""
+
+    @property
+    def held(self) -> list[slice]:
+        """Slice of the model that each server holds, once the nodes have joined."""
+        assert self.strategy is not None
+        assert self.schema is not None
+        sizes = self.sizes or (self.schema.size,)
+        return held_by_servers(self.strategy, self.workers // len(sizes), sizes)
 
     @property
     def events(self) -> list[Event]:
@@ -170,6 +183,7 @@ class Supervisor:
         epoch: int = 0,
         link_timeout: float = LINK_TIMEOUT,
         back_to: int | None = None,
+        sizes: tuple[int, ...] = (),
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -185,9 +199,10 @@ class Supervisor:
         now on, without which the run continues if they are lost before all nodes are ready. `epoch`: number of changes
         of the workers so far.
         `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
-        server ends the run.
+        server ends the run. `sizes`: number of elements of each part of a split model; empty if every worker holds a
+        whole replica.
         """
-        self.outcome = Outcome(workers)
+        self.outcome = Outcome(workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         self.requests, self.newcomers = requests or JoinRequests(record), newcomers or Newcomers()
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
         self.children: dict[Address, Child] = {}
@@ -706,8 +721,9 @@ class Supervisor:
         """Check that every node has the same model and strategy as the first node that joined."""
         if self.outcome.schema is None or self.outcome.strategy is None:
             self.outcome.schema, self.outcome.strategy = hello.schema, rule_of(hello.strategy)
-            self.outcome.strategy.check(self._workers)
-            self._cluster = self.outcome.strategy.cluster(self._workers)
+            replicas = self._workers // self._parts
+            self.outcome.strategy.check(replicas)
+            self._cluster = whole_cluster(self.outcome.strategy.cluster(replicas), self._parts)
             self._program_events = ProgramEvents(self._cluster)
             return
         self.outcome.schema.require(hello.schema, node_name(hello.address))
@@ -731,7 +747,11 @@ class Supervisor:
         """Start a server or a backup, on this host or on another one; on this host in a later call."""
         index, cluster = -1 - self._cluster.logical(node_spec.address), self._cluster
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
-        spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports)
+        group = None
+        if self.outcome.sizes:
+            servers = cluster.servers // self._parts
+            group, index = groups_of(self.outcome.sizes, servers)[index // servers], index % servers
+        spec = ServerSpec(index, hello.strategy, optimizer, hello.schema, self._every, self._imports, group)
         if self._number > 1 and all(map(self._hosts.has, range(self._workers))):
             raise ConfigurationError(
                 f"a later call of distribute starts its servers on the coordinator's host, got {hello.strategy} and a "
@@ -750,7 +770,8 @@ class Supervisor:
             return
         model = self._links[0].hello.schema.nbytes
         peers = {address: link.hello.bus for address, link in self._links.items()}
-        self._memory = self._transport.share(self._workers, model)
+        if self._parts == 1:
+            self._memory = self._transport.share(self._workers, model)
         places: dict[str, list[int]] = {}
         for rank in self._view.ranks:
             places.setdefault(self._links[rank].hello.host, []).append(rank)
@@ -945,6 +966,28 @@ class Supervisor:
                 self._lose(address, f"{how} at about step {step}" if step else how)
 
     def _lose(self, address: Address, reason: str) -> None:
+        """Handle the loss of a node; the other stages of a lost worker's replica end with it if the others go on."""
+        if self._parts > 1 and address >= 0:
+            replica, part = divmod(address, self._parts)
+            reason = f"{reason}; it held stage {part} of replica {replica}"
+            for other in range(replica * self._parts, (replica + 1) * self._parts):
+                if other != address and other not in self._gone and self._survived:
+                    why = f"{node_name(other)} ended with {node_name(address)}, a stage of the same replica"
+                    self._lose_node(other, why, quiet=True)
+        self._lose_node(address, reason)
+
+    @property
+    def _parts(self) -> int:
+        """Number of workers that hold one replica together."""
+        return max(1, len(self.outcome.sizes))
+
+    @property
+    def _survived(self) -> bool:
+        """Whether the strategy continues without workers that are lost now."""
+        strategy = self.outcome.strategy
+        return self._went is not None and strategy is not None and bool(strategy.traits.survives)
+
+    def _lose_node(self, address: Address, reason: str, quiet: bool = False) -> None:
         self._gone.add(address)
         if (child := self.children.get(address)) is not None:
             child.kill()
@@ -975,7 +1018,8 @@ class Supervisor:
         loss = self._losses[address] = NodeLost(address, reason, self._view)
         self._keep_own_flight()
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits
-        if address >= 0 and self._view.ranks and traits is not None and traits.survives and traits.results:
+        survives = traits is not None and traits.survives and traits.results
+        if address >= 0 and self._view.ranks and survives and not quiet:
             on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers continue")
         self._tell_others("lost", address, loss)
 

@@ -69,7 +69,8 @@ def train(
         require_one_machine(config)
     jobs = _Jobs(test)
     plan, config = prepare(config, test, jobs.built(config))[1:]
-    require_open_files(len(plan.cluster.processes))
+    sizes = () if plan.split is None else plan.split.sizes
+    require_open_files(len(plan.cluster.processes) * max(1, len(sizes)))
     if config.checkpoint_every is not None:
         require_checkpoints(plan.strategy)
     require_changes(config, plan.strategy)
@@ -83,7 +84,7 @@ def train(
         stack.enter_context(record.created(config, overwrite))
         if config.park is not None:
             owner.lead(record.path)
-        segment = RunSegment(config, record, *facts, show, hosts, test)
+        segment = RunSegment(config, record, *facts, show, hosts, test, sizes=sizes)
         _with_changes(record, show, jobs, segment.run)
     return record.read_summary()
 

@@ -83,6 +83,73 @@ class Snapshot(msgspec.Struct, frozen=True):
         Path(self.path).unlink(missing_ok=True)
 
 
+class WholeSnapshot(Snapshot, frozen=True):
+    """The snapshots of all parts of a replica, in the order of the parts, as one snapshot of the whole model."""
+
+    pieces: tuple[Snapshot, ...]
+
+    @classmethod
+    def of(cls, tick: float | None, replica: Address, pieces: Sequence[Snapshot]) -> WholeSnapshot:
+        """Join the snapshots of the parts."""
+        return cls(
+            tick,
+            replica,
+            pieces[0].path,
+            pieces[0].dtype,
+            sum(piece.size for piece in pieces),
+            sum(piece.buffers for piece in pieces),
+            max(piece.seconds for piece in pieces),
+            min(piece.step for piece in pieces),
+            sum(piece.sent_bytes for piece in pieces),
+            tuple(pieces),
+        )
+
+    def read(self, part: slice = slice(None)) -> FlatArray:
+        start, stop, _ = part.indices(self.size)
+        found, first = list[FlatArray](), 0
+        for piece in self.pieces:
+            found.append(piece.read(slice(max(0, start - first), max(0, min(piece.size, stop - first)))))
+            first += piece.size
+        return np.concatenate(found)
+
+    def read_buffers(self) -> FlatArray:
+        return np.concatenate([piece.read_buffers() for piece in self.pieces])
+
+    def remove(self) -> None:
+        for piece in self.pieces:
+            piece.remove()
+
+
+class SnapshotJoiner:
+    """Joins the snapshots of the workers that hold the parts of a replica; snapshots of servers are passed on."""
+
+    def __init__(self, parts: int):
+        self._parts = parts
+        self._waiting: dict[tuple[float | None, int], dict[int, Snapshot]] = {}
+        """Tick and replica → part → snapshot of the part."""
+        self._newest: dict[int, dict[int, Snapshot]] = {}
+        """Replica → part → newest snapshot of the part that was not sent for an evaluation."""
+
+    def add(self, item: Snapshot) -> list[Snapshot]:
+        """Return the snapshots of nodes that are complete with a snapshot of a worker or server."""
+        if self._parts == 1 or item.address < 0:
+            return [item]
+        replica, part = divmod(item.address, self._parts)
+        found = list[Snapshot]()
+        if item.tick is None or item.tick == LAST:
+            newest = self._newest.setdefault(replica, {})
+            newest[part] = item
+            if len(newest) == self._parts and any(piece.tick is not None for piece in newest.values()):
+                found.append(WholeSnapshot.of(LAST, replica, [newest[one] for one in range(self._parts)]))
+        if item.tick != LAST:
+            known = self._waiting.setdefault((item.tick, replica), {})
+            known[part] = item
+            if len(known) == self._parts:
+                del self._waiting[item.tick, replica]
+                found.append(WholeSnapshot.of(item.tick, replica, [known[one] for one in range(self._parts)]))
+        return found
+
+
 def snapshot_folders(record: Path, run: str) -> list[Path]:
     """Folders in which a run's snapshots may be stored: beside the record, otherwise in a temporary folder."""
     others = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - another file system; the folder is private

@@ -1,0 +1,64 @@
+"""The data-parallel groups of a split model: the workers and servers that hold the same part, and their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from flockstep.arrays.schema import Schema
+from flockstep.messages import Address, server
+from flockstep.nodes import Hosts, View
+
+
+@dataclass(frozen=True)
+class PartGroup:
+    """The workers and servers that hold one part of a split model.
+
+    Within the group the workers are numbered by replica, and the servers from 0, as if the part were a whole model. In
+    the whole run, worker `replica * parts + part` holds part `part` of a replica, and the servers of part 0 come first.
+    """
+
+    part: int
+    parts: int
+    servers: int
+    """Number of servers of each group."""
+    start: int
+    """First element of the part in the flat array of the whole model."""
+    stop: int
+
+    @property
+    def span(self) -> slice:
+        """The part's elements in the flat array of the whole model."""
+        return slice(self.start, self.stop)
+
+    def schema(self, whole: Schema) -> Schema:
+        """Return the layout of the part, from that of the whole model."""
+        within = [entry for entry in whole.entries if self.start <= entry.offset < self.stop]
+        return Schema(whole.dtype, tuple(replace(entry, offset=entry.offset - self.start) for entry in within))
+
+    def outside(self, address: Address) -> Address:
+        """Return the address in the whole run of a node of this group."""
+        return address * self.parts + self.part if address >= 0 else address - self.part * self.servers
+
+    def inside(self, address: Address) -> Address | None:
+        """Return the address in this group of a node of the run; None if the node belongs to another group."""
+        if address >= 0:
+            return address // self.parts if address % self.parts == self.part else None
+        index = -1 - address
+        return server(index % self.servers) if index // self.servers == self.part else None
+
+    def view(self, view: View) -> View:
+        """Return the replicas whose part of this group takes part."""
+        return View(view.epoch, tuple(rank // self.parts for rank in view.ranks if rank % self.parts == self.part))
+
+    def hosts(self, hosts: Hosts) -> Hosts:
+        """Return the replicas whose part of this group is on each host."""
+        found = (tuple(rank // self.parts for rank in host if rank % self.parts == self.part) for host in hosts)
+        return tuple(host for host in found if host)
+
+
+def groups_of(sizes: Sequence[int], servers: int) -> list[PartGroup]:
+    """Return the groups of a model whose parts have these numbers of elements; `servers`: number for each group."""
+    spans = pairwise(accumulate(sizes, initial=0))
+    return [PartGroup(part, len(sizes), servers, start, stop) for part, (start, stop) in enumerate(spans)]

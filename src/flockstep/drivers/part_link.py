@@ -1,0 +1,106 @@
+"""What a node of a split model's run sees of the run: the nodes of its own group, and the stages of its own replica."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from flockstep.drivers.member import Member, NodeLost
+from flockstep.drivers.part_group import PartGroup
+from flockstep.errors import PeerLost
+from flockstep.messages import STAGE, Address, Array, Message, Wanted
+from flockstep.transports.bus import LAUNCHER, Bus
+
+
+class PartLink(Bus):
+    """The bus of the run, with the addresses of one group.
+
+    Nodes of the group have the addresses that they have in the group; stage s of the worker's own replica has the
+    address `STAGE` + s; no other node can be reached.
+    """
+
+    def __init__(self, member: Member, group: PartGroup, survives: bool):
+        """`survives`: whether the strategy continues without workers that are lost."""
+        self.group, self.traffic, self.address = group, member.bus.traffic, member.bus.address
+        self._member, self._bus, self._survives = member, member.bus, survives
+        self._me = member.node_spec.address
+        self._first = self._me - group.part
+        """Address in the run of stage 0 of this worker's replica."""
+
+    def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
+        """Return the next message for this node; None if no message arrives in that time.
+
+        Raises:
+            PeerLost: a node is lost that this node needs, although it belongs to another group.
+        """
+        if wanted is not None and wanted.source is not None:
+            wanted = msgspec.structs.replace(wanted, source=self._outside(wanted.source))
+        while (message := self._member.receive(seconds, also, wanted)) is not None:
+            if (found := self.within(message)) is not None:
+                return found
+        return None
+
+    def within(self, message: Message) -> Message | None:
+        """Return a message of the run with the addresses of the group; None if it is about another group.
+
+        Raises:
+            PeerLost: a node is lost that this node needs, although it belongs to another group.
+        """
+        if message.source != LAUNCHER:
+            message.source = self._inside(message.source)
+            return message
+        if message.tag not in ("lost", "left"):
+            return message
+        address = int(message.note.address if isinstance(message.note, NodeLost) else message.note["address"])
+        inside = self.group.inside(address)
+        if isinstance(message.note, NodeLost):
+            if inside is None and (address < 0 or not self._survives):
+                raise PeerLost(message.note.reason)
+            if inside is not None:
+                view = self.group.view(message.note.view)
+                message.note = msgspec.structs.replace(message.note, address=inside, view=view)
+        elif inside is not None:
+            message.note = {**message.note, "address": inside}
+        return None if inside is None else message
+
+    def _outside(self, address: Address) -> Address:
+        return self._first + address - STAGE if address >= STAGE else self.group.outside(address)
+
+    def _inside(self, address: Address) -> Address:
+        inside = self.group.inside(address)
+        return STAGE + address - self._first if inside is None else inside
+
+    def connect(self, peers: Mapping[Address, str]) -> None:
+        raise NotImplementedError("the member of the run has connected all nodes")
+
+    def disconnect(self, peer: Address) -> None:
+        self._bus.disconnect(self._outside(peer))
+
+    def reachable(self, peer: Address) -> bool:
+        return self._bus.reachable(self._outside(peer))
+
+    def waiting(self, peer: Address) -> int:
+        return self._bus.waiting(self._outside(peer))
+
+    def broken(self, seconds: float) -> set[Address]:
+        """The nodes of the group, and the stages of the own replica, whose connection ended `seconds` ago."""
+        known = range(self._first, self._first + self.group.parts) if self._me >= 0 else ()
+        broken = self._bus.broken(seconds)
+        return {self._inside(one) for one in broken if one in known or self.group.inside(one) is not None}
+
+    def why_broken(self, peer: Address) -> str:
+        return self._bus.why_broken(self._outside(peer))
+
+    def send(self, to: Address, message: Message) -> None:
+        message.source = self._me
+        self._bus.send(self._outside(to), message)
+
+    def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
+        raise NotImplementedError("messages come from the member of the run, with those of the supervisor")
+
+    def copy_for_sending(self, array: Array) -> Array:
+        return self._bus.copy_for_sending(array)
+
+    def close(self, linger: float) -> None:
+        raise NotImplementedError("the member of the run closes the bus")

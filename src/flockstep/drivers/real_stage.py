@@ -1,0 +1,102 @@
+"""A worker of this process that holds one stage of a split model, in a real run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.member import Member
+from flockstep.drivers.part_group import PartGroup
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
+from flockstep.drivers.real import NodeConnection
+from flockstep.drivers.stage import NeedPass, PipelineStage, StageRunner, require_plain, stage_random
+from flockstep.frameworks.stages import SplitModel
+from flockstep.messages import STAGE, Message, Wanted
+from flockstep.nodes import Worker
+from flockstep.programs import GRADIENT, NeedGradient
+from flockstep.records.failpoints import reach
+from flockstep.transports.bus import LAUNCHER
+
+
+class StageConnection(NodeConnection):
+    """The connection of a worker that holds one stage: to its group, and to the other stages of its replica."""
+
+    def __init__(self, member: Member, worker: Worker, plan: Plan, split: SplitModel, group: PartGroup):
+        super().__init__(member, worker, plan.strategy, plan.evaluate_every, group)
+        self._plan, self._pipeline, self._part = plan, split.pipeline, group.part
+        self._numbers: Counter[int] = Counter()
+        """Number of messages sent to each stage."""
+        self._begun = False
+        """Whether a pass has been begun that is not computed yet."""
+        self._answer: tuple[FlatArray, float] | None = None
+        stage = PipelineStage(
+            worker.rank,
+            group.part,
+            split.pipeline,
+            split.parts[group.part],
+            plan.steps,
+            partial(Batches(plan, worker.rank).next, GRADIENT),
+            self._send_to_stage,
+            stage_random(plan.seed, worker.rank, group.part),
+        )
+        self._stage = StageRunner(stage, self._begin_pass, self._keep_answer)
+
+    def train(self, stepper: LocalOptimizer) -> None:
+        """Run the worker's program to its end, with the gradients of the stage."""
+        runner, node = self.runner, self.node
+        answer: tuple[FlatArray | None, float | None] = None, None
+        while runner.advance(*answer):
+            need = runner.waiting
+            assert isinstance(need, NeedGradient)
+            require_plain(need, self._plan.strategy, self._pipeline)
+            stepper.lr = self._plan.lr_at(node.run_step)
+            answer = self._computed()
+            reach("gradient.computed")
+
+    def take(self, message: Message) -> None:
+        """Deliver a message, of another stage too."""
+        if not STAGE <= message.source < LAUNCHER:
+            super().take(message)
+            return
+        self.flight.note("receive", message.source, message.tag, self.node.step, message.payload_bytes)
+        message.source -= STAGE
+        self._stage.deliver(message)
+
+    def _computed(self) -> tuple[FlatArray, float]:
+        """Compute the passes of a step, and return the gradient of the stage and the loss."""
+        self._answer = None
+        self._stage.request(self.node.params)
+        while (answer := self._go_on()) is None:
+            pass
+        self._wanted = None
+        return answer
+
+    def _go_on(self) -> tuple[FlatArray, float] | None:
+        """Compute the next pass of the stage, or wait for its input; return the gradient and the loss of a complete
+        step.
+        """
+        wanted = self._stage.waiting
+        if self._begun:
+            self._begun = False
+            self.runner.lap("wait")
+            self._stage.passed()
+            self.runner.lap("compute")
+        elif isinstance(wanted, Wanted):
+            assert wanted.source is not None
+            self.wait_once(Wanted(wanted.tag, STAGE + wanted.source))
+        return self._answer
+
+    def _begin_pass(self, need: NeedPass) -> None:
+        self._begun = True
+
+    def _keep_answer(self, gradient: FlatArray, loss: float) -> None:
+        self._answer = gradient, loss
+
+    def _send_to_stage(self, to: int, message: Message) -> None:
+        if to == self._part:
+            self._stage.deliver(message)
+            return
+        self._numbers[to] += 1
+        message.step, message.number = self.node.step, self._numbers[to]
+        self.send(STAGE + to, message)

@@ -1,0 +1,55 @@
+"""The whole model of a run whose workers may hold parts of it: who holds which part, and the record's addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from flockstep.drivers.node_metrics import Emit
+from flockstep.drivers.part_group import PartGroup, groups_of
+from flockstep.drivers.plan import Plan
+from flockstep.nodes import Cluster
+from flockstep.records.events import EvaluationEvent, Event, RefusedEvent, ReplicaEvent, UpdateEvent
+from flockstep.strategies.base import Strategy
+
+
+def held_by_servers(strategy: Strategy, replicas: int, sizes: Sequence[int]) -> list[slice]:
+    """Return the slice of the whole model that each server holds; `sizes`: number of elements of each part."""
+    return [
+        slice(group.start + one.start, group.start + one.stop)
+        for group in groups_of(sizes, 0)
+        for one in strategy.held(replicas, group.stop - group.start)
+    ]
+
+
+def tracked(plan: Plan, sizes: Sequence[int]) -> tuple[Cluster, list[slice]]:
+    """Return the replicas and servers whose parameters are evaluated, and the slice that each server holds; `sizes`:
+    number of elements of each part.
+    """
+    cluster = plan.cluster if len(sizes) == 1 else Cluster(plan.cluster.workers, plan.cluster.servers * len(sizes))
+    return cluster, held_by_servers(plan.strategy, plan.cluster.workers, sizes)
+
+
+def with_addresses_of_run(event: Event, group: PartGroup) -> Event:
+    """Return an event of a group's node, with the address in the whole run of the other node that it names."""
+    if isinstance(event, UpdateEvent | RefusedEvent) and event.source is not None:
+        return msgspec.structs.replace(event, source=group.outside(event.source))
+    return event
+
+
+def by_worker(emit: Emit, parts: int) -> Emit:
+    """Return `emit` for a tracker's events, which count replicas, for a record of the workers.
+
+    A replica has the number of the worker that holds its first part, and bytes are those of a worker.
+    """
+    return emit if parts == 1 else partial(_of_replica, emit, parts)
+
+
+def _of_replica(emit: Emit, parts: int, event: Event) -> None:
+    if isinstance(event, ReplicaEvent):
+        event = msgspec.structs.replace(event, rank=event.rank * parts)
+    elif isinstance(event, EvaluationEvent):
+        event = msgspec.structs.replace(event, sent_bytes=event.sent_bytes / parts)
+    emit(event)
