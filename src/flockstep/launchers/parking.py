@@ -69,10 +69,12 @@ class Parking:
         file = place / str(os.getpid())
         with contextlib.suppress(OSError):
             place.mkdir(exist_ok=True)
-            with file.open("w") as opened:
+            half = file.with_suffix(HALF)
+            with half.open("w") as opened:
                 fcntl.flock(opened, fcntl.LOCK_EX)
                 opened.write(str(rank))
                 opened.flush()
+                half.replace(file)  # a coordinator that looks meanwhile sees a whole file that is locked, or none
                 try:
                     return self._part(record, file, leaving)
                 finally:
