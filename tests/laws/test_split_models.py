@@ -338,6 +338,102 @@ def test_what_can_be_cut_and_what_cannot(model, partition: str, message: str | N
         split_torch(job_of(model), 0, Pipeline.parse(partition))
 
 
+def with_one_activation() -> nn.Sequential:
+    """The same module after each of two layers."""
+    act, layers = nn.Tanh(), list(chain())
+    return nn.Sequential(layers[0], act, layers[2], act, layers[4], nn.Linear(7, 1).double())
+
+
+def with_one_layer() -> nn.Sequential:
+    """The same layer with weights three times, one of them inside another chain."""
+    layers = list(chain())
+    return nn.Sequential(
+        layers[0], layers[2], nn.Tanh(), layers[2], nn.Sequential(nn.Tanh(), layers[2]), nn.Linear(8, 1).double()
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "partition"),
+    [
+        (with_one_activation, "pipeline(3, 1f1b, 4)"),
+        (with_one_layer, "pipeline(3, 1f1b, 4)"),
+        pytest.param(with_one_layer, "pipeline(2, 1f1b, 4, ('1',))", marks=pytest.mark.full),
+    ],
+)
+def test_a_module_that_appears_twice_runs_twice(model: Callable[[], nn.Module], partition: str) -> None:
+    """Against gradient descent in plain torch."""
+    job = job_of(model)
+    ran = simulated(job, "all_reduce", partition, replicas=1)
+    batches, plain, data = Batches(ran.simulation.plan, 0), model(), job.data()
+    for _ in range(6):
+        index = batches.next(NEXT)
+        x, y = torch.tensor(data.train_x[index]), torch.tensor(data.train_y[index])
+        slopes = torch.autograd.grad(job.loss(plain(x), y), list(plain.parameters()))
+        with torch.no_grad():
+            for p, slope in zip(plain.parameters(), slopes, strict=True):
+                p.sub_(slope, alpha=0.2)
+    expected = torch.cat([p.detach().reshape(-1) for p in plain.parameters()]).numpy()
+    np.testing.assert_allclose(ran.result, expected, rtol=0, atol=1e-13)
+    whole = simulated(job, "all_reduce", replicas=1)
+    np.testing.assert_allclose(whole.result, expected, rtol=0, atol=1e-13)
+    assert whole.simulation.tracker.evaluation.loss == pytest.approx(ran.simulation.tracker.evaluation.loss, rel=1e-12)
+
+
+def with_hook() -> nn.Module:
+    model = chain()
+    model.register_forward_hook(lambda module, inputs, outputs: 3 * outputs)
+    return model
+
+
+def with_inner_hook() -> nn.Module:
+    layers = list(chain())
+    inner = nn.Sequential(*layers[:4])
+    inner.register_forward_pre_hook(lambda module, inputs: (3 * inputs[0],))
+    return nn.Sequential(inner, *layers[4:])
+
+
+class Scaled(nn.Sequential):
+    """Does more than its layers, but not in `forward`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.001 * super().__call__(x)
+
+
+def with_shared_statistics() -> nn.Module:
+    norm, layers = nn.BatchNorm1d(8, affine=False).double(), list(chain())
+    return nn.Sequential(layers[0], norm, layers[2], norm, *layers[4:])
+
+
+def with_noise() -> nn.Module:
+    """Draws random numbers in two stages, and keeps statistics."""
+    layers = list(chain())
+    return nn.Sequential(
+        layers[0], nn.BatchNorm1d(8).double(), nn.Dropout(0.5), *layers[1:4], nn.Dropout(0.5), *layers[4:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (with_hook, "must have no hooks, got hooks on the model of job 'chain'; put"),
+        (with_inner_hook, "must have no hooks, got hooks on layer '0' of the model of job 'chain'; put"),
+        (lambda: Scaled(*chain()), "must compute what the model computes, got a loss of .* or use partition=none"),
+        (with_shared_statistics, "must be in one stage, got 1 and 3 of job 'chain', which share '1.running_mean'; cut"),
+        (with_noise, None),
+    ],
+)
+def test_the_stages_are_compared_with_the_model(model: Callable[[], nn.Module], message: str | None) -> None:
+    facts = job_of(model), 0, Pipeline.parse("pipeline(3)")
+    if message is None:
+        split = split_torch(*facts)
+        fresh = [b.double().reshape(-1) for b in split.engine.whole.module.buffers()]  # type: ignore[attr-defined]
+        assert np.array_equal(split.engine.buffers(0), torch.cat(fresh).numpy())
+        assert not split.engine.buffers(0)[:8].any(), "the comparison leaves no trace in the statistics"
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        split_torch(*facts)
+
+
 def test_only_one_tensor_of_floats_travels() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

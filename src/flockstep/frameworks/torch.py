@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import DistillationTargets, Evaluation, Indices, Job, metric_of
+from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
@@ -137,7 +138,7 @@ class TorchEngine(FactoringEngine):
         if len(targets.teachers):
             buffers = self._mean_buffers([replica])
             with torch.no_grad():
-                taught = [functional_call(self.module, self._state_of(w) | buffers, (x,)) for w in targets.teachers]
+                taught = [called(self.module, self._state_of(w) | buffers, x) for w in targets.teachers]
             total = loss + targets.weight * distance(outputs, combined(taught, classes), classes)
         self._backward(total, out)
         return float(loss.item())
@@ -185,7 +186,7 @@ class TorchEngine(FactoringEngine):
         return [entry.name for entry in self.schema.entries]
 
     def _loss_at(self, params: Tensors, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return self.loss(functional_call(self.module, params, (x,)), y)
+        return self.loss(called(self.module, params, x), y)
 
     def _batch(self, params: FlatArray, indices: Indices, out: FlatArray) -> FlatArray:
         """Compute one batched call; a single replica is computed twice, because some kernels differ for a
@@ -294,6 +295,18 @@ class TorchEngine(FactoringEngine):
             )
         return loss
 
+    @property
+    def trial_samples(self) -> Indices:
+        """Samples of one batch for trials, evenly spaced in the training data, which may be sorted by class."""
+        count = min(self._batch_size, self.train_size)
+        return np.arange(count) * self.train_size // count
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative distance between two gradients of this model that is attributed to rounding."""
+        dtypes = {self.schema.dtype, *(entry.dtype for entry in self.schema.entries if entry.dtype)}
+        return max(TOLERANCE[dtype] for dtype in dtypes)
+
     @cached_property
     def batching(self) -> str:
         """Either "batched", or "one by one: …" with the reason, from trying to batch the gradients of two replicas."""
@@ -338,8 +351,7 @@ class TorchEngine(FactoringEngine):
             if "batching rule" in str(warning.message):
                 return str(warning.message).split(". ")[0]
         distance, size = np.linalg.norm((batched - plain).astype("float64")), np.linalg.norm(plain.astype("float64"))
-        dtypes = {self.schema.dtype, *(entry.dtype for entry in self.schema.entries if entry.dtype)}
-        if distance <= max(TOLERANCE[dtype] for dtype in dtypes) * size:
+        if distance <= self.tolerance * size:
             return ""
         return (
             "the batched gradient differs from the gradient of one model by "

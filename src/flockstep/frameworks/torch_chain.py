@@ -25,24 +25,35 @@ class ChainLayer:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
 
-def chain_of(module: nn.Module, who: str) -> list[ChainLayer]:
+def chain_of(module: nn.Module, who: str, path: str = "") -> list[ChainLayer]:
     """Return the layers of an `nn.Sequential`, in order; a Sequential inside is replaced by its own layers.
 
+    A module that appears twice is two layers. `path`: name of the module in the model.
+
     Raises:
-        ConfigurationError: the module is not an `nn.Sequential`, whose layers run one after another.
+        ConfigurationError: the module is not an `nn.Sequential`, whose layers run one after another, or has hooks,
+            which would not run.
     """
-    if type(module).forward is not nn.Sequential.forward:
+    if not _is_chain(module):
         raise ConfigurationError(
             f"the model of {who} must be an nn.Sequential to be cut into stages, got {type(module).__name__}, whose "
             "layers may run in any order; build the model as an nn.Sequential of its blocks"
         )
+    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+        raise ConfigurationError(
+            f"an nn.Sequential that is cut into stages must have no hooks, got hooks on "
+            f"{f'layer {path!r} of ' if path else ''}the model of {who}; put what they do into a layer"
+        )
     layers: list[ChainLayer] = []
-    for name, child in module.named_children():
-        if type(child).forward is nn.Sequential.forward:
-            layers += [ChainLayer(f"{name}.{inner.name}", inner.module) for inner in chain_of(child, who)]
-        else:
-            layers.append(ChainLayer(name, child))
+    for name, child in module._modules.items():  # named_children() leaves out a second appearance
+        assert child is not None
+        full = f"{path}.{name}" if path else name
+        layers += chain_of(child, who, full) if _is_chain(child) else [ChainLayer(full, child)]
     return layers
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return type(module).forward is nn.Sequential.forward
 
 
 def layers_within(shape: ModelShape, name: str) -> list[Layer]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from flockstep.arrays.schema import slices
 from flockstep.frameworks.base import Data, Evaluation
+from flockstep.frameworks.torch_call import called
 
 AT_ONCE = 512
 """Number of test samples that go through the model together."""
@@ -32,7 +32,7 @@ def evaluate(
         with torch.no_grad():
             for part in slices(size, -(-size // AT_ONCE)):
                 x, y = data.test_x[part], data.test_y[part]
-                outputs = combined([functional_call(module, dict(state), (x,)) for state in members], classes)
+                outputs = combined([called(module, state, x) for state in members], classes)
                 losses += float(loss(outputs, y)) * len(x)
                 metrics += float(metric(outputs, y)) * len(x)
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema
@@ -21,6 +22,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, SplitModel
 from flockstep.frameworks.torch import Tensors, TorchEngine
+from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, layers_within
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
@@ -38,12 +40,13 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     GPipe.
 
     Raises:
-        ConfigurationError: the model is not an `nn.Sequential`, or cannot be cut into these stages.
+        ConfigurationError: the model is not an `nn.Sequential`, cannot be cut into these stages, or does not compute
+            what its layers compute one after another.
     """
     whole = TorchEngine(job, seed)
     who = f"job {job.name!r}"
     chain = chain_of(whole.module, who)
-    samples, _ = whole.samples(np.arange(min(job.batch, whole.train_size)))
+    samples, _ = whole.samples(whole.trial_samples)
     shape = shape_of(whole.module, samples, name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
     starts = chunks_of(chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
@@ -51,6 +54,7 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     sample_bytes = _check(chunks, samples, whole, who)
     shares = _shares(chunks, shape, job.batch)
     owned = _names(whole, chunks)
+    _check_buffers(whole, chunks, who)
     held = [chunks[part :: pipeline.stages] for part in range(pipeline.stages)]
     buffers = [[name for chunk in part for name in _buffers_within(chunk, whole)] for part in held]
     names = [name for part in range(pipeline.stages) for name in _of_part(owned, part, pipeline)]
@@ -68,7 +72,9 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     )
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
     described = [" and ".join(words[part :: pipeline.stages]) for part in range(pipeline.stages)]
-    return SplitModel(engine, pipeline, parts, tuple(described), sample_bytes)
+    split = SplitModel(engine, pipeline, parts, tuple(described), sample_bytes)
+    _compare(split, engine, count, who)
+    return split
 
 
 @dataclass(eq=False)
@@ -150,8 +156,8 @@ class TorchPart(ModelPart):
             x = torch.from_numpy(inputs.copy()).requires_grad_()
         values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
         buffers = {one.local[n]: b for n, b in engine.buffers_of(batch.replica).items() if n in one.local}
-        with engine.whole.stream(batch.replica, batch.step, batch.number, one.number):
-            outputs = functional_call(one.module, {**values, **buffers}, (x,))
+        with engine.stream(batch, one.number):
+            outputs = called(one.module, {**values, **buffers}, x)
         if one.last:
             loss = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
             self._kept[self._key(chunk, batch)] = ForwardPass(x if inputs is not None else None, loss, weights)
@@ -213,6 +219,7 @@ class PartsEngine(Engine):
         """Place of each element in the flat array of `whole`; None if the places are the same."""
         self._buffers: dict[int, Tensors] = {}
         self._buffer_names = buffers
+        self._trial = False
 
     @property
     def facts(self) -> dict[str, str]:
@@ -228,6 +235,24 @@ class PartsEngine(Engine):
         if replica not in self._buffers:
             self._buffers[replica] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
         return self._buffers[replica]
+
+    def stream(self, batch: MicroBatch, chunk: int) -> AbstractContextManager[None]:
+        """Seed torch's random numbers for one micro-batch in one chunk; not in a trial."""
+        return nullcontext() if self._trial else self.whole.stream(batch.replica, batch.step, batch.number, chunk)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """A context in which all chunks draw from the stream of step 0 of replica 0, as the unsplit model does; its
+        buffers are restored afterwards.
+        """
+        before, self._trial = self.whole.buffers(0), True
+        try:
+            with self.whole.stream(0, 0):
+                yield
+        finally:
+            self._trial = False
+            self._buffers.clear()
+            self.whole.restore_buffers(0, before)
 
     def initial(self) -> FlatArray:
         whole = self.whole.initial()
@@ -287,6 +312,37 @@ def _joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
     return flat
 
 
+def _compare(split: SplitModel, engine: PartsEngine, count: int, who: str) -> None:
+    """Compare loss and gradient of one batch, computed by the `count` chunks and by the unsplit model.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    batch = MicroBatch(0, 0, 0, engine.whole.trial_samples, 1.0)
+    expected = np.empty_like(engine.initial())
+    with engine.trial():
+        loss = engine.gradient(engine.initial(), batch.indices, expected)
+    found = [np.zeros_like(part.initial()) for part in split.parts]
+    between: FlatArray | None = None
+    with engine.trial():
+        for number in range(count):
+            local, of = divmod(number, len(split.parts))
+            between, own = split.parts[of].forward(local, split.parts[of].initial(), batch, between)
+        for number in reversed(range(count)):
+            local, of = divmod(number, len(split.parts))
+            between = split.parts[of].backward(local, batch, between, found[of])
+    size = float(np.linalg.norm(expected.astype(np.float64)))
+    distance = float(np.linalg.norm(np.concatenate(found).astype(np.float64) - expected))
+    tolerance = engine.whole.tolerance
+    if math.isfinite(size) and not (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
+        raise ConfigurationError(
+            f"the layers of {who}, run one after another, must compute what the model computes, got a loss of "
+            f"{own:.6g} instead of {loss:.6g} and a gradient at a distance of {distance:.2g} from one of size "
+            f"{size:.2g}; move what the model does besides running its layers (a forward method of its own, state that "
+            "layers share) into one layer, or use partition=none"
+        )
+
+
 def _slopes(
     kept: ForwardPass, wanted: Sequence[torch.Tensor], errors: FlatArray | None, retain: bool = False
 ) -> list[torch.Tensor]:
@@ -317,6 +373,23 @@ def _buffers_within(chunk: Sequence[ChainLayer], whole: TorchEngine) -> list[str
     """Names of the changing buffers of a chunk."""
     found = [f"{layer.name}.{name}" for layer in chunk for name, _ in layer.module.named_buffers()]
     return [name for name in found if name in whole.changing_buffers]
+
+
+def _check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], who: str) -> None:
+    """Check that every buffer that changes in training is in one chunk.
+
+    Raises:
+        ConfigurationError: two chunks share such a buffer.
+    """
+    for name in whole.changing_buffers:
+        shared = whole.module.get_buffer(name)
+        users = [[one for one in chunk if any(b is shared for b in one.module.buffers())] for chunk in chunks]
+        first, *others = [found[0].name for found in users if found]
+        if others:
+            raise ConfigurationError(
+                f"layers that share a buffer which changes in training must be in one stage, got {first} and "
+                f"{others[0]} of {who}, which share {name!r}; cut elsewhere with split_at, or use a layer for each"
+            )
 
 
 def _of_part(owned: Sequence[Sequence[str]], part: int, pipeline: Pipeline) -> list[str]:
