@@ -393,7 +393,7 @@ def test_components_are_frozen():
 
 
 def test_an_argument_that_others_take_names_them():
-    with pytest.raises(UnknownName, match=r"no argument of easgd is called 'codec'; it takes .*, order, beta; "):
+    with pytest.raises(UnknownName, match=r"no argument of easgd is called 'codec'; it takes .*, beta, replicas; "):
         Strategy.parse("easgd(codec=half)")
     with pytest.raises(UnknownName, match=r"'codec' is an argument of all_reduce, ps, ") as caught:
         Strategy.parse("gossip(codec=half)")
