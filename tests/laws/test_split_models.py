@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
+from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch_stages import split_torch
 from flockstep.partitions.pipeline import Pipeline
@@ -432,6 +434,47 @@ def test_the_stages_are_compared_with_the_model(model: Callable[[], nn.Module], 
         return
     with pytest.raises(ConfigurationError, match=message):
         split_torch(*facts)
+
+
+def classified(loss: Callable[[Any, Any], Any], with_statistics: bool = False) -> Job:
+    """A classification in three classes, of which the last is rare."""
+    job = job_of()
+    x = job.data().train_x
+
+    def model() -> nn.Module:
+        layers = list(chain())[:6]
+        middle = [nn.BatchNorm1d(8).double()] if with_statistics else []
+        return nn.Sequential(*layers[:1], *middle, *layers[1:], nn.Linear(7, 3).double())
+
+    y = (x[:, 0] > 0).astype(np.int64)
+    y[55:60] = 2
+    return dataclasses.replace(job, model=model, data=lambda: Data(x, y, x[:40], y[:40]), loss=loss, metric=None)
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("loss", "refused"),
+    [
+        (nn.CrossEntropyLoss(), False),
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (nn.CrossEntropyLoss(weight=WEIGHTS), True),
+        (nn.CrossEntropyLoss(ignore_index=2), True),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), False),
+        (lambda outputs, targets: outputs.sum() * math.nan, False),
+    ],
+)
+def test_a_loss_that_micro_batches_change_is_refused(loss: Callable[[Any, Any], Any], refused: bool) -> None:
+    """Batch normalization, whose statistics micro-batches change by design, is not refused."""
+    for with_statistics in (False, True):
+        job = classified(loss, with_statistics)
+        split_torch(job, 0, Pipeline.parse("pipeline(2, gpipe, 1)"))
+        if not refused:
+            split_torch(job, 0, Pipeline.parse("pipeline(2, gpipe, 5)"))
+            continue
+        with pytest.raises(ConfigurationError, match=r"must be the mean over the samples .* use microbatches=1, or a"):
+            split_torch(job, 0, Pipeline.parse("pipeline(2, gpipe, 5)"))
 
 
 def test_only_one_tensor_of_floats_travels() -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from flockstep.arrays.namespace import as_tensor
-from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.arrays.schema import FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
@@ -30,6 +31,8 @@ from flockstep.partitions.pipeline import Pipeline
 
 FLOATS = (torch.float16, torch.float32, torch.float64)
 """Dtypes of activations that travel between stages."""
+TRIAL_BATCHES = 16
+"""Number of batches of targets with which the loss of micro-batches is compared with the loss of a batch."""
 
 
 def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
@@ -40,8 +43,8 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     GPipe.
 
     Raises:
-        ConfigurationError: the model is not an `nn.Sequential`, cannot be cut into these stages, or does not compute
-            what its layers compute one after another.
+        ConfigurationError: the model is not an `nn.Sequential`, cannot be cut into these stages, does not compute what
+            its layers compute one after another, or has a loss that is not the mean over samples.
     """
     whole = TorchEngine(job, seed)
     who = f"job {job.name!r}"
@@ -74,6 +77,7 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     described = [" and ".join(words[part :: pipeline.stages]) for part in range(pipeline.stages)]
     split = SplitModel(engine, pipeline, parts, tuple(described), sample_bytes)
     _compare(split, engine, count, who)
+    _check_loss(engine, pipeline.microbatches, who)
     return split
 
 
@@ -341,6 +345,40 @@ def _compare(split: SplitModel, engine: PartsEngine, count: int, who: str) -> No
             f"{size:.2g}; move what the model does besides running its layers (a forward method of its own, state that "
             "layers share) into one layer, or use partition=none"
         )
+
+
+def _check_loss(engine: PartsEngine, count: int, who: str) -> None:
+    """Compare the loss of batches with the mean loss of their `count` micro-batches, at outputs of the whole model.
+
+    The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    whole, batch = engine.whole, engine.whole.trial_samples
+    if not 1 < count <= len(batch):
+        return
+    with engine.trial():
+        outputs = whole.module(whole.samples(batch)[0])
+        for number in range(TRIAL_BATCHES):
+            targets = whole.samples((batch + number) % whole.train_size)[1]
+            loss = whole.loss(outputs, targets).item()
+            parts = [
+                whole.loss(_rows(outputs, part, len(batch)), targets[part]).item() * (part.stop - part.start)
+                for part in slices(len(batch), count)
+            ]
+            mean, size = sum(parts) / len(batch), sum(map(abs, parts)) / len(batch)
+            if math.isfinite(loss) and not abs(mean - loss) <= whole.tolerance * max(abs(loss), size):
+                raise ConfigurationError(
+                    f"the loss of {who} must be the mean over the samples to be computed in {count} micro-batches, got "
+                    f"{loss:.6g} for a batch and {mean:.6g} as the mean over its micro-batches; use microbatches=1, or "
+                    "a loss that is the mean over the samples (not their sum, nor a mean weighted by class)"
+                )
+
+
+def _rows(outputs: Any, part: slice, count: int) -> Any:
+    """The outputs of some of `count` samples."""
+    return tree_map_only(torch.Tensor, lambda one: one[part] if one.shape[:1] == (count,) else one, outputs)
 
 
 def _slopes(
