@@ -551,6 +551,39 @@ def test_a_death_that_the_strategy_does_not_survive_ends_the_run(strategy: str, 
         simulated(job_of(), strategy, "pipeline(4, 1f1b, 4)", replicas=2, faults=(fault,))
 
 
+def test_a_dead_stage_leaves_the_cores_to_the_others() -> None:
+    """Two replicas of one micro-batch take turns on one core, one stage of each at any time, until one dies at 50 ms.
+
+    The other has computed for 25 ms until then, and has the core for the remaining 95 ms.
+    """
+    facts = job_of(), "ps(asynchronous)", "pipeline(2, gpipe, 1)"
+    ran = simulated(
+        *facts, steps=10, compute=f"shared_cores(constant({GRADIENT}), 1, turns=true)", faults=("dies(2, 0.05, 10)",)
+    )
+    assert ran.simulation.now >= 10
+    last = max(e.seconds for e in ran.events if isinstance(e, StepEvent))
+    assert last == pytest.approx(0.05 + 10 * GRADIENT - 0.025)
+
+
+def test_a_worker_that_dies_between_two_parts_of_a_gradient_gets_no_more() -> None:
+    answered: list[float] = []
+
+    def dying(simulation: PipelineSimulation) -> None:
+        group = simulation.groups[1]
+
+        def answer(rank: int, gradient: Any, loss: float, give=group.answer) -> None:
+            if rank == 0 and simulation.now > 0.03:
+                answered.append(simulation.now)
+                simulation._queue.schedule(simulation.now, partial(simulation._die, 1))
+            give(rank, gradient, loss)
+
+        group.answer = answer  # type: ignore[method-assign]
+
+    with pytest.raises(RunError, match="deadlock"):
+        simulated(job_of(), "bucketed(cap=0.0001, first=0.0001)", "pipeline(2, gpipe, 1)", prepare=dying)
+    assert len(answered) == 1
+
+
 def test_a_slow_stage_slows_its_replica_only() -> None:
     """Worker 6 is stage 2 of the second replica."""
     facts = job_of(), "ensemble", "pipeline(4, 1f1b, 4)"

@@ -37,8 +37,10 @@ from flockstep.simulation.queue import EventQueue
 class StageGradients(ReplicaGradients):
     """The gradients of one stage of all replicas."""
 
-    def __init__(self, part: ModelPart, plan: Plan):
+    def __init__(self, part: ModelPart, plan: Plan, dropped: Callable[[int], None]):
+        """`dropped`: called with the replica whose stage has been ended."""
         super().__init__(part, plan)
+        self._dropped = dropped
         self.stages: list[StageRunner] = []
         """The stage of each replica."""
 
@@ -51,8 +53,10 @@ class StageGradients(ReplicaGradients):
         """Do nothing, because a stage keeps copies of the parameters that it uses."""
 
     def forget(self, rank: int) -> None:
-        """End the stage of replica `rank`, whose worker has died."""
-        self.stages[rank].close()
+        """End the stage of replica `rank`, whose worker has died; a server, `rank` < 0, has none."""
+        if rank >= 0:
+            self.stages[rank].close()
+            self._dropped(rank)
 
     def take(self, rank: int) -> FlatArray:
         return self.stages[rank].stage.gradient
@@ -141,6 +145,8 @@ class PipelineSimulation:
         for t, node, factor in reversed(self._faults.narrowings()):  # refuses the impossible, applies those at 0
             self._fabric.narrow(node, everyone.processes, 1.0 if t else factor)
         self._everyone = everyone
+        self._running: dict[tuple[int, int], object] = {}
+        """Part and replica → what identifies the latest schedule of the end of the stage's running pass."""
         self.model = model
         facts = *tracked(plan, model.sizes), plan.samples_at, by_worker(emit, parts)
         self.tracker = Tracker(model.engine, plan.result, *facts)
@@ -150,7 +156,7 @@ class PipelineSimulation:
         self.groups: list[Simulation] = []
         self._gradients: list[StageGradients] = []
         for place, one in zip(self._places, model.parts, strict=True):
-            gradients, part = StageGradients(one, plan), place.part
+            gradients, part = StageGradients(one, plan, partial(self._drop, place.part)), place.part
             within = Surroundings(
                 one,
                 self._queue,
@@ -246,8 +252,7 @@ class PipelineSimulation:
         """Begin a worker's gradient, or give it the rest of the gradient that it has received a part of."""
         rank, gradients = runner.node.address, self._gradients[part]
         if runner.partly:
-            stage = gradients.stages[rank].stage
-            self._queue.schedule(self.now, partial(self.groups[part].answer, rank, stage.gradient, stage.loss))
+            self._queue.schedule(self.now, partial(self._answer_rest, part, rank))
             return
         require_plain(need, self.plan.strategy, self.pipeline)
         gradients.ask(rank, need)
@@ -265,17 +270,33 @@ class PipelineSimulation:
     def _expect(self, part: int, rank: int) -> None:
         """Schedule the time at which the running pass of a stage is complete."""
         due = self._clock.due(self.groups[part].address(rank), self.now)
-        self._queue.schedule(max(self.now, due), partial(self._passed, part, rank))
+        self._running[part, rank] = token = object()
+        self._queue.schedule(max(self.now, due), partial(self._passed, part, rank, token))
 
-    def _passed(self, part: int, rank: int) -> None:
+    def _drop(self, part: int, rank: int) -> None:
+        """Cancel the running pass of a stage whose worker has died; the others have more of the cores."""
+        self._running.pop((part, rank), None)
+        self._clock.drop(self.groups[part].address(rank), self.now)
+        if not self._clock.fixed:
+            for other in list(self._running):
+                self._expect(*other)
+
+    def _passed(self, part: int, rank: int, token: object) -> None:
         """End the running pass of a stage, if passes that began meanwhile have not slowed it down."""
-        if self._gradients[part].stages[rank].done:  # its worker has died
+        if self._running.get((part, rank)) is not token:  # its worker has died, or the end was scheduled again
             return
         if not self._clock.fixed and self._clock.due(self.groups[part].address(rank), self.now) > self.now:
             self._expect(part, rank)
             return
+        del self._running[part, rank]
         self._runner(part, rank).lap("compute")
         self._gradients[part].stages[rank].passed()
+
+    def _answer_rest(self, part: int, rank: int) -> None:
+        """Give a worker the rest of the gradient that it has received a part of, unless it has died."""
+        if not self._runner(part, rank).done:
+            stage = self.stage(part, rank)
+            self._answer(part, rank, stage.gradient, stage.loss)
 
     def _answer(self, part: int, rank: int, gradient: FlatArray, loss: float) -> None:
         self.groups[part].answer(rank, gradient, loss)
