@@ -146,6 +146,24 @@ def test_the_seconds_of_a_run_are_those_of_its_schedule(partition: str) -> None:
             assert e.compute_seconds + e.wait_seconds == pytest.approx(e.seconds)
 
 
+@pytest.mark.parametrize(
+    "partition", few(["pipeline(4, zb_h1, 6)", "pipeline(4, pipedream, 1)"], "pipeline(4, zb_h1, 6)")
+)
+def test_a_worker_draws_one_duration_for_each_step(partition: str) -> None:
+    """Its passes take their shares of this draw, which is also that of the same worker and step of an unsplit run."""
+    compute, steps = "slow_spells(lognormal(0.012, 1), 0.3, 10, 2)", 9
+    ran = simulated(job_of(), "local_sgd(period=100)", partition, replicas=2, steps=steps, compute=compute)
+    simulation = ran.simulation
+    assert isinstance(simulation, PipelineSimulation)
+    whole = simulated(job_of(), "local_sgd(period=100)", replicas=8, steps=steps, compute=compute)
+    unsplit = {e.node: e.compute_seconds for e in whole.events if isinstance(e, NodeEvent)}
+    for e in ran.events:
+        if isinstance(e, NodeEvent):
+            own = sum(one.forward + one.backward for one in simulation.model.parts[e.node % 4].shares)
+            assert e.compute_seconds == pytest.approx(own * unsplit[e.node])
+    assert len({round(seconds, 9) for seconds in unsplit.values()}) == 8, "workers differ"
+
+
 def test_the_shares_of_the_passes_make_up_a_gradient() -> None:
     shares = [one for part in split_torch(job_of(), 0, Pipeline(5)).parts for one in part.shares]
     assert sum(one.forward + one.backward for one in shares) == pytest.approx(1)

@@ -6,9 +6,10 @@ and one network, so that activations compete with the strategy's messages for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -32,6 +33,24 @@ from flockstep.simulation.collector import seldom
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Fabric, Network
 from flockstep.simulation.queue import EventQueue
+
+
+class StepDurations:
+    """How long a whole gradient of the whole model takes on each worker in each step, in seconds.
+
+    A worker draws once for each step, as in an unsplit run; every pass takes its share of the step's duration.
+    """
+
+    def __init__(self, streams: Sequence[Iterator[float]]):
+        """`streams`: the durations of each worker's gradients, in order of steps."""
+        self._streams = streams
+        self._known: list[list[float]] = [[] for _ in streams]
+
+    def of(self, rank: int, step: int) -> float:
+        """Return the duration of step number `step`, from 0, on worker `rank`."""
+        known = self._known[rank]
+        known += islice(self._streams[rank], max(0, step + 1 - len(known)))
+        return known[step]
 
 
 class StageGradients(ReplicaGradients):
@@ -125,7 +144,7 @@ class PipelineSimulation:
         Args:
             model: the model, cut into the stages of its pipeline.
             plan: the plan of the data-parallel group of any part, with one worker for each replica.
-            compute: seconds of a gradient of the whole model; a pass takes its share of the work.
+            compute: seconds of a gradient of the whole model; a pass takes its share of the step's draw.
             network: the network of all workers and servers.
             emit: function that writes an event to the record.
             progress: called with the steps of all workers so far, and the virtual seconds.
@@ -141,7 +160,8 @@ class PipelineSimulation:
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._fabric: Fabric = network.start(everyone)
         self._faults = FaultInjector(plan.faults, everyone)
-        self._clock = self._faults.clock(compute.start(everyone.workers, plan.seed))
+        self._durations = StepDurations(compute.streams(everyone.workers, plan.seed))
+        self._clock = self._faults.clock(compute.clock([repeat(1.0)] * everyone.workers))
         for t, node, factor in reversed(self._faults.narrowings()):  # refuses the impossible, applies those at 0
             self._fabric.narrow(node, everyone.processes, 1.0 if t else factor)
         self._everyone = everyone
@@ -264,7 +284,7 @@ class PipelineSimulation:
         share: float = getattr(self.model.parts[part].shares[work.chunk], work.kind)
         stretch = share * need.samples / self.plan.batch
         worker = self.groups[part].address(rank)
-        self._clock.begin(worker, self.now, stretch)
+        self._clock.begin(worker, self.now, self._durations.of(worker, work.step) * stretch)
         self._expect(part, rank)
 
     def _expect(self, part: int, rank: int) -> None:

@@ -92,11 +92,22 @@ class ComputeModel(Component):
         Raises:
             ConfigurationError: `workers` is below 1, or `seed` is negative.
         """
+        return self.clock(self.streams(workers, seed))
+
+    def streams(self, workers: int, seed: int) -> list[Iterator[float]]:
+        """Return the durations of each worker's gradients, in seconds.
+
+        Raises:
+            ConfigurationError: `workers` is below 1, or `seed` is negative.
+        """
         if workers < 1:
             raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for a run without exchange")
         if seed < 0:
             raise ConfigurationError(f"seed must be >= 0, got {seed}; use any whole number from 0")
-        streams = [self.stream(seed, rank) for rank in range(workers)]
+        return [self.stream(seed, rank) for rank in range(workers)]
+
+    def clock(self, streams: list[Iterator[float]]) -> Clock:
+        """Create a clock of workers with these durations, which share cores as this model says."""
         if self.sharing is None:
             return _OwnCores(streams)
         return (_Turns if self.turns else _SharedCores)(streams, self.sharing)
