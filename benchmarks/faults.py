@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Setting
 from flockstep.chaos.run import ChaosRun
-from flockstep.records.events import PromotedEvent
+from flockstep.records.events import Event, PromotedEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
 
@@ -68,16 +68,15 @@ def ends(run: ChaosRun) -> bool:
     return not run.processes()
 
 
-def measure(strategy: str, disruption: Measured, every: int | None = None) -> tuple[list[float], list[RunFolder]]:
-    """Disrupt `RUNS` runs; return the seconds, and the records, which are kept until the process ends."""
-    records = []
+def measure(strategy: str, disruption: Measured) -> tuple[list[float], list[Event]]:
+    """Disrupt `RUNS` runs; return the seconds, and the events of all runs that have a record."""
+    events: list[Event] = []
     for number in range(RUNS):
         setting = Setting("softmax", Strategy.parse(strategy), 2, STEPS, number, HEARTBEAT)
-        place = Path(tempfile.mkdtemp(prefix="flockstep-faults-")) / "run"
-        with ChaosRun(setting, place, disruption) as run:
+        with tempfile.TemporaryDirectory() as place, ChaosRun(setting, Path(place) / "run", disruption) as run:
             run.begin()
-        records.append(RunFolder(run.folder))
-    return disruption.seconds, records
+            events += RunFolder(run.folder).read_events() if run.summary is not None else []
+    return disruption.seconds, events
 
 
 def show(what: str, seconds: list[float]) -> None:
@@ -92,9 +91,9 @@ def main() -> None:
     stop = dataclasses.replace(kill, kind=signal.SIGSTOP, until=says("has not answered for 2 s"), seconds=[])
     show("SIGSTOP of a worker until the run says so, heartbeat 2 s (asgd)", measure("asgd", stop)[0])
     server = Measured(who="server-0", until=says("continues in its place"))
-    seconds, records = measure("ps(consistency=bsp, replicas=1)", server)
+    seconds, events = measure("ps(consistency=bsp, replicas=1)", server)
     show("SIGKILL of a server with a backup until the run says so", seconds)
-    pushes = [event.push_seconds for one in records for event in one.read_events() if isinstance(event, PromotedEvent)]
+    pushes = [event.push_seconds for event in events if isinstance(event, PromotedEvent)]
     show("  from then until the first push at the backup", [one for one in pushes if one is not None])
     launcher = Measured(who="launcher", until=ends)
     show("SIGKILL of the launcher until no process is left (asgd)", measure("asgd", launcher)[0])
