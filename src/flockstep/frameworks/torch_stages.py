@@ -358,7 +358,7 @@ def _check_loss(engine: PartsEngine, count: int, who: str) -> None:
     whole, batch = engine.whole, engine.whole.trial_samples
     if not 1 < count <= len(batch):
         return
-    with engine.trial():
+    with torch.no_grad(), engine.trial():
         outputs = whole.module(whole.samples(batch)[0])
         for number in range(TRIAL_BATCHES):
             targets = whole.samples((batch + number) % whole.train_size)[1]
