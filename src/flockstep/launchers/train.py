@@ -184,6 +184,11 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
             f"{folder} holds a run of flockstep {config.kind}, which cannot be resumed; repeat the run: "
             f"{config.command}"
         )
+    if config.partition is not None:
+        raise ConfigurationError(
+            f"{folder} holds a run of a split model, of which no checkpoints are taken yet; repeat the run: "
+            f"{config.command}"
+        )
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
     with owner.owned(record.path):
