@@ -120,7 +120,7 @@ def resume(folder: Path) -> object:
         there = msgspec.structs.replace(item.snapshot, path=str(checkpoint.folder / item.snapshot.path))
         there.read()
         there.read_buffers()
-    return load(spec, np.load(folder / "result.npy"))
+    return load(spec, 0, np.load(folder / "result.npy"))
 
 
 def sign_manifest(folder: Path) -> None:
