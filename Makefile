@@ -19,9 +19,8 @@ SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# A file's tests stay together, in the order of the folders: the long files of end_to_end and faults come first, the short ones of unit last.
-# Most tests wait for processes of their own; more than four at once only delay each other.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# a file's tests stay together; most tests wait for processes of their own, more than four at once only delay each other
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
 # what every push runs
 PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 

@@ -17,7 +17,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
-from support.jobs import go_on, paced
+from support.jobs import go_on, paced, paced_train
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
 
@@ -27,18 +27,7 @@ STEPS = 120
 
 
 def begin(folder: Path, strategy: str, *more: str) -> RealRun:
-    words = [
-        "train",
-        paced(folder, slow_after=40),
-        "-s",
-        strategy,
-        "-n",
-        "2",
-        "--steps",
-        str(STEPS),
-        "--evaluate-every",
-        "30",
-    ]
+    words = paced_train(folder, strategy, 2, STEPS, slow_after=40)
     return RealRun([*words, "--max-workers", "4", *more], folder / "run")
 
 

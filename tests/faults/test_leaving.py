@@ -14,7 +14,7 @@ from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig
 from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
-from support.jobs import go_on, paced
+from support.jobs import go_on, paced_train
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
 
@@ -24,7 +24,7 @@ STEPS = 120
 
 
 def begin(folder: Path, strategy: str, least: int = 1, *more: str) -> RealRun:
-    words = ["train", paced(folder), "-s", strategy, "-n", "3", "--steps", str(STEPS), "--evaluate-every", "30"]
+    words = paced_train(folder, strategy, 3, STEPS)
     return RealRun([*words, "--checkpoint-every", "10", "--min-workers", str(least), *more], folder / "run")
 
 

@@ -11,7 +11,7 @@ import pytest
 from flockstep.cli.app import run as run_command
 from flockstep.launchers.parking import PARKED
 from flockstep.records.folder import RunFolder
-from support.jobs import go_on, paced
+from support.jobs import go_on, paced, paced_train
 from support.matrix import few
 from support.processes import IPC, MEMORY, PATIENCE, RealRun, alive, wait_until
 
@@ -21,18 +21,7 @@ STEPS = 120
 
 
 def begin(folder: Path, strategy: str, seconds: str, *more: str) -> RealRun:
-    words = [
-        "train",
-        paced(folder, slow_after=40),
-        "-s",
-        strategy,
-        "-n",
-        "2",
-        "--steps",
-        str(STEPS),
-        "--evaluate-every",
-        "30",
-    ]
+    words = paced_train(folder, strategy, 2, STEPS, slow_after=40)
     run = RealRun([*words, "--checkpoint-every", "10", "--park", seconds, *more], folder / "run")
     run.wait_for_work(25)
     wait_until(lambda: any(run.record.glob("checkpoints/*/manifest.json")), PATIENCE, "a checkpoint is complete")

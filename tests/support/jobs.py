@@ -42,6 +42,12 @@ def paced(folder: Path, after: str = ".", slow_after: int = 1 << 30) -> str:
     return str(folder / "paced.py")
 
 
+def paced_train(folder: Path, strategy: str, workers: int, steps: int, slow_after: int = 1 << 30) -> list[str]:
+    """Arguments of `flockstep train` with the job of `paced`, evaluated every 30 steps."""
+    words = ["train", paced(folder, slow_after=slow_after), "-s", strategy, "-n", str(workers)]
+    return [*words, "--steps", str(steps), "--evaluate-every", "30"]
+
+
 def go_on(folder: Path) -> None:
     """Let gradients take their usual time again."""
     (folder / "go").touch()
