@@ -30,5 +30,6 @@ def test_memory_that_is_written_counts(tmp_path: Path) -> None:
     peaks.ready(tmp_path)
     with peaks.watching(tmp_path) as found:
         block = bytearray(b"x") * (64 << 20)
-        wait_until(lambda: min(found.values()) >= len(block), PATIENCE, "both peaks count the block")
+        most = 0.9 * len(block)  # what this process frees in the meantime is taken off
+        wait_until(lambda: min(found.values()) >= most, PATIENCE, "both peaks count the block")
     assert max(found.values()) < 2 * len(block)  # counted once
