@@ -19,8 +19,9 @@ SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# a file's tests stay together; most tests wait for processes of their own, more than four at once only delay each other
-SPREAD := -n auto --maxprocesses 4 --dist loadfile
+# a file's tests stay together; most tests wait for processes of their own: one test process more than cores, at most 4
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + os.cpu_count()))')
+SPREAD := -n $(PROCESSES) --dist loadfile
 # what every push runs
 PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 

@@ -224,9 +224,9 @@ def _cable(switch: Host, hosts: Sequence[Host], bandwidth: str | None) -> None:
         host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
         host.run("ip", "link", "set", "eth0", "up")
         if bandwidth is not None:
-            limit = namespaces.limit(units.bandwidth(bandwidth))
-            switch.run("tc", "qdisc", "add", "dev", f"port{number}", *limit)
-            host.run("tc", "qdisc", "add", "dev", "eth0", *limit)
+            for end, device in ((switch, f"port{number}"), (host, "eth0")):
+                for command in namespaces.limit(device, units.bandwidth(bandwidth)):
+                    end.run(*command)
 
 
 def on_all(

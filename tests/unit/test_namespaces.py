@@ -20,10 +20,21 @@ from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Link
 
 
-@pytest.mark.parametrize(("bandwidth", "burst"), [("1gbit", "125000"), ("100mbit", "12500"), ("5mbit", "3200")])
-def test_a_link_lets_a_millisecond_through_at_once_but_two_packets_at_least(bandwidth: str, burst: str) -> None:
-    shown = limit(units.bandwidth(bandwidth))
-    assert shown[shown.index("burst") + 1] == burst
+@pytest.mark.parametrize(
+    ("bandwidth", "burst", "segment"),
+    [
+        ("1gbit", "125000", "65536"),
+        ("300mbit", "37500", "30000"),
+        ("100mbit", "12500", "10000"),
+        ("5mbit", "3200", "2560"),
+    ],
+)
+def test_a_link_lets_a_millisecond_through_at_once_but_two_packets_at_least(
+    bandwidth: str, burst: str, segment: str
+) -> None:
+    card, bucket = limit("eth0", units.bandwidth(bandwidth))
+    assert bucket[bucket.index("burst") + 1] == burst
+    assert card[card.index("gso_max_size") + 1] == segment  # a segment fits into a burst, so that none is split
 
 
 def test_refused_without_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ packets.
 """
 PACKETS = 3200
 """Smallest burst of a link in bytes, which is the size of two packets."""
+SEGMENT = 65536
+"""Largest segment in bytes that TCP hands to a network card, which is Linux's default."""
+FILLED = 0.8
+"""Size of a segment as a share of the burst, which also has to hold the headers of the segment's packets."""
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_limit_output_bytes": "65536"}
 """TCP settings of every host, whatever the settings of this machine: windows grow until a link is full and are kept
 between steps; connections share a card in turns.
@@ -86,26 +90,33 @@ class Namespaces(Transport):
             )
         outer, inner = f"{label}h{number}", f"{label}c{number}"
         outside = ["nsenter", f"--net=/proc/{supervisor}/ns/net"]
-        own = limit(units.bandwidth(self.bandwidth))
+        rate = units.bandwidth(self.bandwidth)
         _run([*outside, "ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", str(os.getpid())])
         _run([*outside, "ip", "link", "set", outer, "master", label, "up"])
-        _run([*outside, "tc", "qdisc", "add", "dev", outer, *own])
+        for command in limit(outer, rate):
+            _run([*outside, *command])
         _run(["ip", "addr", "add", f"{host}/24", "dev", inner])
         _run(["ip", "link", "set", inner, "up"])
         _run(["ip", "link", "set", "lo", "up"])
-        _run(["tc", "qdisc", "add", "dev", inner, *own])
+        for command in limit(inner, rate):
+            _run(command)
         for name, value in TCP.items():
             Path("/proc/sys/net/ipv4", name).write_text(value)
 
 
-def limit(rate: float) -> list[str]:
-    """Arguments of `tc qdisc` that limit what a network card sends to `rate` bytes per second.
+def limit(device: str, rate: float) -> list[list[str]]:
+    """Commands that limit what a network card sends to `rate` bytes per second.
 
-    A burst has the bytes of one millisecond: with more, messages would pass faster than the link allows. With less,
-    from 500 Mbit/s on, the kernel would have to split every segment, which is too slow.
+    A burst has the bytes of one millisecond: with more, messages would pass faster than the link allows. TCP hands a
+    card segments that fit into a burst: the kernel would split larger ones into packets and send each at its own time,
+    which takes up to one core per link.
     """
     burst = max(PACKETS, round(rate / 1000))
-    return ["root", "tbf", "rate", f"{round(8 * rate)}bit", "burst", str(burst), "latency", BUFFER]
+    bucket = ["rate", f"{round(8 * rate)}bit", "burst", str(burst), "latency", BUFFER]
+    return [
+        ["ip", "link", "set", device, "gso_max_size", str(min(SEGMENT, round(FILLED * burst)))],
+        ["tc", "qdisc", "add", "dev", device, "root", "tbf", *bucket],
+    ]
 
 
 def require() -> None:
