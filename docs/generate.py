@@ -376,14 +376,14 @@ def _system_section(known: System) -> str:
     if not known.modes:
         return "\n".join([*lines, f"Splitting single layers is {NOT_YET} possible here."])
     lines += [
-        f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.strategy)}"
+        f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.runs)}"
         + ("" if mode.partition == "none" else f" with `--partition {shlex.quote(mode.partition)}`")
         for mode in known.modes
     ]
     runs = [
         f"{shlex.quote(f'{known.name}: {mode.name}' if index else known.name)}"
         if mode.partition == "none"
-        else f"{shlex.quote(mode.strategy)} --partition {shlex.quote(mode.partition)}"
+        else f"{shlex.quote(mode.runs)} --partition {shlex.quote(mode.partition)}"
         for index, mode in enumerate(known.modes)
     ]
     commands = [f"flockstep simulate digits -s {run} -n 16 --epochs 20" for run in runs]

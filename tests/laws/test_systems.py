@@ -24,7 +24,7 @@ from support.matrix import few
 ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}
 """In the catalog, but not in the survey's table."""
 MODES = [(known.name, mode.name) for known in systems() for mode in known.modes if mode.partition == "none"]
-BETWEEN_LAYERS = {"MXNet", "PyTorch", "TensorFlow"}
+BETWEEN_LAYERS = {"MXNet", "Parameter Server", "PyTorch", "TensorFlow"}
 """Systems that split a model between its layers, as a pipeline of stages does."""
 EMPTY = ("optimization", "scheduling", "exchange", "topology")
 
@@ -50,11 +50,11 @@ def test_each_derived_cell_is_the_printed_one(printed):
 
 
 def test_the_claim_about_the_table_falls_short_where_model_parallelism_is_missing():
-    """Eight of the 17 rows have MP in the survey; five of them split single layers or parameters."""
+    """Eight of the 17 rows have MP in the survey; four of them split single layers or parameters."""
     verdict = Taxonomy().check(lambda line: None)
     short = {row.what for row in verdict.rows if not row.holds}
     assert short == {printed.system for printed in table_1() if "MP" in printed.parallelism} - BETWEEN_LAYERS
-    assert len(short) == 5
+    assert len(short) == 4
     assert all("MP missing" in str(row.ours) for row in verdict.rows if row.what in short)
     assert not verdict.holds
     assert "MP missing" in verdict.reason
@@ -71,6 +71,23 @@ def test_model_parallelism_follows_from_the_partition_of_a_mode():
     assert unsplit.parallelism == "DP"
     with pytest.raises(CompositionError, match=r"a strategy and a partition; write --strategy 'scatter_reduce' --part"):
         known.expression("layers on devices")
+
+
+def test_a_replica_alone_takes_its_cell_from_the_partition():
+    """Without a strategy between replicas, what is not exchanged and how parts reach each other is the partition's."""
+    alone = catalog.System("one", "", "", (catalog.Mode(partition="pipeline(2, gpipe, 1)"),))
+    assert alone.row() == {
+        "system": "one",
+        "parallelism": "MP",
+        "optimization": "central",
+        "scheduling": "sync",
+        "exchange": "none",
+        "topology": "p2p mesh",
+    }
+    late = catalog.System("one", "", "", (catalog.Mode(partition="pipeline(2, pipedream, 1)"),))
+    assert late.row()["scheduling"] == "async"
+    with pytest.raises(CompositionError, match=r"write --strategy 'all_reduce' --partition 'pipeline\(2, gpipe, 1\)'"):
+        alone.expression()
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -150,7 +167,7 @@ def test_names_are_forgiving_and_modes_have_names():
 def test_every_composition_is_written_as_one_would_write_it():
     for known in catalog.systems():
         for mode in known.modes:
-            strategy = Strategy.parse(mode.strategy)
+            strategy = Strategy.parse(mode.runs)
             assert Strategy.parse(str(strategy)) == strategy
         assert known.citation
         assert known.algorithm.endswith(".")

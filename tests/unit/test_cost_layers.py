@@ -11,6 +11,7 @@ import pytest
 from flockstep.cli.layers import shape_named, show_layers
 from flockstep.costs import formulas
 from flockstep.costs.builder import At, Net
+from flockstep.costs.concurrency import CONCURRENCY
 from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass, log2_ceil
 from flockstep.costs.reference import reference
 from flockstep.costs.stages import cut
@@ -276,6 +277,66 @@ def test_bytes_behind_a_layer_of_a_pipeline():
     fc = next(layer for layer in reference("vgg-a").layers if layer.name == "fc6")
     assert fc.pipeline_bytes(32) == 2 * 32 * 4096 * 4
     assert next(row for row in report.rows(reference("vgg-a"), 32, 16) if row.layer == "fc6").pipeline_bytes == 1 << 20
+
+
+def figures(share):
+    return share.work, share.depth, share.parallelism
+
+
+def test_a_fully_connected_layer_under_data_model_and_pipeline_parallelism():
+    """Ben-Nun & Hoefler's row of a fully connected layer by hand: W = N C_out C_in for y, ∇w and ∇x, D = log C_in,
+    log N and log C_out; 12 inputs, 6 outputs, 10 samples on each of 3 workers. A multiply-add is two operations.
+    """
+    layer, products = formulas.linear("fc", 12, 6), 12 * 6
+    forward, by_input = 4, 3  # ⌈log2 12⌉, ⌈log2 6⌉
+    data, model, pipeline = (figures(share(layer, 10, 3)) for share in CONCURRENCY.values())
+    work = 2 * 3 * 10 * products
+    assert data == (work, forward + (4 + 2), work / 10)  # ⌈log2 10⌉ samples, then ⌈log2 3⌉ workers; > by_input
+    assert model == (2 * 3 * 30 * products / 3, forward + 5, work / 9)  # ⌈log2 30⌉
+    assert pipeline == (3 * work, 3 * (forward + 4), work / 8)
+    assert by_input < 4
+
+
+def test_a_convolution_under_data_model_and_pipeline_parallelism():
+    """The row of a direct convolution: W = N C_out H' W' C_in K_y K_x, D = ⌈log2 C_in⌉ + ⌈log2 K_y⌉ + ⌈log2 K_x⌉.
+
+    5 → 8 channels, 3 × 3 kernel, 4 × 4 outputs, 2 samples on each of 4 workers.
+    """
+    layer = formulas.convolution("conv", 5, 8, (3, 3), (6, 6), (4, 4))
+    products = 8 * 4 * 4 * 5 * 3 * 3
+    forward, by_input = 3 + 2 + 2, 3 + 2 + 2
+    work = 2 * 3 * 2 * products
+    found = {kind: figures(share(layer, 2, 4)) for kind, share in CONCURRENCY.items()}
+    assert found["data"] == (work, forward + max(5 + 2, by_input), work / 14)  # ⌈log2 32⌉ sums, ⌈log2 4⌉ workers
+    assert found["model"] == (work, forward + 7, work / 14)  # ⌈log2 128⌉
+    assert found["pipeline"] == (4 * work, 4 * (forward + by_input), work / 14)
+    assert found["data"] != figures(CONCURRENCY["data"](layer, 2, 8)), "negative control: more workers, more rounds"
+
+
+@pytest.mark.parametrize("kind", CONCURRENCY)
+def test_one_worker_has_the_work_and_the_depth_of_the_layer(kind):
+    for layer in reference("alexnet").layers:
+        assert figures(CONCURRENCY[kind](layer, 32, 1)) == (layer.work(32), layer.depth(32), layer.parallelism(32))
+
+
+def test_workers_divide_the_work_of_a_step():
+    """P workers with equal shares, or one of P stages, have the work of P·N samples together."""
+    for layer in reference("vgg-a").layers:
+        data, model, pipeline = (share(layer, 8, 4).work for share in CONCURRENCY.values())
+        assert 4 * data == 4 * model == pipeline == layer.work(32)
+
+
+def test_the_table_has_a_column_for_each_kind_of_parallelism(capsys):
+    show_layers("vgg-a", 32, 16, as_json=True)
+    row = next(one for one in json.loads(capsys.readouterr().out)["layers"] if one["layer"] == "fc7")
+    fc = next(layer for layer in reference("vgg-a").layers if layer.name == "fc7")
+    for kind, share in CONCURRENCY.items():
+        assert tuple(row["concurrency"][kind].values()) == figures(share(fc, 32, 16))
+    found = report.rows(reference("vgg-a"), 32, 16)
+    cells = dict(zip(report.HEADINGS, report.cells(next(one for one in found if one.layer == "fc7")), strict=True))
+    assert cells["data W"] == report.amount(fc.work(32))
+    assert cells["pipeline W"] == report.amount(fc.work(16 * 32))
+    assert cells["model W/D"] == report.amount(fc.work(32) / fc.depth(16 * 32))
 
 
 def chain(*work, tied=()):

@@ -8,6 +8,7 @@ from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.errors import FlockstepError
+from flockstep.partitions.base import Partition
 from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
@@ -66,9 +67,9 @@ def _run_split(mode: Mode) -> None:
     config = RunConfig(
         kind="simulate",
         job="digits(batch=8)",
-        strategy=mode.strategy,
+        strategy=mode.runs,
         partition=mode.partition,
-        workers=WORKERS,
+        workers=WORKERS if mode.strategy else Partition.parse(mode.partition).parts,
         steps=STEPS,
     )
     _, plan, _ = prepare(config)
@@ -81,9 +82,9 @@ def _failed(known: System) -> str:
     for mode in known.modes:
         try:
             if mode.partition == "none":
-                run_strategy(mode.strategy, WORKERS, STEPS)
+                run_strategy(mode.runs, WORKERS, STEPS)
             else:
                 _run_split(mode)
         except FlockstepError as error:
-            return f"{mode.strategy} fails: {error}"
+            return f"{mode.runs} with partition {mode.partition} fails: {error}"
     return ""

@@ -8,6 +8,7 @@ from rich.markup import escape
 
 from flockstep import registry
 from flockstep.cli import show
+from flockstep.costs.concurrency import CONCURRENCY
 from flockstep.costs.layers import ModelShape
 from flockstep.costs.reference import MODELS, reference
 from flockstep.errors import ConfigurationError, UnknownName
@@ -18,7 +19,7 @@ from flockstep.workloads.base import Workload
 
 MANY = 40
 """Number of layers above which the table leaves out layers without parameters."""
-RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 9, 2)
+RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 9, *(12, 11, 10) * len(CONCURRENCY), 2)
 """Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
 
 

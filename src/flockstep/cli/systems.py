@@ -33,7 +33,7 @@ def detail(known: System) -> dict[str, Any]:
                 "partition": mode.partition,
                 "delivery": strategy.traits.delivery,
             }
-            for mode, strategy in ((mode, Strategy.parse(mode.strategy)) for mode in known.modes)
+            for mode, strategy in ((mode, Strategy.parse(mode.runs)) for mode in known.modes)
         ],
     }
 
@@ -65,4 +65,7 @@ def _print(found: dict[str, Any]) -> None:
         text = escape(mode["strategy"] + split)
         page.print(f"  {mode['mode'] or 'composition':13} {text}", soft_wrap=True, highlight=False)
     if found["modes"]:
-        page.print(f"  {'run it':13} flockstep simulate digits -s '{escape(found['system'])}' -n 4", highlight=False)
+        run = f"-s '{found['system']}' -n 4"
+        if (first := found["modes"][0])["partition"] != "none":
+            run = f"-s '{first['strategy']}' --partition '{first['partition']}' -n 4"
+        page.print(f"  {'run it':13} flockstep simulate digits {escape(run)}", highlight=False)

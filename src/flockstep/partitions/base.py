@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
+
+Division = Literal["nothing", "layers", "tensors", "state"]
+""""layers": whole layers, as in a pipeline (vertical partitioning); "tensors": the arrays of each layer (horizontal
+partitioning); "state": stored parameters, gradients and optimizer state, while each worker computes the whole model.
+"""
+Addressing = Literal["none", "p2p mesh", "distributed array abstraction"]
+"""Topology of one replica, in the words of Langer et al. (2020), table 1: "p2p mesh" if a part sends to parts that it
+names; "distributed array abstraction" if a part works on its slice of an array that all parts hold together.
+"""
 
 
 class Partition(Component):
@@ -17,11 +26,22 @@ class Partition(Component):
     """
 
     noun: ClassVar[str] = "partition"
+    divides: ClassVar[Division] = "nothing"
+    """What the workers of a replica divide among them."""
+    addressing: ClassVar[Addressing] = "none"
+    """How the parts of a replica reach each other."""
 
     @property
     @abstractmethod
     def parts(self) -> int:
         """Number of workers that hold one replica together."""
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a worker computes only a part of the model, which is model parallelism (Langer et al. 2020, section
+        3.1.1).
+        """
+        return self.divides in ("layers", "tensors")
 
     @property
     def delays(self) -> str | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN
-from flockstep.partitions.base import Partition
+from flockstep.partitions.base import Addressing, Division, Partition
 from flockstep.partitions.pipeline_schedules.base import PipelineSchedule
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
 
@@ -20,6 +21,9 @@ class Pipeline(Partition):
     Each batch is divided into `microbatches` micro-batches of equal size, up to one sample. `schedule` is the order in
     which a stage computes its passes (Huang et al. 2019; Narayanan et al. 2019).
     """
+
+    divides: ClassVar[Division] = "layers"
+    addressing: ClassVar[Addressing] = "p2p mesh"
 
     stages: int
     schedule: PipelineSchedule = field(default=OneForwardOneBackward(), metadata=SHOWN)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flockstep.costs.concurrency import CONCURRENCY, Concurrency
 from flockstep.costs.layers import Layer, ModelShape, require_scale
 from flockstep.costs.stages import cut
 from flockstep.errors import ConfigurationError
@@ -30,6 +31,7 @@ HEADINGS = (
     "data parallel",
     "split",
     "pipeline",
+    *(f"{kind} {what}" for kind in CONCURRENCY for what in ("W", "D", "W/D")),
     "cheaper",
 )
 PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
@@ -48,10 +50,27 @@ EXPLAINED = (
     "operations in the longest chain of dependent operations; W/D: mean number of operations that can run at the "
     "same time; activations: size for the whole batch; data parallel and split: bytes that a worker sends per step "
     "if the data are split over the workers, or if this layer is split; pipeline: bytes of activations and their "
-    "gradients that cross the link behind this layer per step, if a stage ends with it; cheaper: the alternative that "
+    "gradients that cross the link behind this layer per step, if a stage ends with it; data, model and pipeline W, "
+    "D and W/D: work, depth and their ratio of one worker in a step over the samples of all workers, if the data are "
+    "divided, if this layer is divided, or if this layer belongs to the worker's stage, which computes a micro-batch "
+    "for each worker; cheaper: the alternative that "
     "sends fewer bytes (colored if the layer is split), and in the last row the bytes if the cheaper "
     "alternative is used for every layer."
 )
+
+
+@dataclass(frozen=True)
+class WorkerShare:
+    """Work W, depth D and W/D of one worker in a step."""
+
+    work: float
+    depth: int
+    parallelism: float
+
+    @classmethod
+    def of(cls, share: Concurrency) -> WorkerShare:
+        """Return the three figures of a share."""
+        return cls(share.work, share.depth, share.parallelism)
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,10 @@ class LayerRow:
     cheaper: str | None
     break_even_batch: float | None
     """Samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
+    concurrency: dict[str, WorkerShare]
+    """Kind of parallelism ("data", "model", "pipeline") → the share of one worker in a step over the samples of all
+    workers.
+    """
 
 
 def rows(model: ModelShape, batch: int, workers: int) -> list[LayerRow]:
@@ -111,6 +134,7 @@ def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> LayerRow:
         layer.pipeline_bytes(batch, model.itemsize),
         model.cheaper(layer, batch, workers) if choice else None,
         model.break_even_batch(layer, workers) if choice else None,
+        {kind: WorkerShare.of(share(layer, batch, workers)) for kind, share in CONCURRENCY.items()},
     )
 
 
@@ -227,8 +251,15 @@ def cells(row: LayerRow) -> tuple[str, ...]:
         formatting.size(row.data_bytes) if row.gradient_bytes else "",
         "" if row.split_bytes is None else formatting.size(row.split_bytes),
         formatting.size(row.pipeline_bytes),
+        *(text for share in row.concurrency.values() for text in _share_cells(share, missing)),
         row.cheaper or "",
     )
+
+
+def _share_cells(share: WorkerShare, missing: bool) -> tuple[str, ...]:
+    if missing:
+        return (formatting.NONE,) * 3
+    return amount(share.work), f"{share.depth:,}", amount(share.parallelism)
 
 
 def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
@@ -248,6 +279,7 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
         formatting.size(model.data_bytes(workers)),
         "",
         "",
+        *[""] * (3 * len(CONCURRENCY)),
         formatting.size(model.cheapest_bytes(batch, workers)),
     )
 

@@ -27,7 +27,7 @@ Exchange = Literal[
 ]  # fmt: skip
 Places = Literal[
     "none", "single PS", "distributed PS", "distributed PS (k = n)", "hierarchical PS", "replicated PS",
-    "shared memory", "closed ring", "graph", "tree", "p2p mesh", "dedicated master",
+    "shared memory", "closed ring", "graph", "tree", "p2p mesh", "dedicated master", "distributed array abstraction",
 ]  # fmt: skip
 
 

@@ -15,19 +15,34 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry
 
 NOT_YET = "not yet"
 """Text in a system's row for a composition that flockstep cannot make yet."""
+ONE_REPLICA = "all_reduce"
+"""Strategy that runs a single replica, of which the mode names no strategy."""
 
 
 class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One mode in which a system runs."""
+    """One mode in which a system runs: a strategy between replicas, a partition of each replica, or both."""
 
-    strategy: str
-    """The composition, as an expression."""
+    strategy: str = ""
+    """The composition, as an expression; empty if there is a single replica, which its workers hold together."""
     name: str = ""
     """The system's name for the mode; the first mode is the default and needs no name."""
     partition: str = "none"
     """How the mode splits each replica over workers, as an expression."""
     listed: bool = True
     """Whether the mode counts for the system's row of the table; the survey's row leaves other modes out."""
+
+    @property
+    def runs(self) -> str:
+        """The strategy that runs the mode; a single replica exchanges nothing, whichever strategy runs it."""
+        return self.strategy or ONE_REPLICA
+
+    @property
+    def taxonomy_entry(self) -> TaxonomyEntry | None:
+        """The mode's cell in the taxonomy: the strategy's, or the partition's if there is a single replica."""
+        if self.strategy:
+            return Strategy.parse(self.strategy).taxonomy_entry
+        partition = Partition.parse(self.partition)
+        return TaxonomyEntry("central", "async" if partition.delays else "sync", "none", partition.addressing)
 
 
 class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,29 +72,28 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.name} splits single layers over machines, which flockstep cannot do yet; choose a "
                 "data-parallel system from flockstep systems"
             )
-        if not mode:
-            return self.modes[0].strategy
-        for known in self.modes:
-            if key(known.name) == key(mode) and known.partition != "none":
-                raise CompositionError(
-                    f"{self.name}: {known.name} is a strategy and a partition; write --strategy '{known.strategy}' "
-                    f"--partition '{known.partition}'"
-                )
-            if key(known.name) == key(mode):
-                return known.strategy
-        raise UnknownName.among(f"mode of {self.name}", mode, [known.name for known in self.modes])
+        found = [known for known in self.modes if key(known.name) == key(mode)] if mode else [self.modes[0]]
+        if not found:
+            raise UnknownName.among(f"mode of {self.name}", mode, [known.name for known in self.modes])
+        known = found[0]
+        if known.partition != "none":
+            name = f"{self.name}: {known.name}" if known.name else self.name
+            raise CompositionError(
+                f"{name} is a strategy and a partition; write --strategy '{known.runs}' --partition '{known.partition}'"
+            )
+        return known.strategy
 
     @property
     def parallelism(self) -> str:
         """The kinds of parallelism of the system, with a note for the kinds that flockstep cannot run yet."""
-        here = ["DP"] if self.modes else []
-        if any(Partition.parse(mode.partition).parts > 1 for mode in self.modes):
+        here = ["DP"] if any(mode.strategy for mode in self.modes) else []
+        if any(Partition.parse(mode.partition).splits_model for mode in self.modes):
             here.append("MP")
         return ", ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
 
     def cells(self) -> list[TaxonomyEntry]:
         """Return the taxonomy cell of each listed mode, derived from its composition."""
-        found = [Strategy.parse(mode.strategy).taxonomy_entry for mode in self.modes if mode.listed]
+        found = [mode.taxonomy_entry for mode in self.modes if mode.listed]
         return [cell for cell in found if cell is not None]
 
     def row(self) -> dict[str, str]:
