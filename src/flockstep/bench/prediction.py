@@ -101,7 +101,7 @@ class Pair:
     steps: int
     predicted: float
     measured: float
-    """Median over the rounds; the value of a round is the median over its spans of the mean over all workers."""
+    """Median over the rounds; the value of a round is the mean over its counted steps, as of the prediction."""
     low: float
     high: float
 

@@ -255,28 +255,28 @@ def _by_record(record: RunFolder) -> Check | None:
 
 
 def measure(events: Sequence[Event], workers: int, where: str = "the record") -> Figures:
-    """The mean figures of a run's events, without the beginning of the run.
+    """The mean figures of a run's events, without the beginning of the run: the steps that a rehearsal counts too.
 
     Raises:
         ConfigurationError: a worker has fewer than three steps, or the steps take no time.
     """
     steps = steps_by_worker(events, workers, where)
     length = shortest(steps, where)
-    seconds = usual_seconds(steps, length)
+    counted = [one for mine in steps for one in mine[first_counted(length) :]]
+    took = sum(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in counted)
+    seconds = took / len(counted)
     if not seconds > 0:
         raise ConfigurationError(
             f"steps in {where} must take more than 0 s to be compared with a prediction; simulate with gradients that "
             "take time"
         )
-    counted = [one for mine in steps for one in mine[first_counted(length) :]]
-    took = sum(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in counted)
     late = [one.staleness for one in events if isinstance(one, UpdateEvent) and one.staleness is not None]
     samples = max((one.samples for one in events if isinstance(one, EvaluationEvent)), default=0)
     end = max(one.seconds for mine in steps for one in mine)
     return Figures(
         seconds,
         statistics.fmean(one.sent_bytes for one in counted),
-        _busy(counted) / took if took else 1.0,
+        _busy(counted) / took,
         statistics.fmean(late) if late else None,
         samples / end if samples else None,
         usual_seconds(steps, length, ("compute_seconds",)),
