@@ -4,7 +4,7 @@ node → supervisor   Hello on the control socket: who it is, where it listens, 
 supervisor → node   "linked"; from then on both use the node's link
 supervisor → node   "welcome": the nodes of the run, and the addresses of the peers
 node ⇄ node         greetings of their buses, until all pairs are connected; then rank 0's parameters, passed on along
-                    a tree
+                    a tree; if the model is split, supervisor → node "values" instead, of the node's part
 node ⇄ supervisor   "clock", a few times: the offset of the node's clock to the supervisor's
 node → supervisor   "ready"; supervisor → node "go": the clock started at that time of the supervisor's
 node → supervisor   "alive" after a time without a message, which fails if the link is broken
@@ -26,8 +26,10 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import select
 import shutil
+import sys
 import sysconfig
 import time
 import traceback
@@ -46,6 +48,7 @@ from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
+from flockstep.partitions.model_cut import ModelCut
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
@@ -62,6 +65,8 @@ PART = 1 << 18
 """Largest size in bytes of the part of the parameters that one message takes to the supervisor."""
 WINDOW = 8
 """Largest number of unacknowledged parts: the supervisor holds at most this many of each node."""
+NO_MEMORY = re.compile("can't allocate memory|not enough memory|Cannot allocate memory")
+"""Words of torch, or of the system, for an allocation that failed."""
 PATIENCE = 1.0
 """Longest wait for a message in seconds; signals are handled between two waits."""
 
@@ -163,6 +168,8 @@ class NodeSpec:
 
     link_timeout: float = LINK_TIMEOUT
     """Seconds for which the connection to another host may be away before a node counts as lost."""
+    cut: ModelCut | None = None
+    """Where the model is cut, if this process holds one part of it."""
     checkpoint: str = ""
     """Folder of the checkpoint from which the node continues; empty if the run begins at its start."""
 
@@ -288,9 +295,15 @@ class Member:
                 self._early.append(message)
 
     def join(
-        self, strategy: str, optimizer: dict[str, str | int | float | bool], initial: FlatArray | None
+        self,
+        strategy: str,
+        optimizer: dict[str, str | int | float | bool],
+        initial: FlatArray | None,
+        part: bool = False,
     ) -> tuple[Cluster, FlatArray]:
         """Join the run; return its cluster, and the parameters that every node starts from, read-only.
+
+        A node that holds one `part` of a split model gets the bytes of `ModelPart.values`, from the supervisor.
 
         The node prepares what it needs, and then calls `begin`.
 
@@ -308,7 +321,7 @@ class Member:
             self._share(welcome.note.memory, cluster)
         self._meet(welcome.note.peers)
         self._share_on_host()
-        params = self._handed_on(initial, cluster.processes)
+        params = self.wait_for("values").payload if part else self._handed_on(initial, cluster.processes)
         self.bus.traffic = Traffic(rejected=self.bus.traffic.rejected)  # messages from here on, of the run itself
         return cluster, params
 
@@ -594,13 +607,37 @@ def send_to_control(node_spec: NodeSpec, words: Hello | Failure) -> None:
 def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failure:
     """The report of an error to the supervisor: an error of flockstep, or of user code at that step."""
     kind, reason = type(error).__name__, str(error)
-    if not isinstance(error, FlockstepError):
+    if lacks_memory(error):
+        reason = (
+            f"{node_name(node_spec.address)} ran out of memory{_limit()}; split the model over more workers, for "
+            "example with --partition 'pipeline(2)', use a smaller batch, or allow the process more memory"
+        )
+        kind = RunError.__name__
+    elif not isinstance(error, FlockstepError):
         where = "" if step is None else f" at step {step}"
         said = in_short(error) + place_of(error)
         reason = f"{node_name(node_spec.address)}{where} raised {said}; --debug shows the traceback"
         kind = RunError.__name__
     trace = "".join(traceback.format_exception(error))
     return Failure(node_spec.run, node_spec.address, kind, reason[:LONGEST], trace[-LONGEST:])
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, says that there is no memory left."""
+    if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+        return True
+    return error.__cause__ is not None and lacks_memory(error.__cause__)
+
+
+def _limit() -> str:
+    """The limit of this process's memory that `ulimit` has set, for a sentence; empty if there is none."""
+    if sys.platform == "win32":
+        return ""
+    import resource
+
+    limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    known = [one for one in limits if one != resource.RLIM_INFINITY]
+    return f" (ulimit allows it {min(known) / 1e6:.0f} MB)" if known else ""
 
 
 def in_short(error: Exception) -> str:

@@ -86,14 +86,11 @@ def _run_stage(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, s
     part, rank = split.parts[group.part], node_spec.address // parts
     guard.where = f"stage {group.part} of replica {rank} (worker {node_spec.address}): "
     microbatch = -(-max(map(plan.batch_at, range(plan.steps))) // split.pipeline.microbatches)
-    largest = max(part.buffers(rank).nbytes, plan.strategy.largest_message, microbatch * split.sample_bytes)
+    largest = max(part.held_bytes, plan.strategy.largest_message, microbatch * split.cut.sample_bytes)
     member = guard.member = Member(
         node_spec, engine.schema, largest, {**plan.strategy.notes, **REPLICAS, **stage_notes(split.pipeline.schedule)}
     )
-    first = engine.initial() if node_spec.address == 0 else None
-    _, whole = member.join(to_text(plan.strategy), to_data(plan.optimizer.on_servers), first)
-    params = whole[group.span].copy()
-    del first, whole
+    params = part.take(member.join(to_text(plan.strategy), to_data(plan.optimizer.on_servers), None, part=True)[1])
     stepper = LocalOptimizer(plan.optimizer, params, part.schema.slices)
     stepper.lr = plan.lr_at(0)
     worker = plan.worker(part, rank, params, stepper)
@@ -125,13 +122,14 @@ def run_server(
         member = guard.member = Member(node_spec, schema, rule.largest_message, {**notes_of(rule), **REPLICAS})
         spec = Optimizer.parse(optimizer)
         spec.load()
-        cluster, params = member.join(to_text(rule), to_data(spec), None)
+        cluster, params = member.join(to_text(rule), to_data(spec), None, part=group is not None)
         if group is not None:
             cluster, params, schema = (
                 rule.cluster(cluster.workers // group.parts),
-                params[group.span],
+                params,
                 group.schema(schema),
             )
+            params = params.view(schema.dtype)
             guard.where = f"a server of stage {group.part} ({node_name(node_spec.address)}): "
         node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
         kept = load(node_spec, node.address, node.params)

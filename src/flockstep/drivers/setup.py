@@ -19,6 +19,7 @@ from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine, make_split
 from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.base import Partition
+from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import RunConfig
@@ -199,10 +200,13 @@ class BuiltJob:
     """The model cut into parts, if the configuration has a partition; `engine` is its engine."""
 
     @classmethod
-    def of(cls, config: RunConfig, own: OwnData | None = None) -> BuiltJob:
+    def of(cls, config: RunConfig, own: OwnData | None = None, cut: ModelCut | None = None) -> BuiltJob:
         """Load the job of a configuration and build its engine.
 
-        `own`: the samples of this process, in place of the job's samples.
+        Args:
+            config: the run's configuration.
+            own: the samples of this process, in place of the job's samples.
+            cut: where the model is cut, if this process holds one part of it and another process has cut it.
 
         Raises:
             ConfigurationError: the configuration is invalid.
@@ -219,7 +223,7 @@ class BuiltJob:
                 f"all stages of a replica read its samples, but here each worker has samples of its own, got "
                 f"{partition}; leave the partition out"
             )
-        split = make_split(job, config.seed, partition) if isinstance(partition, Pipeline) else None
+        split = make_split(job, config.seed, partition, cut) if isinstance(partition, Pipeline) else None
         engine = make_engine(job, config.seed) if split is None else split.engine
         if own is not None:
             engine.train_size = sum(own.sizes)

@@ -123,9 +123,8 @@ class PipelineStage:
         """
         self.rank, self.number = rank, number
         self.mailbox = Mailbox()
-        self.gradient: FlatArray = part.initial()
+        self.gradient: FlatArray = np.zeros(part.schema.size, part.schema.dtype)
         """Gradient (K,) of the current step; complete when the stage waits for a request."""
-        self.gradient[:] = 0
         self.loss = 0.0
         """Mean loss of the batch of the current step."""
         self._pipeline, self._schedule = pipeline, pipeline.schedule

@@ -15,6 +15,7 @@ from flockstep.errors import ConfigurationError, FlockstepError, MissingDependen
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
 from flockstep.frameworks.stages import SplitModel
+from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
@@ -50,13 +51,19 @@ def make_engine(job: Job, seed: int) -> Engine:
     )
 
 
-def make_split(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
+def make_split(job: Job, seed: int, pipeline: Pipeline, cut: ModelCut | None = None) -> SplitModel:
     """Return the job's model, cut into the stages of `pipeline`.
+
+    `cut`: what the process that started this one has found out about the model; this process then holds one part only.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.
         ConfigurationError: the model is not a torch module, or cannot be cut into these stages.
     """
+    if cut is not None:
+        from flockstep.frameworks.torch_stages import stage_torch
+
+        return stage_torch(job, seed, pipeline, cut)
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
@@ -64,9 +71,20 @@ def make_split(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
             f"a model that is cut into stages must be a torch.nn.Sequential, got {type(model).__name__} of job "
             f"{job.name!r}; use partition=none"
         )
+    del model
+    release()
     from flockstep.frameworks.torch_stages import split_torch
 
     return split_torch(job, seed, pipeline)
+
+
+def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
+    """Return a model that `make_split` has cut, with the reason in `split.cut` if a process must build the whole model
+    to build one of its parts.
+    """
+    from flockstep.frameworks.torch_stages import with_obstacle
+
+    return with_obstacle(job, seed, split)
 
 
 def load_job_file(path: str | Path) -> Job:

@@ -6,8 +6,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Engine, Indices, TrainedModel
+from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 
 
@@ -47,6 +51,18 @@ class ModelPart(TrainedModel):
 
     shares: Sequence[PassShares]
     """Work of each chunk."""
+    held_bytes: int
+    """Number of bytes that `values` returns."""
+
+    @abstractmethod
+    def values(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the initial parameters (K,) of this part, followed by those of its other tensors."""
+
+    @abstractmethod
+    def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
+        """Keep the tensors of this part that another process has found by `values`, and return a copy of the initial
+        parameters (K,).
+        """
 
     @abstractmethod
     def buffers(self, replica: int) -> FlatArray:
@@ -103,8 +119,7 @@ class SplitModel:
     parts: tuple[ModelPart, ...]
     layers: tuple[str, ...]
     """The layers of each part, in words."""
-    sample_bytes: int = 0
-    """Size in bytes of the largest output of a chunk for one sample."""
+    cut: ModelCut
 
     @property
     def sizes(self) -> tuple[int, ...]:

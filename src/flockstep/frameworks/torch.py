@@ -22,7 +22,7 @@ from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
-from flockstep.frameworks.torch_job import accuracy, optimizer_of, tensors_of
+from flockstep.frameworks.torch_job import accuracy, optimizer_of, samples_of, tensors_of
 from flockstep.frameworks.torch_optimizers import from_torch
 
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
@@ -59,7 +59,7 @@ class TorchEngine(FactoringEngine):
             ConfigurationError: model, loss, data, optimizer and metric do not fit together.
         """
         self._seed = seed
-        with _seeded(seed):
+        with seeded(seed):
             self.module: torch.nn.Module = job.model()
             data = job.data()
         if not isinstance(self.module, torch.nn.Module):
@@ -80,7 +80,7 @@ class TorchEngine(FactoringEngine):
         self._start: FlatArray | None = None  # None while the module's own parameters are the initial ones
         self._given_away = False
         self._backward = FlatBackward(self.flat)
-        self.optimizer = optimizer_of(job, self.flat)
+        self.optimizer = optimizer_of(job, self.schema, self.flat.parameters)
         self.higher_is_better = job.higher_is_better
         self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in self.flat.parameters)))
         self.train_size = len(self._data.train_x)
@@ -145,8 +145,7 @@ class TorchEngine(FactoringEngine):
 
     def samples(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of the training samples `indices`."""
-        index = as_tensor(indices)
-        return self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
+        return samples_of(self._data, indices)
 
     def _keep_start(self) -> None:
         """Keep a copy of the initial parameters before the module's own parameters change."""
@@ -229,8 +228,12 @@ class TorchEngine(FactoringEngine):
         """
         if not self._random:
             return contextlib.nullcontext()
-        words = np.random.SeedSequence([self._seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
-        return _seeded(int(words[0]))
+        return stream_of(self._seed, replica, step, *part)
+
+    @property
+    def random(self) -> bool:
+        """Whether the model draws random numbers in training."""
+        return self._random
 
     @property
     def changing_buffers(self) -> Tensors:
@@ -267,7 +270,7 @@ class TorchEngine(FactoringEngine):
     def _probe(self, job: Job) -> None:
         """Compute one gradient and discard it, to find out whether the job works, is random, and changes buffers."""
         before = {name: buffer.clone() for name, buffer in self.flat.buffers().items()}
-        with _seeded(0):
+        with seeded(0):
             state = torch.get_rng_state()
             try:
                 with _saved_bytes() as saved:
@@ -370,8 +373,14 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def stream_of(seed: int, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
+    """Seed torch's random numbers inside the context for one gradient, or for a `part` of the model and batch."""
+    words = np.random.SeedSequence([seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
+    return seeded(int(words[0]))
+
+
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed torch's random numbers on the CPU inside the context, and restore their state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed % 2**64)

@@ -18,6 +18,16 @@ class ChainLayer:
 
     name: str
     module: nn.Module
+    path: str
+    """Name of `module` in the model; empty if tensors have the same names in `module` and in the model."""
+    whole: tuple[str, ...]
+    """Names of the model's modules that are entirely in this layer."""
+    own: tuple[str, ...] = ()
+    """Names of modules whose work, besides that of the modules inside, counts for this layer."""
+
+    def named(self, name: str) -> str:
+        """Return the name in the model of a tensor of `module`."""
+        return f"{self.path}.{name}" if self.path else name
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -31,14 +41,8 @@ def chain_of(module: nn.Module, who: str, path: str = "") -> list[ChainLayer]:
     A module that appears twice is two layers. `path`: name of the module in the model.
 
     Raises:
-        ConfigurationError: the module is not an `nn.Sequential`, whose layers run one after another, or has hooks,
-            which would not run.
+        ConfigurationError: a Sequential has hooks, which would not run.
     """
-    if not _is_chain(module):
-        raise ConfigurationError(
-            f"the model of {who} must be an nn.Sequential to be cut into stages, got {type(module).__name__}, whose "
-            "layers may run in any order; build the model as an nn.Sequential of its blocks"
-        )
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
         raise ConfigurationError(
             f"an nn.Sequential that is cut into stages must have no hooks, got hooks on "
@@ -48,17 +52,20 @@ def chain_of(module: nn.Module, who: str, path: str = "") -> list[ChainLayer]:
     for name, child in module._modules.items():  # named_children() leaves out a second appearance
         assert child is not None
         full = f"{path}.{name}" if path else name
-        layers += chain_of(child, who, full) if _is_chain(child) else [ChainLayer(full, child)]
+        layers += chain_of(child, who, full) if is_chain(child) else [ChainLayer(full, child, full, (full,))]
     return layers
 
 
-def _is_chain(module: nn.Module) -> bool:
+def is_chain(module: nn.Module) -> bool:
+    """Return whether a module runs its children one after another."""
     return type(module).forward is nn.Sequential.forward
 
 
-def layers_within(shape: ModelShape, name: str) -> list[Layer]:
-    """Return the counted layers that are the chain's layer `name` or inside it."""
-    return [one for one in shape.layers if one.name == name or one.name.startswith((f"{name}.", f"{name} ("))]
+def layers_within(shape: ModelShape, layer: ChainLayer) -> list[Layer]:
+    """Return the counted layers that are in a layer of the chain."""
+    inside = tuple(start for name in layer.whole for start in (f"{name}.", f"{name} ("))
+    exact = {*layer.whole, *layer.own}
+    return [one for one in shape.layers if one.name in exact or one.name.startswith(inside)]
 
 
 def chunks_of(
@@ -86,14 +93,15 @@ def chunks_of(
         return [0, *_given(chain, places, count, split_at)]
     if len(places) < count:
         shared = _shared(chain)
-        why = f", of which {shared[0]} and {shared[1]} share weights and stay together," if shared else ""
+        why = f", and because {shared[0]} and {shared[1]} share weights and stay together," if shared else ","
         raise ConfigurationError(
-            f"the model of {who} can be cut into at most {len(places)} chunks, because each begins with a layer that "
-            f"has trainable parameters{why} got {count}; use fewer stages"
+            f"the model of {who} can be cut into at most {len(places)} chunks, because a chunk begins with a layer "
+            f"that has trainable parameters and takes one tensor from the chunk before{why} got {count}; use fewer "
+            f"stages{', or give each layer its own weights' if shared else ''}"
         )
     ends = [*places[1:], len(chain)]
     units = [
-        [one for layer in chain[start:end] for one in layers_within(shape, layer.name)]
+        [one for layer in chain[start:end] for one in layers_within(shape, layer)]
         for start, end in zip(places, ends, strict=True)
     ]
     work = [sum(one.work(batch) for one in unit) for unit in units]

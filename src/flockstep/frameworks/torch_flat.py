@@ -75,8 +75,7 @@ class FlatModule:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         _check(module, named)
         self.parameters: list[torch.nn.Parameter] = list(named.values())
-        dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
-        self.schema = Schema.of({name: p.shape for name, p in named.items()}, dtypes)
+        self.schema = schema_of(named)
         self.narrow = self._narrow(gradients)
         """The module's parameters that are narrower than the flat array."""
         self._values, self.places = self._flatten([p.detach() for p in self.parameters], move=True)
@@ -353,6 +352,12 @@ class FlatModule:
             if value.untyped_storage().data_ptr() != base or value.storage_offset() != start + entry.offset:
                 return None
         return first.detach().as_strided((self.schema.size,), (1,), start)
+
+
+def schema_of(named: Mapping[str, torch.Tensor]) -> Schema:
+    """Return the layout of a flat array of parameters, given by name."""
+    dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
+    return Schema.of({name: p.shape for name, p in named.items()}, dtypes)
 
 
 def _unrounded(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:

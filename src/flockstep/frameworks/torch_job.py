@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flockstep.arrays.namespace import as_tensor
+from flockstep.arrays.schema import Schema
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.base import Data, Indices, Job
 from flockstep.frameworks.streams import SampleColumn
-from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import from_torch
 from flockstep.optimizers.base import Optimizer
 
@@ -34,7 +36,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
     return float((guesses == targets).double().mean())
 
 
-def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
+def optimizer_of(job: Job, schema: Schema, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
     """Return the job's optimizer as a flockstep optimizer; a torch optimizer must update every trainable parameter.
 
     Raises:
@@ -42,10 +44,10 @@ def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
     """
     if isinstance(job.optimizer, (Optimizer, str)):
         return Optimizer.parse(job.optimizer)
-    theirs = job.optimizer(list(flat.parameters))
+    theirs = job.optimizer(list(parameters))
     optimizer = from_torch(theirs)
     updated = {id(p) for group in theirs.param_groups for p in group["params"]}
-    for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
+    for entry, parameter in zip(schema.entries, parameters, strict=True):
         if id(parameter) not in updated:
             raise ConfigurationError(
                 f"{type(theirs).__name__} must update every trainable parameter, but {entry.name!r} is missing; pass "
@@ -67,3 +69,16 @@ def tensors_of(data: Data, dtype: torch.dtype) -> Data:
         return tensor if tensor.dtype == torch.bool or tensor.is_complex() else tensor.to(torch.int64)
 
     return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))
+
+
+def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of the training samples `indices`, from data that `tensors_of` has returned."""
+    index = as_tensor(indices)
+    return data.train_x.index_select(0, index), data.train_y.index_select(0, index)
+
+
+def classes_of(data: Data) -> npt.NDArray[np.int64] | None:
+    """Return the class of every training sample; None if the targets are not classes."""
+    y = data.train_y
+    labels: npt.NDArray[np.int64] | None = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
+    return labels

@@ -6,7 +6,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +25,12 @@ from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, SplitModel
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_call import called
-from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, layers_within
+from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
+from flockstep.frameworks.torch_skeleton import SkeletonEngine
+from flockstep.frameworks.torch_trace import traced_chain
+from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 
 FLOATS = (torch.float16, torch.float32, torch.float64)
@@ -43,23 +47,71 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     GPipe.
 
     Raises:
-        ConfigurationError: the model is not an `nn.Sequential`, cannot be cut into these stages, does not compute what
-            its layers compute one after another, or has a loss that is not the mean over samples.
+        ConfigurationError: the model cannot be traced, cannot be cut into these stages, does not compute what its
+            layers compute one after another, or has a loss that is not the mean over samples.
     """
-    whole = TorchEngine(job, seed)
-    who = f"job {job.name!r}"
-    chain = chain_of(whole.module, who)
+    whole, who = TorchEngine(job, seed), f"job {job.name!r}"
+    chain = _chain(whole.module, who)
     samples, _ = whole.samples(whole.trial_samples)
     shape = shape_of(whole.module, samples, name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
     starts = chunks_of(chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
-    chunks = [chain[start:end] for start, end in pairwise([*starts, len(chain)])]
-    sample_bytes = _check(chunks, samples, whole, who)
-    shares = _shares(chunks, shape, job.batch)
-    owned = _names(whole, chunks)
+    chunks = _cut_at(starts, chain)
+    cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, _check(chunks, samples, whole, who))
     _check_buffers(whole, chunks, who)
+    split = _assembled(whole, chunks, cut, pipeline, _shares(chunks, shape, job.batch))
+    _compare(split, split, who)
+    _check_loss(split, who)
+    return split
+
+
+def stage_torch(job: Job, seed: int, pipeline: Pipeline, cut: ModelCut) -> SplitModel:
+    """Return the parts of a model that another process has cut, of which this process gives one part its values with
+    `ModelPart.take`.
+
+    If `cut` names no obstacle, the parts have no values and take no memory before.
+    """
+    whole = TorchEngine(job, seed) if cut.obstacle else SkeletonEngine(job, seed, cut)
+    chunks = _cut_at(cut.starts, _chain(whole.module, f"job {job.name!r}"))
+    return _assembled(whole, chunks, cut, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks))
+
+
+def with_obstacle(job: Job, seed: int, split: SplitModel) -> SplitModel:
+    """Try to build the parts of `split` without the whole model, and return `split` with the reason why that is
+    impossible, if it is.
+    """
+    try:
+        bare = stage_torch(job, seed, split.pipeline, split.cut)
+        for part, known in zip(bare.parts, split.parts, strict=True):
+            part.take(known.values())
+        _compare(bare, split, f"job {job.name!r}")
+    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return replace(split, cut=replace(split.cut, obstacle=reason[0]))
+    return split
+
+
+def _chain(module: nn.Module, who: str) -> list[ChainLayer]:
+    """The layers of an `nn.Sequential`, or the units of a module that is traced."""
+    return chain_of(module, who) if is_chain(module) else traced_chain(module, who)
+
+
+def _cut_at(starts: Sequence[int], chain: Sequence[ChainLayer]) -> list[Sequence[ChainLayer]]:
+    return [chain[start:end] for start, end in pairwise([*starts, len(chain)])]
+
+
+def _assembled(
+    whole: TorchEngine | SkeletonEngine,
+    chunks: Sequence[Sequence[ChainLayer]],
+    cut: ModelCut,
+    pipeline: Pipeline,
+    shares: Sequence[PassShares],
+) -> SplitModel:
+    """Return the parts that hold the chunks."""
+    count = len(chunks)
+    owned = _names(whole, chunks)
     held = [chunks[part :: pipeline.stages] for part in range(pipeline.stages)]
-    buffers = [[name for chunk in part for name in _buffers_within(chunk, whole)] for part in held]
+    buffers = [[name for chunk in part for name in _buffers_within(chunk, cut)] for part in held]
     names = [name for part in range(pipeline.stages) for name in _of_part(owned, part, pipeline)]
     engine = PartsEngine(whole, names, [name for part in buffers for name in part])
     parts = tuple(
@@ -75,10 +127,7 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     )
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
     described = [" and ".join(words[part :: pipeline.stages]) for part in range(pipeline.stages)]
-    split = SplitModel(engine, pipeline, parts, tuple(described), sample_bytes)
-    _compare(split, engine, count, who)
-    _check_loss(engine, pipeline.microbatches, who)
-    return split
+    return SplitModel(engine, pipeline, parts, tuple(described), cut)
 
 
 @dataclass(eq=False)
@@ -95,13 +144,21 @@ class Chunk:
     module: nn.Sequential = field(init=False)
     local: dict[str, str] = field(init=False)
     """Name in the model → name in `module`, of every parameter and buffer."""
+    others: dict[str, torch.Tensor] = field(init=False)
+    """Name in the model → tensor, of every frozen parameter and buffer."""
 
     def __post_init__(self) -> None:
         self.module = nn.Sequential(OrderedDict((f"at{i}", layer.module) for i, layer in enumerate(self.layers)))
         self.local = {
-            f"{layer.name}.{name}": f"at{i}.{name}"
-            for i, layer in enumerate(self.layers)
+            layer.named(name): f"at{i}.{name}"
+            for i, layer in reversed(list(enumerate(self.layers)))  # a tensor has its value under its first name
             for name in [*dict(layer.module.named_parameters()), *dict(layer.module.named_buffers())]
+        }
+        self.others = {
+            layer.named(name): tensor
+            for layer in self.layers
+            for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
+            if not tensor.requires_grad
         }
 
 
@@ -134,6 +191,28 @@ class TorchPart(ModelPart):
         self._engine = engine
         self._chunks, self._buffers = chunks, buffers
         self._kept: dict[tuple[int, int, int, int], ForwardPass] = {}
+        self._others = {name: one for chunk in chunks for name, one in chunk.others.items()}
+        self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in self._others.values())
+
+    def values(self) -> npt.NDArray[np.uint8]:
+        first = self._engine.whole.changing_buffers
+        others = [first.get(name, one).detach().cpu().reshape(-1) for name, one in self._others.items()]
+        return np.concatenate([self.initial().view(np.uint8), *(one.view(torch.uint8).numpy() for one in others)])
+
+    def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
+        if len(values) != self.held_bytes:
+            raise ConfigurationError(
+                f"the values of a part must have {self.held_bytes} bytes, got {len(values)}; build the same model in "
+                "every process"
+            )
+        start, whole = self.schema.nbytes, self._engine.whole
+        for name, one in self._others.items():
+            if isinstance(whole, SkeletonEngine):
+                kept = torch.from_numpy(values[start : start + one.nbytes].copy())
+                whole.constants[name] = kept.view(one.dtype).reshape(one.shape)
+            start += one.nbytes
+        params: FlatArray = values[: self.schema.nbytes].copy().view(self.schema.dtype)
+        return params
 
     @property
     def kept(self) -> int:
@@ -159,9 +238,10 @@ class TorchPart(ModelPart):
         else:
             x = torch.from_numpy(inputs.copy()).requires_grad_()
         values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
-        buffers = {one.local[n]: b for n, b in engine.buffers_of(batch.replica).items() if n in one.local}
+        given = engine.constants | engine.buffers_of(batch.replica)
+        others = {one.local[name]: tensor for name, tensor in given.items() if name in one.local}
         with engine.stream(batch, one.number):
-            outputs = called(one.module, {**values, **buffers}, x)
+            outputs = called(one.module, {**values, **others}, x)
         if one.last:
             loss = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
             self._kept[self._key(chunk, batch)] = ForwardPass(x if inputs is not None else None, loss, weights)
@@ -209,7 +289,7 @@ class TorchPart(ModelPart):
 class PartsEngine(Engine):
     """A torch engine whose flat array lists the parameters part by part, with buffers of its own for each replica."""
 
-    def __init__(self, whole: TorchEngine, names: Sequence[str], buffers: Sequence[str]):
+    def __init__(self, whole: TorchEngine | SkeletonEngine, names: Sequence[str], buffers: Sequence[str]):
         """`names`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise."""
         entries = {entry.name: entry for entry in whole.schema.entries}
         dtype = whole.schema.dtype
@@ -217,13 +297,23 @@ class PartsEngine(Engine):
         self.schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
         self.optimizer, self.higher_is_better = whole.optimizer, whole.higher_is_better
         self.train_size, self.labels, self.classes = whole.train_size, whole.labels, whole.classes
-        spans = [(e.offset, e.size) for e in (entries[name] for name in names)]
-        order = np.concatenate([np.arange(start, start + size) for start, size in spans])
-        self._order = None if (np.diff(order) == 1).all() else order
-        """Place of each element in the flat array of `whole`; None if the places are the same."""
         self._buffers: dict[int, Tensors] = {}
         self._buffer_names = buffers
         self._trial = False
+
+    @cached_property
+    def _order(self) -> npt.NDArray[np.int64] | None:
+        """Place of each element in the flat array of `whole`; None if the places are the same."""
+        entries = {entry.name: entry for entry in self.whole.schema.entries}
+        spans = [(e.offset, e.offset + e.size) for e in (entries[entry.name] for entry in self.schema.entries)]
+        if all(one[1] == other[0] for one, other in pairwise(spans)):
+            return None
+        return np.concatenate([np.arange(start, stop) for start, stop in spans])
+
+    @property
+    def constants(self) -> Tensors:
+        """Name → value of tensors that the modules of the chunks do not have themselves."""
+        return self.whole.constants if isinstance(self.whole, SkeletonEngine) else {}
 
     @property
     def facts(self) -> dict[str, str]:
@@ -316,28 +406,30 @@ def _joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
     return flat
 
 
-def _compare(split: SplitModel, engine: PartsEngine, count: int, who: str) -> None:
-    """Compare loss and gradient of one batch, computed by the `count` chunks and by the unsplit model.
+def _compare(split: SplitModel, known: SplitModel, who: str) -> None:
+    """Compare loss and gradient of one batch, computed by the chunks of `split` and by the unsplit model of `known`.
 
     Raises:
         ConfigurationError: they differ by more than rounding.
     """
-    batch = MicroBatch(0, 0, 0, engine.whole.trial_samples, 1.0)
+    engine, trial, count = _engine_of(known), _engine_of(split), len(split.cut.starts)
+    whole = _built(known)
+    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     expected = np.empty_like(engine.initial())
     with engine.trial():
         loss = engine.gradient(engine.initial(), batch.indices, expected)
-    found = [np.zeros_like(part.initial()) for part in split.parts]
+    found = [np.zeros_like(part.initial()) for part in known.parts]
     between: FlatArray | None = None
-    with engine.trial():
+    with trial.trial():
         for number in range(count):
             local, of = divmod(number, len(split.parts))
-            between, own = split.parts[of].forward(local, split.parts[of].initial(), batch, between)
+            between, own = split.parts[of].forward(local, known.parts[of].initial(), batch, between)
         for number in reversed(range(count)):
             local, of = divmod(number, len(split.parts))
             between = split.parts[of].backward(local, batch, between, found[of])
     size = float(np.linalg.norm(expected.astype(np.float64)))
     distance = float(np.linalg.norm(np.concatenate(found).astype(np.float64) - expected))
-    tolerance = engine.whole.tolerance
+    tolerance = whole.tolerance
     if math.isfinite(size) and not (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
         raise ConfigurationError(
             f"the layers of {who}, run one after another, must compute what the model computes, got a loss of "
@@ -347,18 +439,31 @@ def _compare(split: SplitModel, engine: PartsEngine, count: int, who: str) -> No
         )
 
 
-def _check_loss(engine: PartsEngine, count: int, who: str) -> None:
-    """Compare the loss of batches with the mean loss of their `count` micro-batches, at outputs of the whole model.
+def _engine_of(split: SplitModel) -> PartsEngine:
+    assert isinstance(split.engine, PartsEngine)
+    return split.engine
+
+
+def _built(split: SplitModel) -> TorchEngine:
+    """The whole model of a process that has built it."""
+    whole = _engine_of(split).whole
+    assert isinstance(whole, TorchEngine)
+    return whole
+
+
+def _check_loss(split: SplitModel, who: str) -> None:
+    """Compare the loss of batches with the mean loss of their micro-batches, at outputs of the whole model.
 
     The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches.
 
     Raises:
         ConfigurationError: they differ by more than rounding.
     """
-    whole, batch = engine.whole, engine.whole.trial_samples
+    whole, count = _built(split), split.pipeline.microbatches
+    batch = whole.trial_samples
     if not 1 < count <= len(batch):
         return
-    with torch.no_grad(), engine.trial():
+    with torch.no_grad(), _engine_of(split).trial():
         outputs = whole.module(whole.samples(batch)[0])
         for number in range(TRIAL_BATCHES):
             targets = whole.samples((batch + number) % whole.train_size)[1]
@@ -393,24 +498,26 @@ def _slopes(
     )
 
 
-def _names(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]]) -> list[list[str]]:
+def _names(whole: Engine, chunks: Sequence[Sequence[ChainLayer]]) -> list[list[str]]:
     """Names of the trainable parameters of each chunk, in the model's order; a shared one under its first name."""
     known = {entry.name for entry in whole.schema.entries}
     return [
-        [
-            f"{layer.name}.{name}"
-            for layer in chunk
-            for name, _ in layer.module.named_parameters()
-            if f"{layer.name}.{name}" in known
-        ]
+        list(
+            dict.fromkeys(
+                layer.named(name)
+                for layer in chunk
+                for name, _ in layer.module.named_parameters()
+                if layer.named(name) in known
+            )
+        )
         for chunk in chunks
     ]
 
 
-def _buffers_within(chunk: Sequence[ChainLayer], whole: TorchEngine) -> list[str]:
+def _buffers_within(chunk: Sequence[ChainLayer], cut: ModelCut) -> list[str]:
     """Names of the changing buffers of a chunk."""
-    found = [f"{layer.name}.{name}" for layer in chunk for name, _ in layer.module.named_buffers()]
-    return [name for name in found if name in whole.changing_buffers]
+    found = [layer.named(name) for layer in chunk for name, _ in layer.module.named_buffers()]
+    return [name for name in dict.fromkeys(found) if name in cut.changing]
 
 
 def _check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], who: str) -> None:
@@ -439,7 +546,7 @@ def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: in
 
     The first chunk has no gradient of its inputs, so that all its backward work is for the gradient of its weights.
     """
-    within = [[one for layer in chunk for one in layers_within(shape, layer.name)] for chunk in chunks]
+    within = [[one for layer in chunk for one in layers_within(shape, layer)] for chunk in chunks]
     total = float(sum(one.work(batch) for chunk in within for one in chunk))
     if not total:
         return [PassShares(*[1 / (3 * len(chunks))] * 3) for _ in chunks]

@@ -16,6 +16,7 @@ from flockstep.launchers.entry import start_server, worker_main
 from flockstep.launchers.evaluation import Evaluator
 from flockstep.launchers.gathering import HEARTBEAT, link_timeout_of
 from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.launchers.node_progress import NodeProgress
@@ -76,8 +77,8 @@ class RunSegment:
     """Workers of a coordinator that was killed."""
     left: NodesChanged | None = None
     """How the nodes have changed, and the processes that continue; None: all processes are started."""
-    sizes: tuple[int, ...] = ()
-    """Number of elements of each part of a split model; empty if every worker holds a whole replica."""
+    parts: InitialParts | None = None
+    """The parts of a split model; None if every worker holds a whole replica."""
 
     def run(self) -> None:
         """Start the processes, supervise the run, and complete the record.
@@ -133,7 +134,7 @@ class RunSegment:
 
         Snapshots that the run had not evaluated at the checkpoint are evaluated now.
         """
-        if self.sizes or any(map(self.hosts.has, range(self.config.workers))):
+        if self.parts is not None or any(map(self.hosts.has, range(self.config.workers))):
             return None
         interval, keep = self.config.checkpoint_interval, self.config.keep or KEEP
         taker = Checkpointer(self._path, interval, keep, self.resumed, evaluation.pending, self.config.digest)
@@ -167,7 +168,7 @@ class RunSegment:
             joining=self._joining,
             epoch=self._epoch,
             back_to=self._back_to,
-            sizes=self.sizes,
+            parts=self.parts,
         )
 
     @property

@@ -37,6 +37,7 @@ from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.health import Health
 from flockstep.launchers.host_messages import ServerSpec
 from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.newcomers import Newcomers
@@ -183,7 +184,7 @@ class Supervisor:
         epoch: int = 0,
         link_timeout: float = LINK_TIMEOUT,
         back_to: int | None = None,
-        sizes: tuple[int, ...] = (),
+        parts: InitialParts | None = None,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else; `hosts` starts those of other hosts.
@@ -199,15 +200,14 @@ class Supervisor:
         now on, without which the run continues if they are lost before all nodes are ready. `epoch`: number of changes
         of the workers so far.
         `back_to`: smallest step of a checkpoint from which the run continues when a server is lost; None: a lost
-        server ends the run. `sizes`: number of elements of each part of a split model; empty if every worker holds a
-        whole replica.
+        server ends the run. `parts`: the parts of a split model; None if every worker holds a whole replica.
         """
+        sizes, self._initial = () if parts is None else parts.sizes, parts
         self.outcome = Outcome(workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         self.requests, self.newcomers = requests or JoinRequests(record), newcomers or Newcomers()
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
         self.children: dict[Address, Child] = {}
-        self._workers = workers
-        self._transport = transport
+        self._workers, self._transport = workers, transport
         self._heartbeat, self._link_timeout = heartbeat, link_timeout
         self._start_worker = start_worker
         self._start_server = start_server
@@ -393,6 +393,7 @@ class Supervisor:
             secret=self._secret.hex(),
             call=self._number,
             link_timeout=self._link_timeout,
+            cut=None if self._initial is None else self._initial.cut,
             checkpoint="" if (resumed := self._resumed()) is None else str(resumed.folder),
         )
 
@@ -778,8 +779,10 @@ class Supervisor:
         hosts = self.outcome.hosts = tuple(map(tuple, places.values()))
         memory, servers, replicas = self._memory, self._cluster.servers, self._cluster.replicas
         welcome = Welcome(self._view, hosts, servers, peers, "" if memory is None else memory.address, replicas)
-        for link in self._links.values():
+        for address, link in self._links.items():
             link.tell("welcome", welcome)
+            if self._initial is not None:
+                link.tell("values", None, self._initial.of_node(address, servers // self._parts))
 
     def _be_ready(self, address: Address) -> None:
         """Begin the run when all nodes are ready."""

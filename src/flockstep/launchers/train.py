@@ -12,12 +12,14 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.drivers.resizing import require_resizable
 from flockstep.drivers.setup import JOB_FILE, BuiltJob, prepare, require_unchanged
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.job import without_whole
 from flockstep.launchers.checkpoints import require_checkpoints, require_one_machine, require_resumable
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.gathering import Gathering, settings_of
 from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.parking import ParkedWorkers
 from flockstep.launchers.resizing import config_of, resized_run
@@ -68,15 +70,16 @@ def train(
         config = gathering.over(config)
         require_one_machine(config)
     jobs = _Jobs(test)
-    plan, config = prepare(config, test, jobs.built(config))[1:]
-    sizes = () if plan.split is None else plan.split.sizes
-    require_open_files(len(plan.cluster.processes) * max(1, len(sizes)))
+    built = jobs.built(config)
+    plan, config = prepare(config, test, built)[1:]
+    require_open_files(len(plan.cluster.processes) * (1 if plan.split is None else plan.split.pipeline.parts))
     if config.checkpoint_every is not None:
         require_checkpoints(plan.strategy)
     require_changes(config, plan.strategy)
     record = RunFolder(folder)
     facts = plan.steps, plan.evaluate_every, plan.result
-    del plan
+    parts, said = _initial_parts(built, config)
+    del plan, built
     release()
 
     with contextlib.ExitStack() as stack:
@@ -84,9 +87,24 @@ def train(
         stack.enter_context(record.created(config, overwrite))
         if config.park is not None:
             owner.lead(record.path)
-        segment = RunSegment(config, record, *facts, show, hosts, test, sizes=sizes)
+        segment = RunSegment(config, record, *facts, show, hosts, test, said=said, parts=parts)
         _with_changes(record, show, jobs, segment.run)
     return record.read_summary()
+
+
+def _initial_parts(built: BuiltJob, config: RunConfig) -> tuple[InitialParts | None, list[str]]:
+    """The parts of a model that is split, otherwise None, and sentences for the record."""
+    if built.split is None:
+        return None, []
+    parts = InitialParts.of(without_whole(built.job, config.seed, built.split))
+    said = []
+    if parts.cut.obstacle:
+        said.append(
+            f"every process built the whole model before it kept its part, because the parts cannot be built alone: "
+            f"{parts.cut.obstacle}"
+        )
+        on_stderr(said[0])
+    return parts, said
 
 
 class _Jobs:

@@ -33,7 +33,8 @@ class CharLM(Workload):
     The text is the source of the top-level modules of the running Python, in alphabetical order, or the file `corpus`,
     up to `limit` printable characters. The text differs between versions of Python: its hash is in the job's facts, and
     `sha256` requires a given hash. The metric is the cross entropy in nats per character on held-out text. The
-    optimizer has no momentum (beta1 = 0), because with momentum stale gradients cost much more accuracy.
+    optimizer has no momentum (beta1 = 0), because with momentum stale gradients cost much more accuracy. If `tied`, the
+    output layer has the weights of the embedding, and then the model cannot be cut into stages.
     """
 
     batch: int = 8
@@ -47,6 +48,7 @@ class CharLM(Workload):
     width: int = 64
     layers: int = 2
     heads: int = 4
+    tied: bool = True
 
     def __post_init__(self) -> None:
         require_at_least(1, context=self.context, width=self.width, layers=self.layers, heads=self.heads)
@@ -73,7 +75,7 @@ class CharLM(Workload):
                 f"sha256 of the text must be {self.sha256}, got {digest}; set corpus to the text to which sha256 "
                 "belongs"
             )
-        sizes = (SYMBOLS, self.context, self.width, self.layers, self.heads)
+        sizes = (SYMBOLS, self.context, self.width, self.layers, self.heads, self.tied)
         return Job(
             model=lambda: models.seeded(seed, lambda: models.Transformer(*sizes)),
             data=lambda: windows(codes, self.context),

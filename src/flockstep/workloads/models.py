@@ -129,12 +129,13 @@ register_kind(Shift)
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model (Radford et al. 2019) without biases; the output layer reuses the embedding.
+    """A decoder-only language model (Radford et al. 2019) without biases; if `tied`, the output layer reuses the
+    embedding.
 
     It uses plain matrix products, which `torch.func.vmap` batches over replicas.
     """
 
-    def __init__(self, symbols: int, context: int, width: int, layers: int, heads: int) -> None:
+    def __init__(self, symbols: int, context: int, width: int, layers: int, heads: int, tied: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Parameter(0.1 * torch.randn(symbols, width))
         self.position = nn.Parameter(0.1 * torch.randn(context, width))
@@ -142,13 +143,14 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
         mask = torch.full((context, context), -torch.inf).triu(1)
         self.register_buffer("mask", mask, persistent=False)
+        self.head = None if tied else nn.Parameter(0.1 * torch.randn(symbols, width))
 
     def forward(self, characters: Tensor) -> Tensor:
         """Return the logits (batch, context, symbols) of each next character of the characters (batch, context)."""
         x = F.embedding(characters, self.embedding) + self.position
         for block in self.blocks:
             x = block(x, self.mask)
-        logits: Tensor = self.norm(x) @ self.embedding.T
+        logits: Tensor = self.norm(x) @ (self.embedding if self.head is None else self.head).T
         return logits
 
 

@@ -1,0 +1,160 @@
+"""A torch module as a chain of units between which one tensor passes, found by tracing its forward pass."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from itertools import count, pairwise
+from typing import Any
+
+from torch import fx, nn
+
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_chain import ChainLayer
+from flockstep.frameworks.torch_layers import WHOLE
+
+
+def traced_chain(module: nn.Module, who: str) -> list[ChainLayer]:
+    """Return the units of a module, in order: consecutive operations with one tensor as input and one as output.
+
+    `torch.fx` traces the forward pass in the module's current mode. A module inside that cannot be traced, for example
+    because its operations depend on values, is one operation.
+
+    Raises:
+        ConfigurationError: the module cannot be traced, needs several inputs, or has parameters that it does not use.
+    """
+    graph = _traced(module, who)
+    first, *others = [node for node in graph.nodes if node.op == "placeholder"]
+    if others:
+        raise ConfigurationError(
+            f"a model that is cut into stages must have one input, got {len(others) + 1} for "
+            f"{type(module).__name__} of {who}; give the other arguments of forward default values"
+        )
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    places = _places(nodes, first)
+    (output,) = next(node for node in graph.nodes if node.op == "output").args
+    bounds = [0, *places, len(nodes)]
+    between = [first, *places.values(), output]
+    units, counted, names = [], set[str](), set[str]()
+    for number, (source, target) in enumerate(pairwise(between)):
+        part = nodes[bounds[number] : bounds[number + 1]]
+        owners = list(dict.fromkeys(_owner(node) for node in part))
+        whole = [node.target for node in part if node.op == "call_module"]
+        name = _free(_title(part), names)
+        own = tuple(one for one in owners if one not in counted)
+        counted.update(owners)
+        units.append(ChainLayer(name, _unit(module, part, source, target), "", tuple(map(str, whole)), own))
+    _require_used(module, units, who)
+    return units
+
+
+class _Tracer(fx.Tracer):
+    """Traces a module with its required arguments as inputs; other arguments keep their default values."""
+
+    def __init__(self, opaque: set[nn.Module]):
+        """`opaque`: modules that are one operation."""
+        super().__init__()
+        self._opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self._opaque or super().is_leaf_module(m, module_qualified_name)
+
+    def create_args_for_root(
+        self,
+        root_fn: Callable[..., Any],
+        is_module: bool,
+        concrete_args: dict[str, Any] | tuple[Any, ...] | None = None,
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [
+            name
+            for name, one in inspect.signature(self.root.forward).parameters.items()
+            if one.kind in kinds and one.default is inspect.Parameter.empty
+        ]
+        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
+
+
+def _traced(module: nn.Module, who: str) -> fx.Graph:
+    """The operations of a module; modules inside that cannot be traced are one operation each."""
+    opaque: set[nn.Module] = set()
+    modules = dict(module.named_modules())
+    for name, one in reversed(modules.items()):  # a module comes after the modules inside it
+        if fx.Tracer().is_leaf_module(one, name) and one is not module:
+            continue
+        try:
+            graph = _Tracer(opaque).trace(one)
+        except Exception as error:
+            if one is module:
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                raise ConfigurationError(
+                    f"the model of {who} must be an nn.Sequential, or have a forward pass that torch.fx can trace, to "
+                    f"be cut into stages, got {type(module).__name__}: {lines[0]}; build the model as an nn.Sequential "
+                    "of its blocks, or use partition=none"
+                ) from error
+            opaque.add(one)
+    return graph
+
+
+def _places(nodes: Sequence[fx.Node], first: fx.Node) -> dict[int, fx.Node]:
+    """Return each place before which one value passes on → that value; parameters do not pass, as units hold them."""
+    index = {node: number for number, node in enumerate(nodes)}
+    last = {node: max((index.get(user, len(nodes)) for user in node.users), default=-1) for node in [first, *nodes]}
+    alive, places = {first}, dict[int, fx.Node]()
+    for number, node in enumerate(nodes):
+        alive = {one for one in alive if last[one] >= number}
+        if number and len(alive) == 1:
+            (value,) = alive
+            several = any(user.target is operator.getitem for user in value.users)
+            if value is not first and not several and places.get(max(places, default=0)) is not value:
+                places[number] = value
+        if node.op != "get_attr":
+            alive.add(node)
+    return places
+
+
+def _owner(node: fx.Node) -> str:
+    """Name of the innermost module that computes an operation."""
+    stack = list(node.meta.get("nn_module_stack", {}))
+    return str(stack[-1]).partition("@")[0] if stack else WHOLE
+
+
+def _title(part: Sequence[fx.Node]) -> str:
+    """Name of the first module or parameter that operations use, otherwise of the first operation."""
+    used = (one for node in part for one in (*node.all_input_nodes, node) if one.op in ("call_module", "get_attr"))
+    return next((str(one.target) for one in used if one.op == "get_attr" or one in part), part[0].name)
+
+
+def _free(name: str, names: set[str]) -> str:
+    """Return a name that no earlier unit has."""
+    choices = (f"{name}#{number}" if number > 1 else name for number in count(1))
+    found = next(one for one in choices if one not in names)
+    names.add(found)
+    return found
+
+
+def _unit(module: nn.Module, part: Sequence[fx.Node], source: fx.Node, target: Any) -> nn.Module:
+    """Return a module that computes `target` from `source`, and shares its parameters with `module`."""
+    graph = fx.Graph()
+    copies = {source: graph.placeholder("x")}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copied)
+        return copies[node]
+
+    for node in part:
+        if node.op != "get_attr" or any(user in part for user in node.users):
+            copied(node)
+    graph.output(fx.map_arg(target, copied))
+    return fx.GraphModule(module, graph)
+
+
+def _require_used(module: nn.Module, units: Sequence[ChainLayer], who: str) -> None:
+    used = {id(one) for unit in units for one in unit.module.parameters()}
+    for name, one in module.named_parameters():
+        if one.requires_grad and id(one) not in used:
+            raise ConfigurationError(
+                f"every trainable parameter of a model that is cut into stages must be used, but {name!r} of {who} is "
+                "not; remove it, or freeze it with requires_grad_(False)"
+            )

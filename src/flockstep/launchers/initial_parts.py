@@ -1,0 +1,45 @@
+"""The parts of a split model as every replica begins with them; the launcher sends each node its part."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.frameworks.stages import SplitModel
+from flockstep.messages import Address
+from flockstep.partitions.model_cut import ModelCut
+
+
+@dataclass(frozen=True, eq=False)
+class InitialParts:
+    """The values of each part of a model, in a file without a name, so that no process keeps them in memory."""
+
+    cut: ModelCut
+    sizes: tuple[int, ...]
+    """Number of elements of the parameters of each part."""
+    values: tuple[npt.NDArray[np.uint8], ...]
+    """What `ModelPart.values` returns for each part."""
+    parameter_bytes: tuple[int, ...]
+    """Number of bytes of the parameters, with which the values of each part begin."""
+
+    @classmethod
+    def of(cls, split: SplitModel) -> InitialParts:
+        """Write the values of all parts of a model to the file."""
+        with tempfile.TemporaryFile() as file:
+            for part in split.parts:
+                file.write(part.values().data)
+            file.flush()
+            whole = np.asarray(np.memmap(file, np.uint8, "r"))
+        stops = np.cumsum([part.held_bytes for part in split.parts])[:-1]
+        lengths = tuple(part.schema.nbytes for part in split.parts)
+        return cls(split.cut, split.sizes, tuple(np.split(whole, stops)), lengths)
+
+    def of_node(self, address: Address, servers: int) -> npt.NDArray[np.uint8]:
+        """Return the values for a node; `servers`: number of servers of each part, which hold parameters only."""
+        if address >= 0:
+            return self.values[address % len(self.sizes)]
+        part = (-1 - address) // servers
+        return self.values[part][: self.parameter_bytes[part]]

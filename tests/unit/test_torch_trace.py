@@ -1,0 +1,121 @@
+"""Models that are not an nn.Sequential: cut where one tensor passes on, with the bits of the module."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_layers import shape_of
+from flockstep.frameworks.torch_trace import traced_chain
+from flockstep.workloads.models import Transformer
+
+
+class Residual(nn.Module):
+    """Two branches that meet, around a part of the model that no tracer can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Depends(), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, twice: bool = True) -> Tensor:
+        y = self.first(x)
+        y = y + self.inner(y) * self.scale
+        for _ in range(2 if twice else 1):
+            y = y + y.tanh()
+        out: Tensor = self.last(y * self.scale)
+        return out
+
+
+class Depends(nn.Module):
+    """Operations that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) if x.sum() > 0 else -self.layer(x)
+        return out
+
+
+def test_the_units_of_a_gpt_compute_what_it_computes() -> None:
+    torch.manual_seed(0)
+    gpt = Transformer(11, 5, 8, 2, 2, tied=False)
+    units = traced_chain(gpt, "gpt")
+    names = [unit.name for unit in units if unit.trained]
+    assert names == [
+        *("embedding", "position"),
+        *("blocks.0.norm_1", "blocks.0.norm_2", "blocks.1.norm_1", "blocks.1.norm_2"),
+        *("norm", "head"),
+    ], "one unit for each residual branch"
+    x = between = torch.randint(0, 11, (3, 5))
+    for unit in units:
+        between = unit.module(between)
+    assert torch.equal(between, gpt(x))
+    named = [unit.named(name) for unit in units for name, _ in unit.module.named_parameters()]
+    assert sorted(named) == sorted(name for name, _ in gpt.named_parameters())
+
+
+def test_each_counted_layer_is_in_one_unit() -> None:
+    from flockstep.frameworks.torch_chain import layers_within
+
+    gpt = Transformer(11, 5, 8, 2, 2, tied=False)
+    shape = shape_of(gpt, torch.randint(0, 11, (3, 5)))
+    found = [layer.name for unit in traced_chain(gpt, "gpt") for layer in layers_within(shape, unit)]
+    assert sorted(found) == sorted(layer.name for layer in shape.layers)
+
+
+def test_branches_stay_together_and_what_cannot_be_traced_is_one_operation() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    units = traced_chain(model, "job")
+    assert [unit.name for unit in units if unit.trained][:2] == ["first", "inner"]
+    for sign in (1, -1):
+        x = between = sign * torch.rand(3, 4)
+        for unit in units:
+            between = unit.module(between)
+        assert torch.equal(between, model(x))
+    shared = [unit.name for unit in units if any(one is model.scale for one in unit.module.parameters())]
+    assert len(shared) == 2, "both units hold the one parameter"
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Unused(nn.Linear):
+    """A layer of the user, with a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.spare = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class ByValue(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if math.isfinite(x.sum()) else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (TwoInputs(), "must have one input, got 2 for TwoInputs of job"),
+        (Unused(), "'spare' of job is not; remove it, or freeze it"),
+        (
+            ByValue(),
+            "must be an nn.Sequential, or have a forward pass that torch.fx can trace, .* got ByValue: .+; build",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_says_why(model: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        traced_chain(model, "job")
