@@ -102,7 +102,19 @@ def test_that_nobody_has_joined_is_said_after_a_minute() -> None:
 
 
 def test_a_deadlock_names_everyone() -> None:
-    assert Monitored(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
+    said = "every worker waits, and none has taken a step for 11 s: worker 0 at step 8 waits for"
+    assert Monitored(2).until(11, 0, 1)[0].startswith(said)
+
+
+def test_short_waits_after_a_long_pause_of_all_workers_are_no_deadlock() -> None:
+    """Between two steps all evaluate for half a minute; then each waits for the other within one sum."""
+    monitored = Monitored(2)
+    monitored.until(5, moving=(0, 1))
+    assert monitored.until(36) == []
+    assert monitored.until(39, 0, 1) == []
+    monitored.until(40, moving=(0, 1))
+    assert monitored.until(49, 0, 1) == []
+    assert len(monitored.until(52, 0, 1)) == 1
 
 
 def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps() -> None:
@@ -113,7 +125,9 @@ def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps(
         monitored.until(now, 0, moving=(1, 2))
         for rank in (1, 2):
             monitored.waits.hear(rank, {"step": now})
-    with pytest.raises(RunError, match=r"every worker has waited for 9 s: worker 0 at step 8 waits .*; worker 1"):
+    with pytest.raises(
+        RunError, match=r"every worker waits, and none .* step for 9 s: worker 0 at step 8 waits .*; worker 1"
+    ):
         monitored.until(100, 0, 1, 2)
 
 
@@ -123,7 +137,7 @@ def test_a_worker_that_has_waited_and_now_computes_has_its_time_from_then_on() -
     monitored.until(7, 0, moving=(1, 2))
     monitored.until(15, 0, 1, 2)
     assert monitored.until(34, 1, 2)[-1].startswith(
-        "waiting for worker 0 (after step 8): no step for 12 s; worker 1 at"
+        "waiting for worker 0 (after step 8): no step for 13 s; worker 1 at"
     )
     with pytest.raises(RunError, match=r"^waiting for worker 0 \(after step 8\): no step for 20 s"):
         monitored.until(60, 1, 2)

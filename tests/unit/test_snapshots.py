@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import PART, WINDOW, Member, NodeSpec
+from flockstep.drivers.snapshot_sender import SnapshotSender
 from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Fields
+from flockstep.nodes import Cluster, Worker
 from flockstep.records.snapshots import Snapshot, SnapshotWriter
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control, SupervisorLink
@@ -109,3 +114,44 @@ def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
     wire.close()
     member.close(0.0)
     control.close()
+
+
+def sends_of(size: int, alike: bool) -> tuple[list[Worker], list[tuple[int, float]], Callable[[float], None]]:
+    """Three workers; a list of rank and time of each snapshot that they send; and a function that sets the time."""
+    stepper: Any = SimpleNamespace()
+    workers, sent = list[Worker](), list[tuple[int, float]]()
+    senders = list[SnapshotSender]()
+    for rank in range(3):
+        member: Any = SimpleNamespace(send_in_parts=lambda note, _, rank=rank: sent.append((rank, note["seconds"])))
+        params = np.broadcast_to(np.zeros(1, np.float32), (size,))  # of any size without memory
+        workers.append(Worker(rank, Cluster(3, 0), params, np.random.default_rng(0), stepper, None))
+        senders.append(SnapshotSender(member, alike))
+
+    def look(time: float) -> None:
+        for sender, worker in zip(senders, workers, strict=True):
+            sender.newest(worker, lambda: time, 0)
+
+    return workers, sent, look
+
+
+def test_equal_replicas_send_one_newest_model() -> None:
+    """The worker of the lowest rank that takes part sends it; where replicas differ, all do."""
+    workers, sent, look = sends_of(10, alike=True)
+    look(1.5)
+    assert sent == [(0, 1.5)]
+    for worker in workers:
+        worker.view = worker.view.without(0)
+    look(20.0)
+    assert sent[1:] == [(1, 20.0)]
+    _, sent, look = sends_of(10, alike=False)
+    look(1.5)
+    assert [rank for rank, _ in sent] == [0, 1, 2]
+
+
+def test_the_first_snapshot_of_a_large_model_takes_a_small_share_of_the_time_too() -> None:
+    """A model of 400 MB takes about 0.4 s, so the first is sent after 20 s."""
+    _, sent, look = sends_of(100_000_000, alike=True)
+    look(19.9)
+    assert not sent
+    look(20.1)
+    assert sent == [(0, 20.1)]

@@ -14,11 +14,13 @@ from flockstep.drivers.member import Member
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import FlockstepError
 from flockstep.messages import Fields
-from flockstep.nodes import Node
+from flockstep.nodes import Node, Worker
 from flockstep.records.snapshots import LAST
 
 NEWEST_FIRST = 1.0
-"""Seconds after which a node sends its first snapshot, whether or not an evaluation is due."""
+"""Seconds after which a node sends its first snapshot, whether or not an evaluation is due; later for large models."""
+USUAL_RATE = 1e9
+"""Bytes of a snapshot that are sent in a second, assumed before the first one."""
 NEWEST_PERIOD = 5.0
 """Seconds between two further snapshots, unless sending is slow: see `NEWEST_SHARE`."""
 NEWEST_SHARE = 50
@@ -28,10 +30,12 @@ NEWEST_SHARE = 50
 class SnapshotSender:
     """Sends snapshots of a node's parameters to the supervisor, which evaluates them."""
 
-    def __init__(self, member: Member):
+    def __init__(self, member: Member, alike: bool = False):
+        """`alike`: all replicas are equal, so that only the worker of the lowest rank sends the newest one."""
+        self._alike = alike
         self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
         self._member = member
-        self._due = NEWEST_FIRST
+        self._due: float | None = None
         self._closed = False
 
     def send_snapshot(self, node: Node, tick: float, t: float, sent: int, params: FlatArray | None = None) -> None:
@@ -47,6 +51,10 @@ class SnapshotSender:
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
         """Send a snapshot if the previous one is old enough, so that a run that ends early has a recent model."""
+        if self._alike and isinstance(node, Worker) and node.rank != node.view.ranks[0]:
+            return
+        if self._due is None:
+            self._due = max(NEWEST_FIRST, NEWEST_SHARE * node.params.nbytes / USUAL_RATE)
         if (began := now()) >= self._due:
             self.send_snapshot(node, LAST, began, sent)
             self._due = now() + max(NEWEST_PERIOD, NEWEST_SHARE * (now() - began))
