@@ -17,7 +17,7 @@ from typing import Literal
 from flockstep.errors import ConfigurationError
 
 Number = int | float
-CountedBy = Literal["formula", "torch", "unknown"]
+CountedBy = Literal["formula", "torch", "jax", "unknown"]
 Parallelism = Literal["data", "split"]
 
 
@@ -90,7 +90,7 @@ class Layer:
     tied: str | None = None
     """Name of the layer that counts the weights that this layer shares; None if this layer has weights of its own."""
     counted: CountedBy = "formula"
-    """Source of the work: the formulas of this package, torch, or unknown."""
+    """Source of the work: the formulas of this package, torch, a trace of JAX, or unknown."""
 
     def __post_init__(self) -> None:
         if not self.name:

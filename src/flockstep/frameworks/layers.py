@@ -28,11 +28,16 @@ def job_shape(job: Job) -> ModelShape:
     model = build_model(job)
     if isinstance(model, Model):
         return _of_numpy(job.name, model)
+    jax = sys.modules.get("flockstep.frameworks.jax")
+    if jax is not None and isinstance(model, jax.JaxModel):
+        from flockstep.frameworks import jax_layers
+
+        return jax_layers.shape_of(model, np.array(job.data().train_x[:SAMPLES]), job.name)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
-            f"the model of job {job.name!r} must be a torch.nn.Module or a flockstep.frameworks.numpy.Model, got "
-            f"{type(model).__name__}; let model() return one of these"
+            f"the model of job {job.name!r} must be a torch.nn.Module, a flockstep.jax.JaxModel or a "
+            f"flockstep.frameworks.numpy.Model, got {type(model).__name__}; let model() return one of these"
         )
     from flockstep.frameworks.torch_layers import shape_of
 

@@ -236,7 +236,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 def cells(row: LayerRow) -> tuple[str, ...]:
     """The texts of a row, in the order of `HEADINGS`."""
-    marks = {"formula": "", "torch": " (counted by torch)", "unknown": " (unknown)"}
+    marks = {"formula": "", "torch": " (counted by torch)", "jax": "", "unknown": " (unknown)"}
     missing = row.counted == "unknown"
     return (
         row.layer,
