@@ -536,6 +536,21 @@ class Peer(Node):
             array[:] = to_device_of(here, array)
         return summed
 
+    def mean_of_slice(self, array: Array) -> Array | None:
+        """Return the mean over all workers of slice `rank` of `array`, as `SharedSum` describes; None if there is no
+        shared memory.
+
+        All workers must call this at the same point, then `exchange_slices`; background tasks may not.
+        """
+        if self.shared_sum is None or self._channel or is_tensor(array):
+            return None
+        return self.shared_sum.mean_of_slice(array)
+
+    def exchange_slices(self, own: Array) -> None:
+        """Copy each worker's slice `own` of the parameters to all other workers, after `mean_of_slice`."""
+        assert self.shared_sum is not None
+        self.shared_sum.exchange_slices(own, self.params)
+
     def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
         """Sum `array` over the workers of this host in shared memory, in `shares` shares; None if there is no shared
         memory.

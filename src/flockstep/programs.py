@@ -269,6 +269,17 @@ class HostSum(Protocol):
 class SharedSum(Protocol):
     """Sums over the workers of one host that share memory."""
 
+    def mean_of_slice(self, array: Array) -> Array | None:
+        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if that is not
+        possible.
+
+        The slices are `slices(len(array), workers)`. `array` must not change before `exchange_slices`, which must
+        follow, and the caller may change the result until then.
+        """
+
+    def exchange_slices(self, own: Array, into: Array) -> None:
+        """Copy slice `own` of this worker to `into` (K,) on all other workers, and theirs to `into` here."""
+
     def all_reduce(self, array: Array, divisor: int = 1) -> bool:
         """Replace `array` by the sum over all workers, divided by `divisor`, and wait for it.
 

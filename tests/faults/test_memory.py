@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,3 +34,17 @@ def test_no_process_holds_more_than_a_few_models(monkeypatch: pytest.MonkeyPatch
     workers = [found["worker-0"], found["worker-1"]]
     assert all(2 < size <= 5 for size in workers), found  # more than parameters and momentum: they were seen at work
     assert 1 < found["supervisor"] <= 2, found  # one is made to check the job; of eight snapshots none is kept
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("dtype", "optimizer"), [("float32", "sgd"), ("bfloat16", "adamw")])
+def test_a_worker_of_a_script_takes_no_more_memory_than_with_ddp(dtype: str, optimizer: str) -> None:
+    """DDP has buckets beside the gradients; in bfloat16 both have a float32 master copy. Rounds of 80 MB of float32."""
+    options = ["--models", "wide20m", "--processes", "2", "--ways", "ddp,flockstep", "--rounds", "1", "--batch", "4"]
+    command = [sys.executable, str(FILE.with_name("step_time.py")), "--memory", "--json", *options]
+    done = subprocess.run(
+        [*command, "--dtype", dtype, "--optimizer", optimizer], capture_output=True, text=True, check=True
+    )
+    (row,) = json.loads(done.stdout)
+    assert 0.3 < row["ways"]["flockstep"]["of ddp"] < 1.0, row

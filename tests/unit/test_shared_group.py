@@ -287,3 +287,45 @@ def wrapping(group):
 
 def test_counters_may_wrap_around():
     assert run(2, wrapping) == [True, True]
+
+
+def by_slices(group):
+    """What each process has after it has doubled its part of the mean; and whether its own array has changed."""
+    ended, place = [], group.allocate(5000, "float32")
+    for turn, size in enumerate((1, 7, 5000, 5000)):
+        array, into = group.allocate(size, "float32"), np.zeros(size, np.float32)
+        array[:] = given(group.rank, size, "float32", turn)
+        part = slices(size, group.workers)[group.rank]
+        mean = place[: part.stop - part.start]
+        group.mean_of_part(array, mean, lambda: None)
+        mean *= 2
+        into[part] = mean
+        group.exchange_parts(place, into, lambda: None)
+        ended.append((into.tobytes(), array.tobytes() == given(group.rank, size, "float32", turn).tobytes()))
+    return ended
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_parts_of_a_mean_are_added_in_the_order_of_processes(n):
+    expected = []
+    for turn, size in enumerate((1, 7, 5000, 5000)):
+        rows = [given(rank, size, "float32", turn) for rank in range(n)]
+        expected.append((((sum(rows[1:], start=rows[0]) / np.float32(n)) * 2).tobytes(), True))
+    assert run(n, by_slices) == [expected] * n
+
+
+def test_an_array_that_is_taken_leaves_no_memory_behind(monkeypatch):
+    """In pieces, so that there are never two copies of the gradients, and other arrays stay."""
+    monkeypatch.setattr("flockstep.transports.shared_group.RETURNED", 1 << 14)
+    memory = SharedMemory.create(needed(1, ROOM))
+    group = SharedGroup(memory, 0, 1, ROOM)
+    before, array, after = (group.allocate(size, "float32") for size in (1000, 100_003, 1000))
+    before[:], after[:] = 1, 2
+    array[:] = np.arange(100_003)
+    held = os.fstat(memory._descriptor).st_blocks
+    own = group.taken(array)
+    assert np.array_equal(own, np.arange(100_003))
+    assert not group.holds(own)
+    assert 512 * (held - os.fstat(memory._descriptor).st_blocks) >= array.nbytes
+    assert (before == 1).all()
+    assert (after == 2).all()

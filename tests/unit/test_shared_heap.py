@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import numpy as np
 import pytest
@@ -162,3 +163,26 @@ def test_lengths_that_vary_share_slots(heaps):
         places.add(heaps[0].place(copy))
         del copy, view
     assert len(places) <= 4, "every length has taken a slot of its own"
+
+
+def test_released_memory_of_free_slots_returns_to_the_system(heaps):
+    """A held array keeps its values, and a slot whose memory was returned can be used again."""
+    heap = heaps[0]
+    free, _ = carried(heaps, np.ones(20_000))
+    place = heap.place(free)
+    kept, seen = carried(heaps, np.full(20_000, 3.0))
+    before = allocated(heap)
+    del free, _
+    gc.collect()
+    heap.release()
+    assert before - allocated(heap) >= 150_000
+    assert (seen == 3).all()
+    assert (kept == 3).all()
+    again, view = carried(heaps, np.full(20_000, 2.0))
+    assert heap.place(again) == place
+    assert (view == 2).all()
+
+
+def allocated(heap):
+    """Bytes of the heap's segment for which the system has memory."""
+    return 512 * os.fstat(heap._memory._descriptor).st_blocks

@@ -131,8 +131,10 @@ def test_under_every_strategy_parameters_hold_the_master_copy_rounded(strategy):
     assert equal(values(model), values(Mixed()))  # it is the script's own now
 
 
-def test_a_step_keeps_what_the_parameters_cannot_hold():
-    """As it comes from other ranks, in a mean of replicas."""
+@pytest.mark.parametrize("piece", [7, torch_flat.PIECE])
+def test_a_step_keeps_what_the_parameters_cannot_hold(piece, monkeypatch):
+    """As it comes from other ranks, in a mean of replicas; in pieces, so that no second model is in memory."""
+    monkeypatch.setattr(torch_flat, "PIECE", piece)
     model, optimizer = start("local_sgd(100)", Mixed(), lr=0.25)
     flat = optimizer.flat
     flat.params += np.random.default_rng(0).normal(0, 1e-4, len(flat.params)).astype(np.float32)

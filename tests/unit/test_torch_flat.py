@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,6 +237,68 @@ def test_a_parameter_without_a_shape_is_refused() -> None:
         module = nn.LazyLinear(2)
     with pytest.raises(ConfigurationError, match="'weight' has no shape yet"):
         FlatModule(module)
+
+
+WRAPPED = """
+import torch
+from torch import nn
+from torch.distributed import HashStore, destroy_process_group, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from flockstep.drivers.torch_guard import require_unwrapped
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_flat import FlatModule
+
+def refused(call):
+    try:
+        call()
+    except ConfigurationError as error:
+        print(error)
+    else:
+        print("taken")
+
+init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+net = lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+refused(lambda: FlatModule(fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))))
+refused(lambda: FlatModule(FullyShardedDataParallel(net(), device_id=torch.device("cpu"))))
+refused(lambda: require_unwrapped(DistributedDataParallel(net()), 2))
+refused(lambda: require_unwrapped(DistributedDataParallel(net()), 1))
+destroy_process_group()
+"""
+
+
+def test_modules_that_torch_shards_or_averages_are_refused() -> None:
+    """In a process of its own, because torch.distributed imports the compiler, which tests do without."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", WRAPPED], capture_output=True, text=True, env=plain)
+    assert done.returncode == 0, done.stderr
+    sharded, wrapped, averaged, alone = done.stdout.splitlines()
+    assert sharded.startswith(
+        "parameter 0.weight is sharded, but every worker must hold the whole model; pass a module"
+    )
+    assert sharded.endswith("and use scatter_reduce, which shards the optimizer's state")
+    assert wrapped.startswith("the module is wrapped in FSDP, but every worker must hold the whole model")
+    assert averaged.startswith("the module is wrapped in DistributedDataParallel, which averages all gradients before")
+    assert alone == "taken"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_gradients_take_no_memory_before_they_are_written() -> None:
+    """The run moves them to memory that workers share before the first backward pass."""
+    module = nn.Linear(4096, 4096, bias=False)
+    before = resident()
+    flat = FlatModule(module)
+    assert not flat.grads.any()
+    assert resident() - before < flat.grads.nbytes // 2
+    flat.grads[:] = 1
+    assert resident() - before > flat.grads.nbytes // 2
+
+
+def resident() -> int:
+    """Bytes of memory that this process has written to."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(1024 * int(size) for size in re.findall(r"Anonymous:\s+(\d+) kB", text))
 
 
 def test_nothing_to_train_is_refused() -> None:

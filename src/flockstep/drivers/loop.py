@@ -131,8 +131,6 @@ class Loop:
     the buffers of every worker.
     """
 
-    _shares = False
-    """Whether the gradients are in memory that this process shares with others."""
     _shown = 0
     """Step up to which gradients have been reported to the supervisor."""
 
@@ -459,8 +457,6 @@ class Loop:
         atexit.unregister(self._at_exit)
         if self._connection is None or self._member is None or self.membership is None:
             return
-        if self._shares:
-            self.gradients = copied(self.gradients)
         self._connection = None
         _loops.remove(self)
         end_membership(self.membership)
@@ -481,6 +477,7 @@ class Loop:
         result = self._member.wait_for_end(self._connection.attend, self.handed)
         if result is not None:
             self._params[:] = to_device_of(result, self._params)
+        self.gradients = self._connection.taken_home(self.gradients)
         self._connection.leave(failed=False)
 
     def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
@@ -509,6 +506,7 @@ class Loop:
         with self._telling():
             cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
         self._params[:] = to_device_of(params, self._params)
+        del params  # it lies in the memory of another node
         worker = make_worker(strategy, cluster, rank, self._params, schema, node_spec.seed, stepper, optimizer)
         with self._telling():
             kept = self._kept = self._load(node_spec, worker)
@@ -518,9 +516,8 @@ class Loop:
         self._worker = worker
         self._connection = NodeConnection(self._member, worker, strategy)
         self._connection.snapshots.buffers = self._buffers
-        own, self._runner = self.gradients, self._connection.runner
-        self.gradients = self._connection.home(own)
-        self._shares = self.gradients is not own
+        self._runner = self._connection.runner
+        self.gradients = self._connection.home(self.gradients)
         self.membership = Membership(self._member, self._runner.scalar)
         self.membership.works_between_steps = lambda: worker.works_between_steps
         self.membership.barrier = self._barrier

@@ -340,6 +340,7 @@ class Member:
         self.clock = offset_of([self._round_trip() for _ in range(ROUND_TRIPS)])
         self.tell("ready")
         self._went = float(self.wait_for("go").note["at"])
+        self.bus.release()  # every node has the first model
 
     def _round_trip(self) -> RoundTrip:
         sent = self._now()

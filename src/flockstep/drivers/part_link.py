@@ -102,5 +102,8 @@ class PartLink(Bus):
     def copy_for_sending(self, array: Array) -> Array:
         return self._bus.copy_for_sending(array)
 
+    def release(self) -> None:
+        self._bus.release()
+
     def close(self, linger: float) -> None:
         raise NotImplementedError("the member of the run closes the bus")

@@ -63,7 +63,7 @@ def run_worker(
         connection.asked_to_leave = asked_to_leave
         connection.runner.wrong_gradients = wrong_gradients(plan.faults, node_spec.address)
         connection.snapshots.buffers = lambda: engine.buffers(node_spec.address)
-        gradient = connection.home(np.zeros_like(params))
+        gradient = connection.home(np.zeros(params.shape, params.dtype))
         ours, batches = connection.checkpoints, Batches(plan, node_spec.address)
         ours.stepper, ours.batches, ours.buffers = stepper, batches, connection.snapshots.buffers
         _begin(
@@ -194,7 +194,7 @@ def warm_up(engine: Engine, batch: int) -> None:
     initialization.
     """
     params, buffers = engine.home(), engine.buffers(0)
-    engine.gradient(params, np.zeros(batch, np.int64), np.zeros_like(params))
+    engine.gradient(params, np.zeros(batch, np.int64), np.zeros(params.shape, params.dtype))
     engine.restore_buffers(0, buffers)
 
 

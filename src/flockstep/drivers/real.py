@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from flockstep.arrays.namespace import is_tensor
-from flockstep.arrays.schema import FlatArray
+from flockstep.arrays.schema import FlatArray, slices
 from flockstep.drivers.checkpoints import CHECKPOINT, NodeCheckpoints
 from flockstep.drivers.event_sender import EventSender
 from flockstep.drivers.member import PAUSE, Member
@@ -55,7 +55,7 @@ class NodeConnection(Messenger):
         node.view, node.hosts = member.view, member.hosts
         if group is not None:
             node.view, node.hosts = group.view(member.view), group.hosts(member.hosts)
-        self.snapshots = SnapshotSender(member)
+        self.snapshots = SnapshotSender(member, strategy.traits.alike)
         self.checkpoints = NodeCheckpoints(self)
         self.asked_to_leave: Callable[[], bool] = lambda: False
         """Whether a signal asks this worker to leave the run; set by the process."""
@@ -99,6 +99,13 @@ class NodeConnection(Messenger):
         if self._group is None or is_tensor(gradients) or gradients.dtype.name not in SUMMED:
             return gradients
         return self._group.allocate(len(gradients), gradients.dtype.name)
+
+    def taken_home(self, gradients: FlatArray) -> FlatArray:
+        """Move gradients that lie in the place of `home` out of shared memory, at the end of the run."""
+        group = self._group
+        return (
+            gradients if group is None or is_tensor(gradients) or not group.holds(gradients) else group.taken(gradients)
+        )
 
     def drive(self, runner: Runner) -> None:
         """Deliver messages until the program waits for a gradient, or has ended.
@@ -190,6 +197,40 @@ class NodeConnection(Messenger):
         metrics.waited += group.waited
         metrics.traffic.moved(*group.moved(array))
         return True
+
+    def mean_of_slice(self, array: FlatArray) -> FlatArray | None:
+        """Return the mean over all workers of slice `rank` of `array`, as `SharedSum` describes.
+
+        Raises:
+            PeerLost: a worker has left or died.
+        """
+        group = self._group
+        if group is None or not group.can(array) or not group.holds(array):
+            return None
+        part = slices(len(array), group.workers)[group.rank]
+        mean = self._slot(array)[: part.stop - part.start]
+        group.mean_of_part(array, mean, self._listen)
+        self.runner.metrics.waited += group.waited
+        return mean
+
+    def exchange_slices(self, own: FlatArray, into: FlatArray) -> None:
+        """Exchange the workers' slices of `into`; traffic is counted as if messages had carried gradients and slices.
+
+        Raises:
+            PeerLost: a worker has left or died.
+        """
+        group, metrics, slot = self._group, self.runner.metrics, self._slot(into)
+        assert group is not None
+        slot[: len(own)] = own
+        group.exchange_parts(slot, into, self._listen)
+        metrics.waited += group.waited
+        nbytes, messages = group.moved_in_shares(into, group.workers)
+        metrics.traffic.moved(nbytes, nbytes, messages)
+
+    def _slot(self, array: FlatArray) -> FlatArray:
+        """Place in shared memory for this worker's slice of the mean of `array`, and then of the parameters."""
+        assert self._group is not None
+        return self.empty_on_host(-(-len(array) // self._group.workers), array.dtype.name)
 
     def reduce_on_host(self, array: FlatArray, shares: int, divisor: int) -> FlatArray | None:
         """Replace this worker's share by the sum over the workers of this host, as `HostSum` describes.
@@ -402,8 +443,8 @@ class NodeConnection(Messenger):
             self.tell("leave", {})
 
     def _tell_waiting(self) -> None:
-        """Report to the supervisor, once per `WAIT_PERIOD`, what this worker has waited for since its last step."""
-        if self.node.address >= 0 and (now := self.now()) - self._moved >= WAIT_PERIOD:
+        """Report to the supervisor, once per `WAIT_PERIOD`, what this worker has waited for since its last gradient."""
+        if self.node.address >= 0 and (now := self.now()) - max(self._moved, self.runner.given) >= WAIT_PERIOD:
             self._moved = now
             self.reports.flush()
             self._member.tell("waiting", None, {"step": self.node.run_step, "for": str(self._wanted)})

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from flockstep.arrays.kernels.torch_basics import as_bytes
 from flockstep.arrays.schema import Entry
@@ -305,6 +306,15 @@ def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) 
                 "the module, so no worker would exchange it; pass to distribute a module that holds all parameters, "
                 "such as a torch.nn.ModuleList"
             )
+
+
+def require_unwrapped(module: torch.nn.Module, workers: int) -> None:
+    """Raise `ConfigurationError` if DistributedDataParallel would average gradients before the strategy has them."""
+    if workers > 1 and isinstance(module, DistributedDataParallel):
+        raise ConfigurationError(
+            "the module is wrapped in DistributedDataParallel, which averages all gradients before the strategy has "
+            "them; pass the module itself, and call it in the loop"
+        )
 
 
 def _trained(module: torch.nn.Module) -> set[int]:

@@ -20,7 +20,7 @@ from flockstep.drivers.torch_closure import (
     require_every_gradient,
     require_mean_gradient,
 )
-from flockstep.drivers.torch_guard import Guard, require_same_parameters
+from flockstep.drivers.torch_guard import Guard, require_same_parameters, require_unwrapped
 from flockstep.drivers.torch_join import Consent, Remember
 from flockstep.drivers.torch_keeper import TorchKeeper
 from flockstep.drivers.torch_memory import WorkerMemory, memory_of
@@ -107,6 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             require_every_gradient(optimizer, self.loop.bad_gradients)  # those of the launch command, too
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
         require_separate_statistics(module, self.loop.workers)
+        require_unwrapped(module, self.loop.workers)
         self._take_first_buffers()
         self.flat.move_gradients(self.loop.gradients)
         self.flat.gather_in_backward()  # before other hooks, which look at gradients in their places

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ NamedTensors = dict[str, torch.Tensor]
 
 RELEASED = 32 << 20
 """Number of bytes of parameters that are moved before the memory that they leave is returned to the system."""
+PIECE = 1 << 20
+"""Number of elements of narrower parameters that are computed with at a time, because torch widens a copy of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +90,11 @@ class FlatModule:
         self.params = native(self._values)
         self._slopes, self._grad_views = self._values[:0], list[torch.Tensor]()
         if gradients:
-            self._slopes, self._grad_views = self._flatten([p.grad for p in self.parameters])
-            self._widen(0, self.schema.size)
+            given = [p.grad for p in self.parameters]
+            empty = all(gradient is None for gradient in given)
+            self._slopes, self._grad_views = self._flatten(given)
+            if not empty:
+                self._widen(0, self.schema.size)
             self._bind()
         self.grads = native(self._slopes)
         self._hooks: list[RemovableHandle] = []
@@ -109,13 +116,19 @@ class FlatModule:
         values of the dtype at the value before the step.
         """
         self.write_parameters()
-        for each in self.narrow:
-            self._values[each.part] -= each.values
+        for wide, narrow in self._narrow_pieces():
+            wide.sub_(narrow)
         try:
             yield
         finally:
-            for each in self.narrow:
-                self._values[each.part].masked_fill_(each.values == 0, 0).add_(each.values)
+            for wide, narrow in self._narrow_pieces():
+                wide.masked_fill_(narrow == 0, 0).add_(narrow)
+
+    def _narrow_pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pieces of the flat array with the values of the narrower parameters that belong to them."""
+        for each in self.narrow:
+            for start in range(0, len(each.values), PIECE):
+                yield self._values[each.part][start : start + PIECE], each.values[start : start + PIECE]
 
     def write_gradients(self) -> None:
         """Round the flat array's gradients into the gradients of the parameters that are narrower than the
@@ -196,21 +209,25 @@ class FlatModule:
 
     def move_gradients(self, home: FlatArray) -> None:
         """Move the gradients with their values to the array `home` (K,)."""
-        if home is self.grads:
-            return
-        home[:] = self.grads
+        if home is not self.grads:
+            home[:] = self.grads
+            self._put_gradients(home)
+
+    def _put_gradients(self, home: FlatArray) -> None:
+        """Bind the gradients to the array `home` (K,), which holds their values."""
         self.grads, self._slopes = home, as_tensor(home)
         self._grad_views = self._places(self._slopes, [each.slopes for each in self.narrow])
         self._bind()
 
     def keep_gradients(self, home: FlatArray) -> None:
-        """Move the gradients of a run that has ended to the array `home` (K,); a parameter without a gradient stays
-        without one.
+        """Bind the gradients of a run that has ended to the array `home` (K,), which holds their values; a parameter
+        without a gradient stays without one.
         """
         while self._hooks:
             self._hooks.pop().remove()
         without = [parameter for parameter in self.parameters if parameter.grad is None]
-        self.move_gradients(home)
+        if home is not self.grads:
+            self._put_gradients(home)
         for parameter in without:
             parameter.grad = None
 
@@ -294,8 +311,8 @@ class FlatModule:
                 pairs = list(group)
                 part = slice(pairs[0][1].offset, pairs[-1][1].offset + pairs[-1][1].size)
                 like = self.parameters[pairs[0][0]].detach()
-                values = like.new_empty(part.stop - part.start)
-                slopes = torch.empty_like(values if gradients else values[:0])
+                values = _zeros(like, part.stop - part.start, like.dtype)
+                slopes = _zeros(like, len(values) if gradients else 0, like.dtype)
                 found.append(Narrow(range(pairs[0][0], pairs[-1][0] + 1), part, values, slopes))
         return found
 
@@ -323,13 +340,12 @@ class FlatModule:
         flat = self._already_flat(values)
         if flat is not None:
             return flat, self.views(flat)
-        flat = self.parameters[0].detach().new_empty(self.schema.size, dtype=getattr(torch, self.schema.dtype))
+        flat = _zeros(self.parameters[0].detach(), self.schema.size, getattr(torch, self.schema.dtype))
         places = self._places(flat, [each.values if move else each.slopes for each in self.narrow])
         moved = 0
         for index, place in enumerate(places):
             value, values[index] = values[index], None
             if value is None:
-                place.zero_()
                 continue
             copy_values(place, value)
             if move:
@@ -358,6 +374,14 @@ def schema_of(named: Mapping[str, torch.Tensor]) -> Schema:
     """Return the layout of a flat array of parameters, given by name."""
     dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
     return Schema.of({name: p.shape for name, p in named.items()}, dtypes)
+
+
+def _zeros(like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros (size,) on the device of `like`; on the CPU they take memory only once they are written to."""
+    if not like.is_cpu or not size:
+        return like.new_zeros(size, dtype=dtype)
+    memory = mmap.mmap(-1, size * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _unrounded(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
@@ -442,6 +466,7 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
             raise ConfigurationError(
                 f"parameter {name!r} has no shape yet; run the module on one batch before flockstep.distribute"
             )
+    _require_whole(module)
     device = None
     for name, parameter in trainable.items():
         device = device or parameter.device
@@ -451,6 +476,21 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
                 f"and others on {device}; move the module with module.to(device)"
             )
     _check_overlaps(module, trainable)
+
+
+def _require_whole(module: torch.nn.Module) -> None:
+    """Refuse parameters of which torch keeps only a part in this process."""
+    tensors, sharding = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
+    parts = [name for name, p in module.named_parameters() if tensors is not None and isinstance(p, tensors.DTensor)]
+    wrapped = sharding is not None and any(
+        isinstance(one, sharding.FullyShardedDataParallel | sharding.FSDPModule) for one in module.modules()
+    )
+    if parts or wrapped:
+        what = f"parameter {parts[0]} is sharded" if parts else "the module is wrapped in FSDP"
+        raise ConfigurationError(
+            f"{what}, but every worker must hold the whole model; pass a module without fully_shard, FSDP or "
+            "distribute_tensor, and use scatter_reduce, which shards the optimizer's state"
+        )
 
 
 def _check_overlaps(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) -> None:

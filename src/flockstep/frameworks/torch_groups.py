@@ -102,7 +102,7 @@ class TorchOptimizer(Optimizer):
             group.update(self._settings({**held.optimizer.defaults, **settings[number]}, share), lr=rate)
             parameter = group["params"][0]
             parameter.data = as_tensor(params[start:stop])
-            parameter.grad = as_tensor(copied(gradient[start:stop]))  # arrays from messages are read-only
+            parameter.grad = as_tensor(gradient[start:stop])
         for own in held.optimizer.state.values():
             if "step" in own:
                 own["step"].fill_(state.steps / share)

@@ -50,6 +50,7 @@ class ScatterReduce(Strategy):
     in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as there.
     The optimizer's state is sharded as by ZeRO's stage 1 (Rajbhandari et al. 2020, section 5.1). A clipped gradient is
     scaled by its whole norm, for which workers exchange the squared norms of their slices.
+    Where all workers share memory, they read the slices of plain gradients and of w in it, in the same order.
     An `aggregation` here withstands wrong gradients, not a hostile worker: every worker owns 1/n of the model and sends
     its slice unchecked.
     """
@@ -81,6 +82,10 @@ class ScatterReduce(Strategy):
         also="the state of the optimizer is cut into the new slices; the memory of the feedback begins at zero"
     )
 
+    @property
+    def sums(self) -> bool:
+        return (self.codec, self.feedback, self.aggregation) == (Identity(), NoFeedback(), Mean())
+
     def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
         state: SliceState = me.state
         part = slices(len(me.params), me.workers)[me.rank]
@@ -96,20 +101,31 @@ class ScatterReduce(Strategy):
         parts = slices(len(me.params), me.workers)
         own = me.params[parts[me.rank]]
         while me.training:
-            sent = self._scatter(me, await me.gradient(), parts)
-            pieces = [sent if rank == me.rank else await self._piece(me, rank) for rank in range(me.workers)]
-            codec = codec_for(me, self.codec, self.feedback, parts[me.rank])
-            decoded = [codec.decode(piece, len(own), name_of(own)) for piece in pieces]
+            gradient = await me.gradient()
+            summed = me.mean_of_slice(gradient) if self.sums else None
+            mean = await self._combined(me, gradient, parts) if summed is None else summed
             state: SliceState = me.state
             assert me.optimizer is not None
-            mean, optimizer = self.aggregation.combine(decoded).vector, me.optimizer
+            optimizer = me.optimizer
             if isinstance(optimizer, Clipped):
                 mean, optimizer = optimizer.scaled(mean, await self._norm(me, mean)), optimizer.optimizer
             optimizer.step(own, mean, state.optimizer, me.lr)
-            me.send_all(me.peers, "slice", own)
-            for rank in me.peers:
-                me.params[parts[rank]] = (await me.receive("slice", rank)).payload
+            if summed is None:
+                me.send_all(me.peers, "slice", own)
+                for rank in me.peers:
+                    me.params[parts[rank]] = (await me.receive("slice", rank)).payload
+            else:
+                me.exchange_slices(own)
             me.record_round()
+
+    async def _combined(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> FlatArray:
+        """Return this worker's slice of the combined gradient, exchanged by messages."""
+        own = parts[me.rank]
+        sent = self._scatter(me, gradient, parts)
+        pieces = [sent if rank == me.rank else await self._piece(me, rank) for rank in range(me.workers)]
+        codec = codec_for(me, self.codec, self.feedback, own)
+        decoded = [codec.decode(piece, own.stop - own.start, name_of(gradient)) for piece in pieces]
+        return self.aggregation.combine(decoded).vector
 
     async def _norm(self, me: Worker, mean: FlatArray) -> float:
         """Return the norm of the whole combined gradient, with the same bits on every worker."""

@@ -120,6 +120,10 @@ class Bus(ABC):
         """Return a read-only copy of the array, in memory that peers can read if such memory is available."""
 
     @abstractmethod
+    def release(self) -> None:
+        """Return to the system the memory of arrays that have been sent or received and that nothing refers to."""
+
+    @abstractmethod
     def close(self, linger: float) -> None:
         """Close the bus; queued messages are delivered for up to `linger` seconds."""
 

@@ -51,6 +51,15 @@ class BufferPool:
         copy.flags.writeable = False
         return copy
 
+    def release(self) -> None:
+        """Return the memory of free buffers to the system."""
+        self._buffers = {
+            size: [buffer for buffer in buffers if sys.getrefcount(buffer) > _UNUSED]
+            for size, buffers in self._buffers.items()
+        }
+        if self.heap is not None:
+            self.heap.release()
+
     def lasting(self, array: Array) -> bool:
         """Whether the array cannot change: it lies in one of these buffers or in read-only memory."""
         if array.flags.writeable:

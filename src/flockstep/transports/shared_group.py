@@ -17,6 +17,8 @@ SLOT = 1 << 17
 """Bytes of each of a process's two slots, through which arrays outside the segment are summed."""
 PIECE = 1 << 20
 """Largest message of a ring all-reduce, in bytes."""
+RETURNED = 32 << 20
+"""Bytes of an array that are moved out of the segment before their memory returns to the system."""
 MISMATCH = -2
 SUMMED = ("float32", "float64")
 """Names of the dtypes that can be summed in shared memory."""
@@ -70,6 +72,19 @@ class SharedGroup:
         start = self._control + self.rank * self._stride + self._used
         self._used += nbytes
         return self._memory.array(dtype, size, start)
+
+    def taken(self, array: FlatArray) -> FlatArray:
+        """Move an array of the region that no process uses any more to memory of its own, never with two whole copies.
+
+        Afterwards the memory in the region holds zeros.
+        """
+        own, step, offset = np.empty_like(array), RETURNED // array.itemsize, self.offset(array)
+        assert offset is not None, "the array was not allocated in this group"
+        start = self._control + self.rank * self._stride + offset
+        for low in range(0, len(array), step):
+            own[low : low + step] = array[low : low + step]
+            self._memory.discard(start + low * array.itemsize, _rounded(own[low : low + step].nbytes))
+        return own
 
     def at(self, rank: int, array: FlatArray) -> FlatArray:
         """Return the array of process `rank` at the same offset as `array`, which this process allocated."""
@@ -137,6 +152,33 @@ class SharedGroup:
         self._turn += 2
         self.waited = int(self._how[4]) * 1e-9
 
+    def mean_of_part(self, array: FlatArray, into: FlatArray, meanwhile: Callable[[], None]) -> None:
+        """Write part `rank` of the mean over all processes to `into`, added in the order of processes.
+
+        The parts are `slices(len(array), workers)`. `array` lies in the region and must not change before
+        `exchange_parts`, which must follow.
+
+        Raises:
+            ProtocolError: another process calls with an array of another size or dtype, or at another offset.
+        """
+        self._how[4] = 0
+        self._staged(self._sums.mean_part, array, self.workers, meanwhile, self.workers, into)
+        self.waited = int(self._how[4]) * 1e-9
+
+    def exchange_parts(self, part: FlatArray, into: FlatArray, meanwhile: Callable[[], None]) -> None:
+        """Copy the `part` of every other process to its place in `into` (K,).
+
+        `part` is as long as the longest part, lies in the region, and may change after the next `mean_of_part`.
+        """
+        self._how[4], stage = 0, 0
+        while stage := self._sums.arrive(self._counters, self.rank, self.workers, self._turn + 2, stage, self._how):
+            meanwhile()
+        self._turn += 2
+        for rank, place in enumerate(slices(len(into), self.workers)):
+            if rank != self.rank:
+                into[place] = self.at(rank, part)[: place.stop - place.start]
+        self.waited = int(self._how[4]) * 1e-9
+
     def moved(self, array: FlatArray) -> tuple[int, int, int]:
         """Bytes sent, bytes received, and number of messages each way that the equivalent ring all-reduce would
         have.
@@ -160,14 +202,21 @@ class SharedGroup:
         self._turn += 2
 
     def _staged(
-        self, kernel: Callable[..., int], array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int
+        self,
+        kernel: Callable[..., int],
+        array: FlatArray,
+        shares: int,
+        meanwhile: Callable[[], None],
+        divisor: int,
+        *more: FlatArray,
     ) -> None:
-        """Call a kernel for `array`, which lies in the region, until it is done."""
+        """Call a kernel for `array`, which lies in the region, until it is done; `more`: further arguments."""
         offset = self.offset(array)
         assert offset is not None, "the array was not allocated in this group"
         heap, stride, start = self._heaps[array.dtype.char], self._stride // array.itemsize, offset // array.itemsize
         bounds, by, stage = self._limits(len(array), shares), array.dtype.type(divisor), 0
-        while stage := kernel(heap, stride, start, bounds, self._counters, self.rank, self._turn, stage, by, self._how):
+        given = heap, stride, start, bounds, self._counters, self.rank, self._turn
+        while stage := kernel(*given, stage, by, self._how, *more):
             self._pause(stage, meanwhile)
 
     def _through_slots(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int) -> None:
@@ -214,13 +263,15 @@ def ring_pieces(chunk: int) -> int:
 def warm_up() -> None:
     """Compile all kernels, or load them from numba's cache, so that no sum waits for compilation."""
     from flockstep.transports import shared_signals
-    from flockstep.transports.shared_sums import in_place, share_part, sum_part, through_slots
+    from flockstep.transports.shared_sums import arrive, in_place, mean_part, share_part, sum_part, through_slots
 
     counters, how, bounds = np.zeros(64, np.int32), shared_signals.manner(1), np.array([0, 1], np.int64)
+    arrive(counters, 0, 1, 0, 0, how)
     for name in SUMMED:
         heap, one = np.zeros(8, name), np.dtype(name).type(1)
         for kernel in (in_place, sum_part, share_part):
             kernel(heap, 8, 0, bounds, counters, 0, 0, 0, one, how)
+        mean_part(heap, 8, 0, bounds, counters, 0, 0, 0, one, how, heap[:0])
         through_slots(heap, 8, 1, np.zeros(1, name), bounds, counters, 0, 2, 0, 0, one, how)
 
 

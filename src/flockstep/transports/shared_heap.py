@@ -100,6 +100,12 @@ class SharedHeap:
         slot.sent[to % NODES] += count
         return slot.start
 
+    def release(self) -> None:
+        """Return the memory of free slots to the system."""
+        for slot in self._numbered:
+            if self._free(slot, ()):
+                self._memory.discard(slot.start, len(slot.array))
+
     def _free(self, slot: _Slot, gone: Collection[int]) -> bool:
         if sys.getrefcount(slot.array) > _UNUSED:
             return False

@@ -86,6 +86,11 @@ class SharedMemory:
         """`count` elements from byte `offset` on, shared with all processes that have attached."""
         return np.frombuffer(self._map, dtype, count, offset)
 
+    def discard(self, start: int, nbytes: int) -> None:
+        """Return whole pages of the segment to the system; afterwards they hold zeros."""
+        if sys.platform == "linux":
+            self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
+
     @contextmanager
     def lock_byte(self, number: int) -> Iterator[None]:
         """Context manager: lock number `number` of the segment; the system releases the lock of a process that dies."""

@@ -156,6 +156,39 @@ def share_part(
 
 
 @jit
+def mean_part(
+    heap: Any,
+    stride: int,
+    offset: int,
+    bounds: Any,
+    counters: Any,
+    me: int,
+    turn: int,
+    stage: int,
+    divisor: Any,
+    how: Any,
+    out: Any,
+) -> int:
+    """Write part `me` of the sum, added in the order of processes and divided by `divisor`, to `out`, with the other
+    arguments of `in_place`; no process's array changes.
+
+    Returns 0 when done, 1 after a long wait, or MISMATCH; the counter is one higher afterwards. `arrive` must follow.
+    """
+    late = _meet(heap, offset, bounds, counters, me, turn, stage, divisor, how)
+    if late == 0:
+        _sum(heap, stride, offset + bounds[me], 0, len(out), 0, len(bounds) - 1, divisor, out)
+    return late
+
+
+@jit
+def arrive(counters: Any, me: int, n: int, turn: int, stage: int, how: Any) -> int:
+    """Raise this process's counter to `turn`, and wait for all n; returns 0, or 1 after a long wait."""
+    if stage == 0:
+        raise_to(counters, me, turn)
+    return 0 if wait_for_all(counters, me, n, turn, how) < 0 else 1
+
+
+@jit
 def _meet(
     heap: Any, offset: int, bounds: Any, counters: Any, me: int, turn: int, stage: int, divisor: Any, how: Any
 ) -> int:

@@ -332,6 +332,10 @@ class StreamBus(Bus):
         """A read-only copy of the array, in shared memory if there is room, otherwise in a reused buffer."""
         return self._copies.frozen(array)
 
+    def release(self) -> None:
+        with self._lock:
+            self._copies.release()
+
     def send(self, to: Address, message: Message) -> None:
         connection = self._peers.get(to)
         if connection is None or not connection.usable():
