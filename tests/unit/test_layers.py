@@ -326,6 +326,7 @@ def test_only_modules_for_jax_import_jax():
     assert importers == {
         "flockstep.drivers.jax_loop",
         "flockstep.frameworks.jax",
+        "flockstep.frameworks.jax_layers",
         "flockstep.frameworks.jax_optax",
         "flockstep.frameworks.jax_tree",
         "flockstep.jax",
