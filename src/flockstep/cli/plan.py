@@ -16,9 +16,11 @@ from flockstep.cli import show
 from flockstep.errors import ConfigurationError, Interrupted
 
 if TYPE_CHECKING:
+    from flockstep.cli.hybrid import HybridOptions
     from flockstep.cli.search import Tried
     from flockstep.planning.advice import Advice
     from flockstep.planning.check import Check
+    from flockstep.planning.hybrid import HybridAdvice
     from flockstep.planning.plan import Outlook
     from flockstep.planning.step_prediction import StepPrediction
     from flockstep.report.page import Listing
@@ -62,6 +64,33 @@ Records = Annotated[
     list[Path] | None,
     typer.Option(
         "--check", help="Record of a run of this job to compare with the prediction; repeat the option for several."
+    ),
+]
+SPLIT_PANEL = "Split models"
+"""Group in `--help` of the options that apply to models which are split over workers."""
+Hybrid = Annotated[
+    bool,
+    typer.Option(
+        "--hybrid",
+        help="Also predict models that are split over workers, and choose partition and strategy together.",
+        rich_help_panel=SPLIT_PANEL,
+    ),
+]
+Partitions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--partition",
+        help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
+        "--hybrid: the best found by a search).",
+        rich_help_panel=SPLIT_PANEL,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of a worker, such as 16GB; activations count. Implies --hybrid.",
+        show_default="as the cluster says",
+        rich_help_panel=SPLIT_PANEL,
     ),
 ]
 TRIALS_PANEL = "Trials"
@@ -141,6 +170,9 @@ def plan(
     ] = None,
     hours: Hours = None,
     record: Records = None,
+    hybrid: Hybrid = False,
+    partition: Partitions = None,
+    memory: Memory = None,
     imports: o.Imports = None,
     everything: Annotated[
         bool,
@@ -167,6 +199,14 @@ def plan(
     asked: dict[str, Any] = {"trials": trials, "budget": budget, "top": top, "target": target, "seed": seed}
     asked |= {"split": split, "keep": keep}
     _refuse(what, simulate, bool(record), asked, out)
+    from flockstep.cli.hybrid import options
+
+    splits = options(hybrid, partition, memory)
+    if splits.wanted and record:
+        raise ConfigurationError(
+            "--check compares a run with its prediction and considers no other partition; leave out --hybrid, "
+            "--partition and --memory"
+        )
     if imports:
         from flockstep.frameworks.job import import_components
 
@@ -177,10 +217,11 @@ def plan(
     from flockstep.planning.advice import require_known
 
     require_known(require or ())
-    outlook = _outlook(what, cluster or _usual(), workers, batch, tuple(strategy or ()), _seconds(hours))
+    named = tuple(strategy or ())
+    outlook = _outlook(what, cluster or _usual(), workers, batch, named, _seconds(hours), splits.memory)
     requirements = tuple(require or ())
     tried = _tried(outlook, requirements, bool(strategy), asked) if simulate else None
-    _conclude(outlook, requirements, tried, out, as_json, everything or bool(strategy))
+    _conclude(outlook, requirements, tried, out, as_json, everything or bool(strategy), splits, named)
 
 
 def _usual() -> str:
@@ -218,6 +259,8 @@ def _conclude(
     out: Path | None,
     as_json: bool,
     everything: bool,
+    splits: HybridOptions,
+    strategies: tuple[str, ...],
 ) -> None:
     """Advise, print and draw, also where trials were interrupted.
 
@@ -238,15 +281,33 @@ def _conclude(
         outlook = replace(outlook, further=False)
         advice = advise(outlook, requirements, *results)
         interrupted = f"{str(stop) or 'interrupted'}; {LACKS}"
-    _print(outlook, advice, tried, as_json, everything)
+    split = _split(outlook, advice, splits, strategies) if splits.wanted and interrupted is None else None
+    _print(outlook, advice, tried, as_json, everything, split)
     if out is not None:
         from flockstep.planning.page import write_plan
 
-        write_plan(outlook, advice, out, () if tried is None else (_listing(tried),))
+        listings = [] if tried is None else [_listing(tried)]
+        if split is not None:
+            from flockstep.cli.hybrid import listing
+
+            listings.insert(0, listing(split))
+        write_plan(outlook, advice, out, listings)
         if not as_json:
             print(out)
     if interrupted is not None:
         raise Interrupted(interrupted)
+
+
+def _split(outlook: Outlook, advice: Advice, asked: HybridOptions, strategies: tuple[str, ...]) -> HybridAdvice:
+    from flockstep.cli.hybrid import advised
+
+    try:
+        return advised(outlook, advice, asked, strategies)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(
+            f"{str(stop) or 'interrupted'}; the plan of split models was not finished; leave out --hybrid, --partition "
+            "and --memory for a plan of whole replicas"
+        ) from None
 
 
 def _listing(tried: Tried) -> Listing:
@@ -273,11 +334,13 @@ def _tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, given: 
     return tried(outlook, requirements, named, asked)
 
 
-def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool, everything: bool) -> None:
+def _print(
+    outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool, everything: bool, split: HybridAdvice | None
+) -> None:
     if as_json:
         from flockstep.experiments.planned import PlanResult
 
-        document = PlanResult(outlook, advice).document()
+        document = PlanResult(outlook, advice, split).document()
         if tried is not None:
             from flockstep.cli.search import document as of_trials
 
@@ -289,6 +352,18 @@ def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool,
     page = show.page()
     title = f"{outlook.task.name} on {many(outlook.workers, 'worker')} of {outlook.site.cluster.name}"
     page.print(escape(f"{title}:"), highlight=False)
+    if split is not None:
+        from flockstep.cli.hybrid import refusals
+        from flockstep.cli.hybrid import table as of_splits
+
+        for sentence in split.sentences:
+            page.print(escape(sentence), style="bold", highlight=False)
+        page.print()
+        if split.splits:
+            page.print(of_splits(split, everything))
+        for sentence in refusals(split) if everything or not split.splits else ():
+            page.print(escape(sentence), highlight=False)
+        page.print("\nWith whole replicas:", highlight=False)
     for sentence in advice.sentences:
         page.print(escape(sentence), style="bold", highlight=False)
     page.print()
@@ -316,6 +391,7 @@ def _outlook(
     batch: int | None,
     strategies: tuple[str, ...],
     length: float | None,
+    memory: float | None,
 ) -> Outlook:
     from flockstep.experiments.planned import predicted
 
@@ -328,7 +404,7 @@ def _outlook(
             say(what, done, total)
 
         try:
-            return predicted(what, cluster, workers, batch, strategies, length, note)
+            return predicted(what, cluster, workers, batch, strategies, length, note, memory)
         except KeyboardInterrupt as stop:
             raise Interrupted(f"{str(stop) or 'interrupted'}; {_finished(begun)}") from None
 

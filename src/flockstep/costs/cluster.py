@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from flockstep.collectives import costs
@@ -107,6 +107,11 @@ class ClusterShape:
         """Smallest memory per worker in bytes; None if unknown."""
         known = [group.memory / group.workers for group in self.groups if group.memory is not None]
         return min(known, default=None)
+
+    def with_memory(self, nbytes: float | None) -> ClusterShape:
+        """Return the cluster with `nbytes` of memory for each worker; None: unknown."""
+        groups = (replace(one, memory=None if nbytes is None else nbytes * one.workers) for one in self.groups)
+        return replace(self, groups=tuple(groups))
 
     def placed(self, workers: int | None = None) -> tuple[tuple[MachineGroup, int], ...]:
         """Return the machines in order of rank, with the number of workers on each machine.

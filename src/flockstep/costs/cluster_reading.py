@@ -258,7 +258,7 @@ def _group(name: str, table: _Table) -> MachineGroup:
         "workers": table.take("workers", int, "a whole number of workers per machine"),
         "speed": table.take("speed", float, "a number, such as 2 for machines that are twice as fast"),
         "cores": table.take("cores", int, "a whole number of cores per machine"),
-        "memory": table.quantity("memory", _memory, "16GB"),
+        "memory": table.quantity("memory", memory_bytes, "16GB"),
         "failures": table.quantity("failures", _often, "0.01/day"),
         "restart": table.quantity("restart", lambda text: units.duration(text, "restart"), "90s"),
         "comes_and_goes": table.take("comes_and_goes", bool, "true or false"),
@@ -301,7 +301,12 @@ def _rate(text: str) -> float:
     return _in(text, _RATE, "a rate must be > 0 per second", "500M/s")
 
 
-def _memory(text: str) -> float:
+def memory_bytes(text: str) -> float:
+    """Return the bytes of a size of memory with its unit, such as "16GB" or "512MiB".
+
+    Raises:
+        ConfigurationError: the text is no positive number with a unit of memory.
+    """
     return _in(text, _MEMORY, "memory must be > 0 bytes", "16GB")
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flockstep.costs.layers import ModelShape, Number
+from flockstep.costs.layers import Layer, ModelShape, Number
 from flockstep.errors import ConfigurationError
 from flockstep.partitions.cutting import balanced
+
+Chain = tuple[Layer, ...]
+"""Consecutive layers."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,60 @@ class StageCut:
 
 
 def cut(model: ModelShape, stages: int, batch: int) -> StageCut:
-    """Return the cut into `stages` stages whose slowest stage has the least work for `batch` samples.
-
-    Among those cuts it is the one whose largest stage has the least memory. A stage begins with a layer that has
-    trained parameters, and layers that share weights are in one stage, as `partition=pipeline(…)` requires.
+    """Return the cut into `stages` stages whose slowest stage has the least work for `batch` samples; see `chunks`.
 
     Raises:
         ConfigurationError: the layers are no chain, or the network has fewer places to cut.
+    """
+    found = chunks(model, stages, batch)
+    total = model.work(batch)
+    return StageCut(
+        tuple(chunk[0].name for chunk in found),
+        tuple(sum(layer.work(batch) for layer in chunk) / total if total else 1 / stages for chunk in found),
+        tuple(chunk[-1].pipeline_bytes(batch, model.itemsize) for chunk in found[:-1]),
+    )
+
+
+def chunks(model: ModelShape, count: int, batch: int, split_at: Sequence[str] = ()) -> list[Chain]:
+    """Return the layers of each of `count` chunks of consecutive layers.
+
+    The cut is the one whose slowest chunk has the least work for `batch` samples, and among those cuts the one whose
+    largest chunk has the least memory. A chunk begins with a layer that has trained parameters, and layers that share
+    weights are in one chunk, as `partition=pipeline(…)` requires. `split_at` names the first layer, or the module
+    around it, of the second and every later chunk instead.
+
+    Raises:
+        ConfigurationError: the layers are no chain, the network has fewer places to cut, or no layer of `split_at`
+            begins there.
+    """
+    found = units(model)
+    if not 1 <= count <= len(found):
+        raise ConfigurationError(
+            f"{model.name} can be cut into 1 to {len(found)} stages, each beginning with trained parameters, got "
+            f"{count}; use at most {len(found)} workers"
+        )
+    if split_at:
+        firsts = [0, *(_unit_of(name, found, model.name) for name in split_at)]
+        if len(firsts) != count or firsts != sorted(set(firsts)):
+            raise ConfigurationError(
+                f"split_at must name {count - 1} layers of {model.name} in their order for {count} chunks, got "
+                f"{', '.join(split_at)}; name the first layer of each chunk but the first"
+            )
+    else:
+        work = [sum(layer.work(batch) for layer in unit) for unit in found]
+        nbytes = [
+            sum(layer.parameters * model.itemsize + layer.activation_bytes(batch, model.itemsize) for layer in unit)
+            for unit in found
+        ]
+        firsts = balanced(work, nbytes, count)
+    return [tuple(layer for unit in found[one:end] for layer in unit) for one, end in pairwise([*firsts, len(found)])]
+
+
+def units(model: ModelShape) -> list[Chain]:
+    """Return the layers between each two neighboring places at which the network can be cut.
+
+    Raises:
+        ConfigurationError: the layers are no chain.
     """
     before = [(), *((layer.name,) for layer in model.layers)]
     if any(layer.after not in (None, known) for layer, known in zip(model.layers, before, strict=False)):
@@ -42,25 +93,17 @@ def cut(model: ModelShape, stages: int, batch: int) -> StageCut:
             f"{model.name} has branches, so that its layers are no chain to be cut into stages; split single layers, "
             "or the data"
         )
-    places = _places(model)
-    if not 1 <= stages <= len(places):
-        raise ConfigurationError(
-            f"{model.name} can be cut into 1 to {len(places)} stages, each beginning with trained parameters, got "
-            f"{stages}; use at most {len(places)} workers"
-        )
-    units = [model.layers[start:end] for start, end in pairwise([*places, len(model.layers)])]
-    work = [sum(layer.work(batch) for layer in unit) for unit in units]
-    nbytes = [
-        sum(layer.parameters * model.itemsize + layer.activation_bytes(batch, model.itemsize) for layer in unit)
-        for unit in units
-    ]
-    starts = [places[unit] for unit in balanced(work, nbytes, stages)]
-    chunks = [model.layers[start:end] for start, end in pairwise([*starts, len(model.layers)])]
-    total = sum(work)
-    return StageCut(
-        tuple(chunk[0].name for chunk in chunks),
-        tuple(sum(layer.work(batch) for layer in chunk) / total if total else 1 / stages for chunk in chunks),
-        tuple(chunk[-1].pipeline_bytes(batch, model.itemsize) for chunk in chunks[:-1]),
+    return [model.layers[start:end] for start, end in pairwise([*_places(model), len(model.layers)])]
+
+
+def _unit_of(name: str, found: Sequence[Chain], model: str) -> int:
+    """The unit that begins with the layer, or with the module, `name`."""
+    for place, unit in enumerate(found):
+        if unit[0].name == name or unit[0].name.startswith(f"{name}."):
+            return place
+    known = ", ".join(unit[0].name for unit in found[1:])
+    raise ConfigurationError(
+        f"split_at must name layers of {model} at which a chunk can begin: {known}, got {name!r}; choose among them"
     )
 
 

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flockstep.costs.cluster_reading import load_cluster, usual_cluster
+from flockstep.costs.cluster_reading import load_cluster, memory_bytes, usual_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.experiments.arguments import listed
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
 from flockstep.planning.advice import Advice, advise, require_known
+from flockstep.planning.hybrid import HybridAdvice, advise_hybrid, pipelines_of
 from flockstep.planning.job_profile import task_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
 from flockstep.report.progress import ProgressCallback, silent
+from flockstep.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class PlanResult:
     """The predictions of all strategies."""
     advice: Advice
     """The recommendation, its reasons, and the conditions under which it would change."""
+    hybrid: HybridAdvice | None = None
+    """The choice between whole and split replicas; None if it was not asked for."""
 
     @property
     def choice(self) -> str | None:
@@ -38,7 +42,8 @@ class PlanResult:
         document = self.outlook.document()
         rows = [{**one, "speedup": self.advice.speedups[one["name"]]} for one in document["strategies"]]
         rows.sort(key=lambda one: -one["speedup"])
-        return {**document, "strategies": rows, "advice": self.advice.document()}
+        found = {**document, "strategies": rows, "advice": self.advice.document()}
+        return found if self.hybrid is None else {**found, "hybrid": self.hybrid.document()}
 
     def write(self, path: Path | str) -> Path:
         """Write the plan as one HTML file, and return its path."""
@@ -48,7 +53,8 @@ class PlanResult:
         return Path(path)
 
     def __str__(self) -> str:
-        return "\n".join([*self.advice.sentences, *(f"- {reason}" for reason in self.advice.reasons)])
+        split = () if self.hybrid is None else self.hybrid.sentences
+        return "\n".join([*split, *self.advice.sentences, *(f"- {reason}" for reason in self.advice.reasons)])
 
 
 def plan(
@@ -61,6 +67,9 @@ def plan(
     batch: int | None = None,
     hours: float | None = None,
     imports: Sequence[str] = (),
+    hybrid: bool = False,
+    partitions: Sequence[str] = (),
+    memory: str | None = None,
 ) -> PlanResult:
     """Predict every strategy on a cluster before anything is run, and recommend one, as `flockstep plan` does.
 
@@ -76,6 +85,9 @@ def plan(
         batch: samples per worker and step; None for the job's own.
         hours: duration of the run in hours; None for the job's own.
         imports: Python files that register custom components.
+        hybrid: also predict models that are split over workers, and choose partition and strategy together.
+        partitions: the partitions to consider, such as "pipeline(2, 1f1b, 8)"; empty for a search. Implies `hybrid`.
+        memory: memory of a worker, such as "16GB"; None for what the cluster says. Implies `hybrid`.
 
     Returns:
         The predictions and the advice.
@@ -89,8 +101,14 @@ def plan(
     require_known(requirements)
     import_components(listed("imports", imports))
     length = None if hours is None else 3600 * hours
-    outlook = predicted(what, usual_cluster() if cluster is None else cluster, workers, batch, chosen, length)
-    return PlanResult(outlook, advise(outlook, requirements))
+    pipelines = pipelines_of(listed("partitions", partitions))
+    limit = None if memory is None else memory_bytes(memory)
+    where = usual_cluster() if cluster is None else cluster
+    outlook = predicted(what, where, workers, batch, chosen, length, memory=limit)
+    advice = advise(outlook, requirements)
+    if not (hybrid or pipelines or memory is not None):
+        return PlanResult(outlook, advice)
+    return PlanResult(outlook, advice, advise_hybrid(outlook, advice, pipelines, list(map(Strategy.parse, chosen))))
 
 
 def predicted(
@@ -101,16 +119,20 @@ def predicted(
     strategies: tuple[str, ...] = (),
     length: float | None = None,
     say: ProgressCallback = silent,
+    memory: float | None = None,
 ) -> Outlook:
     """Predict every strategy, or only `strategies`, for a job on a cluster; `say` receives a line about the current
     task.
 
-    `length` is the duration of the run in seconds; None: the job's own length.
+    `length` is the duration of the run in seconds; None: the job's own length. `memory` is that of a worker in bytes;
+    None: as the cluster says.
 
     Raises:
         ConfigurationError: there is no such job, cluster or strategy, or none of `strategies` can run.
     """
     shape = load_cluster(cluster)
+    if memory is not None:
+        shape = shape.with_memory(memory)
     say(f"reading {what}")
     task = task_of(str(what), batch)
     limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads

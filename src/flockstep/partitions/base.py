@@ -48,6 +48,16 @@ class Partition(Component):
         """Sentence on gradients that the parts compute at earlier weights; None if there are none."""
         return None
 
+    def batches_held(self, part: int) -> float:
+        """Return the number of batches whose activations the worker of a part holds at once, for its part of the model:
+        1 if it computes whole batches one after another.
+        """
+        return 1.0
+
+    def copies(self, part: int) -> int:
+        """Return the number of copies of its parameters that the worker of a part keeps, besides those it trains."""
+        return 0
+
     def replicas(self, workers: int) -> int:
         """Return the number of replicas that `workers` workers hold.
 

@@ -45,6 +45,14 @@ class Pipeline(Partition):
     def parts(self) -> int:
         return self.stages
 
+    def batches_held(self, part: int) -> float:
+        """Return the number of micro-batches in flight as a share of a batch: GPipe holds all M, 1F1B min(K - s, M)."""
+        return self.schedule.in_flight(part, self.stages, self.microbatches) / self.microbatches
+
+    def copies(self, part: int) -> int:
+        """Return the number of versions of the weights that running passes use."""
+        return self.schedule.versions(part, self.stages)
+
     @property
     def delays(self) -> str | None:
         delays = [self.schedule.delay(stage, self.stages) for stage in range(self.stages)]

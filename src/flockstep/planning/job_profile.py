@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import build_model, make_engine
+from flockstep.frameworks.job import build_model, make_engine, make_split
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
+from flockstep.partitions.pipeline import Pipeline
 from flockstep.planning.gradient_noise import GRADIENTS, gradient_noise
 from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.report import formatting
@@ -74,6 +75,8 @@ class JobProfile:
     """The Python file of the job; None for a built-in job, or for a job given as an object."""
     known_noise: float | None = None
     """The noise scale of a profile that was scaled from another profile; None if the noise scale is to be measured."""
+    shape: ModelShape | None = field(default=None, compare=False, repr=False)
+    """The layers of the model; None if they are unknown."""
     identity: str | None = None
     """The job's entry in a cluster file, as the function `identity` returns it; None if the job has no name by which it
     could be loaded.
@@ -88,6 +91,20 @@ class JobProfile:
         return SurrogateBatches(self.batch, engine.train_size, engine.layers(self.batch))
 
     @cached_property
+    def sizes_of_parts(self) -> Callable[[Pipeline], tuple[int, ...]] | None:
+        """Function that cuts the job's model as a run does, and returns the number of parameters of each part; None
+        without a job.
+        """
+        job = self.job
+        if job is None:
+            return None
+
+        def sizes(pipeline: Pipeline) -> tuple[int, ...]:
+            return make_split(job(0), 0, pipeline).sizes
+
+        return lru_cache(maxsize=256)(sizes)
+
+    @cached_property
     def noise(self) -> float:
         """Noise scale of the gradients in batches, see `gradient_noise`; `NOISE` if there is no job, if its gradients
         take too long, or if training diverges.
@@ -99,6 +116,13 @@ class JobProfile:
             return NOISE
         found = gradient_noise(make_engine(self.job(0), 0), self.batch)
         return found if math.isfinite(found) else NOISE
+
+    @property
+    def activations(self) -> float:
+        """Bytes of the outputs of all layers for a batch, which the backward pass needs; 0 if the layers are
+        unknown.
+        """
+        return 0.0 if self.shape is None else float(self.shape.activation_bytes(self.batch))
 
     @property
     def itemsize(self) -> int:
@@ -125,7 +149,7 @@ class JobProfile:
     def scaled(self, factor: float) -> JobProfile:
         """The profile of a job with `factor` times the parameters, in one tensor, and the same work."""
         elements = max(1, round(self.elements * factor))
-        return replace(self, elements=elements, tensors=(), job=None, known_noise=self.noise)
+        return replace(self, elements=elements, tensors=(), job=None, known_noise=self.noise, shape=None)
 
 
 @dataclass(frozen=True)
@@ -211,7 +235,11 @@ class Site:
 
     def assumptions(self) -> list[str]:
         """Sentences about the assumptions that replace information missing from job and cluster."""
-        said = ["memory does not include activations; flockstep layers shows them"]
+        said = [
+            "memory does not include activations: the layers of the model are not known"
+            if self.task.shape is None
+            else "memory includes the output of every layer for a batch, but no temporary arrays inside layers"
+        ]
         if len({group.speed for group in self.cluster.groups}) > 1:
             said.append(
                 "one worker alone runs on the fastest machine; the first of several workers may run on a slower machine"
@@ -293,7 +321,8 @@ def _of_shape(model: ModelShape, batch: int | None) -> JobProfile:
     size = batch or BATCH
     dtype = {8: "float64", 2: "float16"}.get(model.itemsize, "float32")
     tensors = tuple((layer.gradients,) for layer in model.layers if layer.gradients)
-    return JobProfile(model.name, model.gradients, tensors, dtype, size, slots=1, work=_work(model, size))
+    work = _work(model, size)
+    return JobProfile(model.name, model.gradients, tensors, dtype, size, slots=1, work=work, shape=model)
 
 
 def _work(model: ModelShape, batch: int) -> float | None:
@@ -310,12 +339,13 @@ def _of_job(job: Job, batch: int | None) -> JobProfile:
     schema, parameters = _schema(job, model)
     optimizer = _optimizer(job, parameters)
     try:
-        work = _work(job_shape(job), size)
+        shape: ModelShape | None = job_shape(job)
     except ConfigurationError:  # a model that cannot be split into layers has sizes nevertheless
-        work = None
+        shape = None
+    work = None if shape is None else _work(shape, size)
     slots = 1 if optimizer is None else _slots(optimizer, schema)
     tensors = tuple(entry.shape for entry in schema.entries)
-    return JobProfile(job.name, schema.size, tensors, schema.dtype, size, usual, slots, work, optimizer)
+    return JobProfile(job.name, schema.size, tensors, schema.dtype, size, usual, slots, work, optimizer, shape=shape)
 
 
 def _of_engine(engine: Engine, name: str, batch: int, usual: bool) -> JobProfile:

@@ -39,7 +39,10 @@ MEANT = {
     "server": "server: bytes per step through the busiest server.",
     "staleness": "staleness: mean number of updates applied between reading the parameters and applying the gradient.",
     "max": "max: largest staleness in the rehearsal.",
-    "memory": "memory: bytes on a worker for parameters, gradients, optimizer and strategy, without activations.",
+    "memory": (
+        "memory: bytes on a worker for parameters, gradients, optimizer, strategy, and the activations of a batch if "
+        "the layers are known."
+    ),
     "from": (
         "from: a rehearsal, that is a short run in virtual time with all workers, or an extrapolation from rehearsals "
         "with fewer workers."

@@ -20,8 +20,10 @@ import numpy as np
 from flockstep.codecs.base import Codec, Shape
 from flockstep.drivers.plan import Plan, require_steppable
 from flockstep.drivers.virtual import Simulation
+from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
+from flockstep.planning.split_surrogate import SplitShape
 from flockstep.planning.surrogate import (
     Shrunk,
     SurrogateBatches,
@@ -188,6 +190,17 @@ class _Stage:
     work: Overheads
     quick: bool
     listen: Callable[[Event], None]
+    split: SplitShape | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model, each of which one worker, or the workers of a split model, hold."""
+        return self.workers if self.split is None else self.split.pipeline.replicas(self.workers)
+
+    @property
+    def small(self) -> int:
+        """Number of parameters of the surrogate for a large model."""
+        return ELEMENTS if self.split is None else self.split.elements(ELEMENTS)
 
     @property
     def elements(self) -> int:
@@ -201,12 +214,13 @@ class _Stage:
     def run(self, elements: int, steps: int) -> tuple[_Counts, SurrogateEngine]:
         """Run `steps` steps with a surrogate of about `elements` parameters."""
         shapes = shrunk(self.shapes, elements)
+        replicas = self.replicas
         engine = SurrogateEngine(
-            shapes, self.model_bytes, self.dtype_bytes, self.surrogate_batches, self.workers, self.optimizer, self.seed
+            shapes, self.model_bytes, self.dtype_bytes, self.surrogate_batches, replicas, self.optimizer, self.seed
         )
         known = self.strategy if shapes == self.shapes else scaled(self.strategy, engine.factor)
-        cluster = known.cluster(self.workers)
-        parts = np.array_split(np.arange(engine.train_size), self.workers)
+        cluster = known.cluster(replicas)
+        parts = np.array_split(np.arange(engine.train_size), replicas)
         result = choose_result(known, None)
         plan = Plan(
             known, cluster, engine.optimizer, parts, self.surrogate_batches.batch, steps, self.seed, result, steps
@@ -221,9 +235,15 @@ class _Stage:
 
         compute = Longer(self.compute, self.work.step) if self.work.step else self.compute
         network = Handled(self.network, self.work.message, self.work.receive, self.work.serve, engine.factor)
-        simulation = Simulation(engine, plan, compute, network, both)
+        simulation: Simulation | PipelineSimulation
+        if self.split is None:
+            simulation = Simulation(engine, plan, compute, network, both)
+        else:
+            simulation = PipelineSimulation(self.split.model(engine), plan, compute, network, both)
         simulation.run()
-        counts.held = statistics.fmean(_bytes_in(simulation.runners[rank].node.state) for rank in range(self.workers))
+        groups = [simulation] if isinstance(simulation, Simulation) else simulation.groups
+        states = [group.runners[rank].node.state for group in groups for rank in range(replicas)]
+        counts.held = statistics.fmean(map(_bytes_in, states))
         counts.late = max(0.0, simulation.now - max(step.seconds for step in counts.steps))
         simulation.close()
         return counts, engine
@@ -249,6 +269,7 @@ def rehearse(
     surrogate_batches: SurrogateBatches | None = None,
     work: Overheads = Overheads(),  # noqa: B008
     listen: Callable[[Event], None] = _nothing,
+    split: SplitShape | None = None,
 ) -> Rehearsal:
     """Run `strategy` in virtual time on a surrogate for a model of `model_bytes` bytes.
 
@@ -268,12 +289,14 @@ def rehearse(
         surrogate_batches: what is known of the job's samples.
         work: costs of nodes besides gradients.
         listen: called with every event, whose bytes are bytes of the surrogate.
+        split: how the workers split each replica; `tensors` are then those of the split model, part by part, and every
+            worker of a replica counts a step for its gradient. None if every worker holds a whole replica.
 
     Raises:
         ConfigurationError: the strategy cannot run on that number of workers.
         Unrehearsed: no surrogate can replace the model, or a strategy that should send sent nothing.
     """
-    strategy.check(workers)
+    strategy.check(workers if split is None else split.pipeline.replicas(workers))
     if steps is not None and steps < 2:
         raise ConfigurationError(f"a rehearsal needs >= 2 steps, got {steps}; {STEPS} is usual")
     if optimizer is not None:
@@ -294,27 +317,28 @@ def rehearse(
         work,
         quick,
         listen,
+        split,
     )
     return _staged(stage, steps)
 
 
 def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
     """Rehearse the model itself if that is quick or no surrogate can replace it; otherwise a surrogate."""
-    whole, workers = stage.elements, stage.workers
+    whole, workers, small = stage.elements, stage.workers, stage.small
     first = 2 if steps is None else steps
     least = max(FEW + 2, longest_cycle(stage.strategy, MOST))
     short = least if steps is None else steps
-    if whole <= ELEMENTS or (
-        not stage.quick and workers * whole <= SMALL and _begun(stage, ELEMENTS, first) <= stage.longest(whole)
+    if whole <= small or (
+        not stage.quick and workers * whole <= SMALL and _begun(stage, small, first) <= stage.longest(whole)
     ):
         return _of_size(stage, whole, steps)
     try:
         if _by_shape(stage):
             raise Shrunk("the messages depend on the shapes of matrices")
-        few = _few(stage.strategy, workers)
+        few = _few(stage.strategy, stage.replicas)
         if steps is None and few > 1 and (why := _unlike(stage.strategy, few, stage.shapes, stage.surrogate_batches)):
             raise Shrunk(why)
-        return _of_size(stage, ELEMENTS, steps)
+        return _of_size(stage, small, steps)
     except Shrunk as reason:
         most = int((QUICK if stage.quick else LARGE) / (workers**2 * whole))
         if most < min(least, short):

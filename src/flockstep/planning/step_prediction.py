@@ -13,8 +13,11 @@ import numpy as np
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.planning.job_profile import Site, task_of
+from flockstep.partitions.base import Partition
+from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.rehearsal import LEFT_OUT, Rehearsal, rehearse
+from flockstep.planning.split_surrogate import SplitShape
+from flockstep.planning.surrogate import SurrogateBatches
 from flockstep.records.config import RunConfig
 from flockstep.report.formatting import seconds as in_seconds
 from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores
@@ -70,7 +73,7 @@ class StepPrediction:
     """Largest staleness of an update in the rehearsal, in versions."""
     samples_per_second: float
     memory: float
-    """Bytes on a worker: parameters, gradient, optimizer, and the strategy's state."""
+    """Bytes on a worker: parameters, gradient, optimizer, the strategy's state, and activations if they are known."""
     source: Literal["rehearsal", "extrapolation"]
     """Origin of the figures: a rehearsal or an extrapolation."""
     notes: tuple[str, ...] = ()
@@ -100,8 +103,13 @@ def alone(site: Site) -> StepPrediction:
     seconds = (mean_of(site.cluster.law) if site.seconds is None else mean) / fastest
     seconds += task.elements / site.rate("optimizer", site.optimizer)
     rate = task.batch / seconds if seconds else math.inf
-    memory = task.nbytes * (2.0 + task.slots)
+    memory = held_bytes(task)
     return StepPrediction(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, memory, "rehearsal")
+
+
+def held_bytes(task: JobProfile) -> float:
+    """Bytes that a worker holds without the state of its strategy: parameters, gradient, optimizer and activations."""
+    return task.nbytes * (2.0 + task.slots) + task.activations
 
 
 class Unpredictable(ConfigurationError):
@@ -138,8 +146,9 @@ def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
         ConfigurationError: the cluster cannot have that number of workers.
     """
     site = Site(task_of(config.job, config.batch), shape)
-    strategy = Strategy.parse(config.strategy)
-    work = site.work(strategy, config.workers, _share_encoded(strategy, site, config.workers))
+    strategy, partition = Strategy.parse(config.strategy), Partition.parse(config.partition or "none")
+    replicas = partition.replicas(config.workers)
+    work = site.work(strategy, replicas, _share_encoded(strategy, site, replicas))
     network = Handled(shape.network(config.workers), work.message, work.receive, work.serve)
     compute = Longer(site.compute(config.workers), work.step)
     return replace(config, network=str(network), compute=str(compute), cluster=shape.name)
@@ -197,6 +206,32 @@ def rehearsed(
         coding = found.sent_bytes_per_step / once  # the worker encodes in some of its steps only
 
 
+def rehearsed_split(
+    strategy: Strategy, site: Site, workers: int, shape: SplitShape, law: ComputeModel, steps: int | None = None
+) -> Rehearsal:
+    """Rehearse a strategy between replicas that are split as `shape` says, with the costs that `on_cluster` counts.
+
+    `law` is the compute model of the gradients of the whole model. A rehearsal of a given number of `steps` uses a
+    small surrogate.
+    """
+    task, replicas = site.task, shape.pipeline.replicas(workers)
+    return _known(
+        strategy,
+        workers,
+        task.nbytes,
+        law,
+        site.cluster.network(workers),
+        tensors=shape.tensors,
+        dtype_bytes=task.itemsize,
+        optimizer=task.optimizer,
+        steps=steps,
+        quick=steps is not None,
+        surrogate_batches=SurrogateBatches(task.batch),
+        work=site.work(strategy, replicas, _share_encoded(strategy, site, replicas)),
+        split=shape,
+    )
+
+
 def _leveled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
     """Correct a rehearsal from its few draws to the compute model's mean and the mean delay of the slowest worker."""
     law, step, busy = site.compute(workers), site.work(strategy, workers).step, found.computing
@@ -207,7 +242,7 @@ def _leveled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> 
     gradients = busy / (mean + step)
     usual = each * (round(gradients) or gradients)
     if abs(late - had) > SLIGHT * seconds:
-        bare = rehearsed(strategy, site, workers, _steady(law), quick=True)
+        bare = rehearsed(strategy, site, workers, as_steady(law), quick=True)
         least = bare.seconds_per_step - bare.computing
         exposure = min(1.0, max(0.0, (waits - least) / had)) if had else 0.0
         waits = max(waits + exposure * (late - had), least)
@@ -237,7 +272,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
         found.staleness if versions else None,
         found.staleness_max if versions else None,
         found.used * found.batches * task.batch * found.steps_per_second,
-        task.nbytes * (2.0 + task.slots) + found.held,
+        held_bytes(task) + found.held,
         "rehearsal",
         tuple(said),
         found.updates,
@@ -264,7 +299,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> StepPredictio
         moved.staleness,
         None,
         moved.samples_per_second,
-        site.task.nbytes * (2.0 + site.task.slots) + pace.grown(lambda found: found.held, workers),
+        held_bytes(site.task) + pace.grown(lambda found: found.held, workers),
         "extrapolation",
         (f"extrapolated from rehearsals with {', '.join(map(str, pace.sizes))} workers and only slowest links",),
         pace.updates,
@@ -341,7 +376,7 @@ class Pace:
             return max(0.0, longer / _drawn_in(found, law)[1])
         if few == 1 or not mean:
             return 0.0
-        steady, bare = _steady(self.site.compute(few)), self._rehearsed(few, not whole)
+        steady, bare = as_steady(self.site.compute(few)), self._rehearsed(few, not whole)
         each = (FACTOR - 1) * mean / EVERY  # by which a step is longer if all workers wait for the slow one
         slow = Hiccups(steady, FACTOR, EVERY, few)
         steps = 4 + 2 * EVERY * min(few, 4)
@@ -429,7 +464,7 @@ class Pace:
         """A rehearsal with constant gradient times, and links over which the model takes ten to the `place` times as
         long.
         """
-        law, ratio = _steady(self.site.compute(workers)), DECADE**place
+        law, ratio = as_steady(self.site.compute(workers)), DECADE**place
         return rehearsed(self.strategy, self.site, workers, law, quick=True, even=even, ratio=ratio)
 
 
@@ -469,7 +504,7 @@ def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
     return replace(cluster, wires=tuple(replace(wire, bandwidth=wire.bandwidth * factor) for wire in cluster.wires))
 
 
-def _steady(law: ComputeModel) -> ComputeModel:
+def as_steady(law: ComputeModel) -> ComputeModel:
     """The compute model with its mean as a constant for all workers."""
     steady = ConstantTime(mean_of(law))
     return replace(law, base=steady) if isinstance(law, SharedCores) else steady

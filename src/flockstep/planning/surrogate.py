@@ -60,7 +60,8 @@ class SurrogateEngine(NumpyEngine):
         samples = max(surrogate_batches.samples or BATCHES * surrogate_batches.batch * workers, workers)
         job = _job(samples, surrogate_batches.batch, optimizer)
         super().__init__(job, seed, _Bowl(tuple(shapes), DTYPES.get(dtype_bytes, "float32")))
-        self._slopes = np.linspace(1e-3, 2e-3, self.schema.size, dtype=self.schema.dtype)
+        self.slopes: FlatArray = np.linspace(1e-3, 2e-3, self.schema.size, dtype=self.schema.dtype)
+        """Gradient at parameters of 1."""
         self.factor = model_bytes / self.schema.nbytes
         self._surrogate_batches = surrogate_batches
         self._asked, self._counted = 0, 0
@@ -76,7 +77,7 @@ class SurrogateEngine(NumpyEngine):
         """Compute gradients of a quadratic function; no samples are used."""
         self._asked += len(indices)
         self._counted += indices.size
-        np.multiply(self._slopes, params, out=out)
+        np.multiply(self.slopes, params, out=out)
         return np.asarray(np.einsum("ij,ij->i", out, params) / 2, np.float64)
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:

@@ -1,0 +1,491 @@
+"""Partition and strategy chosen together: whole replicas, or replicas that several workers hold as a pipeline.
+
+Every prediction is a rehearsal of the split model on the event queue of virtual time, as `flockstep simulate
+--partition` runs it, with a surrogate that computes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flockstep.costs.pipedream import even_plan
+from flockstep.costs.stages import units
+from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.partitions.base import Partition
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.interleaved import Interleaved
+from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
+from flockstep.partitions.pipeline_schedules.pipedream import PipeDream
+from flockstep.partitions.pipeline_schedules.zb_h1 import ZeroBubbleH1
+from flockstep.partitions.unsplit import Unsplit
+from flockstep.planning.advice import Advice, slower, unfit
+from flockstep.planning.criteria import DOUBT, relative_samples
+from flockstep.planning.job_profile import JobProfile, Site
+from flockstep.planning.plan import Outlook
+from flockstep.planning.scaling import waiting
+from flockstep.planning.split_surrogate import SplitShape, split_shape
+from flockstep.planning.step_prediction import StepPrediction, as_steady, has_versions, rehearsed_split
+from flockstep.report.formatting import number, size
+from flockstep.report.progress import ProgressCallback, silent
+from flockstep.simulation.law import mean_of
+from flockstep.strategies.base import Strategy
+
+TOP_PARTITIONS, TOP_STRATEGIES = 3, 5
+"""Number of partitions, and of strategies, of which all combinations are rehearsed in full."""
+SHORT = 6
+"""Number of steps of the short rehearsals that compare partitions."""
+AHEAD = 16
+"""Largest number of micro-batches that is considered, for each stage."""
+MOST = 64
+"""Largest number of workers of a plan of split models."""
+GAIN = 1.02
+"""Factor by which a split must be faster than whole replicas to be recommended."""
+
+
+@dataclass(frozen=True)
+class SplitPrediction:
+    """Predicted means of a strategy between replicas that are split over workers."""
+
+    pipeline: Pipeline
+    strategy: Strategy
+    replicas: int
+    seconds: float
+    """Seconds between two gradients of a replica."""
+    utilization: float
+    """Share of its time that a worker computes."""
+    sent_bytes: float
+    """Bytes that a worker sends per step, activations included."""
+    samples_per_second: float
+    """Samples per second of all workers together."""
+    memory: float
+    """Bytes on the worker that needs the most memory, activations included."""
+    relative_samples: float
+    """Factor by which more samples are needed than on one worker for the same accuracy."""
+    layers: tuple[str, ...]
+    """First layer of every part."""
+
+    @property
+    def name(self) -> str:
+        """The composition as the options of a command."""
+        return f"{self.pipeline} with {self.strategy}"
+
+    def document(self) -> dict[str, Any]:
+        """The prediction as plain data, for JSON."""
+        names = "replicas seconds utilization sent_bytes samples_per_second memory relative_samples"
+        figures = {name: getattr(self, name) for name in names.split()}
+        return {
+            "partition": str(self.pipeline),
+            "strategy": str(self.strategy),
+            **figures,
+            "layers": list(self.layers),
+        }
+
+
+@dataclass(frozen=True)
+class HybridAdvice:
+    """The choice between whole and split replicas, with the predictions that it follows from."""
+
+    choice: SplitPrediction | StepPrediction | None
+    """The composition with the highest speed-up that fits into memory; None if none does."""
+    splits: tuple[SplitPrediction, ...]
+    """All combinations that were rehearsed in full, the highest speed-up first."""
+    speedups: dict[str, float]
+    """Name of a split → its predicted speed relative to one worker."""
+    sentences: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+    """Partitions and strategies that cannot be combined, each with the reason."""
+    planner: SplitPrediction | None
+    """The plan of PipeDream's planner, if it has more than one stage."""
+
+    @property
+    def partition(self) -> Partition:
+        """The recommended partition."""
+        return self.choice.pipeline if isinstance(self.choice, SplitPrediction) else Unsplit()
+
+    def document(self) -> dict[str, Any]:
+        """The advice as plain data, for JSON."""
+        rows = [{**one.document(), "speedup": self.speedups[one.name]} for one in self.splits]
+        planner = None
+        if self.planner is not None:
+            planner = {**self.planner.document(), "speedup": self.speedups[self.planner.name]}
+        return {
+            "partition": str(self.partition),
+            "strategy": None if self.choice is None else str(self.choice.strategy or self.choice.name),
+            "sentences": list(self.sentences),
+            "splits": rows,
+            "pipedream": planner,
+            "refused": [{"name": name, "why": why} for name, why in self.refused],
+        }
+
+
+def predict_split(
+    strategy: Strategy, pipeline: Pipeline, site: Site, workers: int, *, short: bool = False
+) -> SplitPrediction:
+    """Predict a strategy between replicas that `pipeline` splits; `short`: few steps, with constant gradient times.
+
+    Raises:
+        ConfigurationError: the model cannot be cut, the strategy cannot run on that number of replicas, or nothing
+            determines the cost.
+        CompositionError: the strategy cannot train a split model.
+    """
+    shape, replicas, task = split_shape(site.task, pipeline), pipeline.replicas(workers), site.task
+    law = as_steady(site.compute(workers)) if short else site.compute(workers)
+    found = rehearsed_split(strategy, site, workers, shape, law, SHORT if short else None)
+    rate = found.used * task.batch * found.steps_per_second / pipeline.stages
+    sent, late = found.sent_bytes_per_step, found.staleness if has_versions(strategy) else None
+    return SplitPrediction(
+        pipeline,
+        strategy,
+        replicas,
+        found.seconds_per_step,
+        found.utilization,
+        sent,
+        rate,
+        memory_of(shape, task) + found.held,
+        samples_needed(strategy, shape, site, replicas, found.seconds_per_step, sent, rate, late),
+        tuple(part[0].first for part in shape.parts),
+    )
+
+
+def samples_needed(
+    strategy: Strategy,
+    shape: SplitShape,
+    site: Site,
+    replicas: int,
+    seconds: float,
+    sent: float,
+    rate: float,
+    staleness: float | None,
+) -> float:
+    """Factor by which `replicas` split replicas need more samples than one worker: that of as many whole replicas, and
+    more for the delays of a schedule.
+
+    Args:
+        strategy: the strategy between the replicas.
+        shape: the split model.
+        site: the task and the cluster.
+        replicas: number of replicas.
+        seconds: seconds between two gradients of a replica.
+        sent: bytes that a worker sends per step, activations included.
+        rate: samples per second of all workers.
+        staleness: mean staleness of updates in versions; None if there are none.
+    """
+    pipeline, task = shape.pipeline, site.task
+    between = max(0.0, sent * pipeline.stages - shape.activation_bytes(task.dtype))
+    alike = StepPrediction(
+        str(strategy), strategy, replicas, seconds, 1.0, between, 0.0, staleness, None, rate, 0.0, "rehearsal"
+    )
+    return _with_delays(relative_samples(alike, site), pipeline, replicas, task)
+
+
+def memory_of(shape: SplitShape, task: JobProfile) -> float:
+    """Bytes on the worker that needs the most: parameters, their copies, gradient, optimizer and activations.
+
+    Of several chunks of a part, the largest counts for every micro-batch in flight.
+    """
+    pipeline, needed = shape.pipeline, []
+    for part, chunks in enumerate(shape.parts):
+        parameters = sum(chunk.parameters for chunk in chunks) * (2 + task.slots + pipeline.copies(part))
+        held = pipeline.batches_held(part) * task.batch * max(chunk.holds for chunk in chunks)
+        needed.append((parameters + held) * task.itemsize)
+    return max(needed)
+
+
+def _with_delays(relative: float, pipeline: Pipeline, replicas: int, task: JobProfile) -> float:
+    """Add the samples that delays of a schedule cost, as staleness costs them (see `relative_samples`)."""
+    delays = [pipeline.schedule.delay(stage, pipeline.stages) for stage in range(pipeline.stages)]
+    mean = sum(delays) / len(delays)
+    if not mean:
+        return relative
+    stable = 1 / math.sin(math.pi / (2 * (2 * mean + 1)))
+    return DOUBT * (relative + replicas * (stable - 1) / (1 + task.noise))
+
+
+def pipelines_of(texts: Sequence[str]) -> tuple[Pipeline, ...]:
+    """Return the partitions that a plan is asked to consider.
+
+    Raises:
+        ConfigurationError: a partition is no pipeline.
+    """
+    known = []
+    for text in texts:
+        partition = Partition.parse(text)
+        if not isinstance(partition, Pipeline):
+            raise ConfigurationError(
+                f"a plan predicts partitions into the stages of a pipeline, got {text}; write for example 'pipeline(2, "
+                "1f1b, 4)', or leave it out for whole replicas"
+            )
+        known.append(partition)
+    return tuple(known)
+
+
+def partitions(site: Site, workers: int) -> Iterator[list[Pipeline]]:
+    """Yield the pipelines to consider for each number of stages: 1F1B with all numbers of micro-batches that are powers
+    of two.
+    """
+    model = site.task.shape
+    places = 0 if model is None else len(units(model))
+    for stages in range(2, min(workers, places) + 1):
+        if workers % stages:
+            continue
+        most = min(site.task.batch, AHEAD * stages)
+        counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
+        yield [Pipeline(stages, OneForwardOneBackward(), count) for count in counts]
+
+
+def _search(site: Site, workers: int, strategy: Strategy, limit: float | None) -> Iterator[SplitPrediction]:
+    """Yield the best partition for each number of stages, by short rehearsals: first the number of micro-batches of
+    1F1B, then the other synchronous schedules.
+    """
+    for options in partitions(site, workers):
+        stages = options[0].stages
+        fitting = [one for one in options if fits(one, site, limit)]
+        if not fitting:
+            continue
+        start = next((i for i, one in enumerate(fitting) if one.microbatches >= stages), len(fitting) - 1)
+        best = predict_split(strategy, fitting[start], site, workers, short=True)
+        for way in (1, -1):
+            place = start + way
+            while 0 <= place < len(fitting):
+                other = predict_split(strategy, fitting[place], site, workers, short=True)
+                if other.seconds >= best.seconds:
+                    break
+                best, place = other, place + way
+        for schedule in (ZeroBubbleH1(), Interleaved(2)):
+            try:
+                pipeline = Pipeline(stages, schedule, best.pipeline.microbatches)
+                if fits(pipeline, site, limit):
+                    best = min(best, predict_split(strategy, pipeline, site, workers, short=True), key=_seconds)
+            except ConfigurationError:  # too few layers, or a number of micro-batches that the schedule does not allow
+                continue
+        yield best
+
+
+def _seconds(found: SplitPrediction) -> float:
+    return found.seconds
+
+
+def fits(pipeline: Pipeline, site: Site, limit: float | None) -> bool:
+    """Whether the worker that needs the most memory has at most `limit` bytes; None: there is no limit."""
+    return limit is None or memory_of(split_shape(site.task, pipeline), site.task) <= limit
+
+
+def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
+    """The pipeline of PipeDream's planner with equally many workers for every stage; None if it has one stage only.
+
+    Raises:
+        ConfigurationError: the layers are unknown, or no chain.
+    """
+    task = site.task
+    if task.shape is None:
+        raise ConfigurationError(f"the layers of {task.name} are not known; plan for a job or a reference model")
+    chain, batch = units(task.shape), task.batch
+    gradient, total = mean_of(site.compute(workers)), float(task.shape.work(batch)) or 1.0
+    seconds = [gradient * sum(layer.work(batch) for layer in unit) / total for unit in chain]
+    outputs = [float(unit[-1].activation_bytes(batch, task.itemsize)) for unit in chain]
+    weights = [float(sum(layer.gradient_bytes(task.itemsize) for layer in unit)) for unit in chain]
+    found = even_plan(seconds, outputs, weights, workers, site.link[1])
+    if len(found.stages) == 1:
+        return None
+    names = tuple(chain[stage.first][0].name for stage in found.stages[1:])
+    return Pipeline(len(found.stages), PipeDream(), 1, names)
+
+
+def advise_hybrid(
+    outlook: Outlook,
+    advice: Advice,
+    asked: Sequence[Pipeline] = (),
+    strategies: Sequence[Strategy] = (),
+    say: ProgressCallback = silent,
+) -> HybridAdvice:
+    """Choose partition and strategy together, beside the advice on whole replicas.
+
+    Args:
+        outlook: the predictions for whole replicas; the memory of the cluster is the limit.
+        advice: the advice on whole replicas, whose requirements hold for split ones too.
+        asked: the partitions to consider; empty for those found by a search.
+        strategies: the strategies to consider; empty for the best that meet the requirements and can train a split
+            model.
+        say: called with the partition and strategy that are predicted next.
+    """
+    site, workers, limit = outlook.site, outlook.workers, outlook.site.cluster.memory
+    refused: list[tuple[str, str]] = []
+    found: list[SplitPrediction] = []
+    planner = None
+    try:
+        if workers > MOST:
+            raise ConfigurationError(
+                f"a plan of split models takes at most {MOST} workers, got {workers:,}; give fewer with --workers"
+            )
+        wanted = _splittable(outlook, advice, strategies, refused)
+        tried = list(asked)
+        if wanted and not asked:
+            say("partitions")
+            tried = [one.pipeline for one in _best(_search(site, workers, wanted[0], limit))]
+            if not any(partitions(site, workers)):
+                raise ConfigurationError(f"{site.task.name} cannot be cut into stages that {workers} workers fill")
+        found = list(_crossed(wanted, tried, site, workers, refused, say))
+        planner = _planner(wanted, site, workers, refused) if wanted else None
+    except FlockstepError as error:
+        refused.append(("splitting", str(error)))
+    return _concluded(outlook, advice, found, planner, tuple(refused))
+
+
+def _best(found: Iterator[SplitPrediction]) -> list[SplitPrediction]:
+    ranked = sorted(found, key=lambda one: -one.samples_per_second / one.relative_samples)
+    return ranked[:TOP_PARTITIONS]
+
+
+def _splittable(
+    outlook: Outlook, advice: Advice, given: Sequence[Strategy], refused: list[tuple[str, str]]
+) -> list[Strategy]:
+    """The strategies to combine with partitions, the best with whole replicas first."""
+    if given:
+        return list(given)
+    free = replace(outlook, site=replace(outlook.site, cluster=outlook.site.cluster.with_memory(None)))
+    wanted: list[Strategy] = []
+    for one in advice.ranked(outlook):
+        if one.strategy is None or len(wanted) == TOP_STRATEGIES or unfit(one, free, advice.requirements) is not None:
+            continue
+        if (why := _unsplittable(one.strategy)) is None:
+            wanted.append(one.strategy)
+        else:
+            refused.append((one.name, why))
+    return wanted
+
+
+def _unsplittable(strategy: Strategy) -> str | None:
+    """Reason why a strategy cannot train a split model, as its traits say; None if they do not rule it out."""
+    if strategy.traits.fixed_steps and strategy.traits.plain_gradients:
+        return None
+    return "its workers ask for more than the gradient of their next batch, which stages do not compute"
+
+
+def _crossed(
+    wanted: Sequence[Strategy],
+    tried: Sequence[Pipeline],
+    site: Site,
+    workers: int,
+    refused: list[tuple[str, str]],
+    say: ProgressCallback,
+) -> Iterator[SplitPrediction]:
+    """Yield the predictions of all combinations; a single replica exchanges nothing, whatever the strategy."""
+    for done, pipeline in enumerate(tried):
+        for strategy in wanted:
+            say(f"{pipeline} with {strategy}", done, len(tried))
+            try:
+                yield predict_split(strategy, pipeline, site, workers)
+            except FlockstepError as error:
+                refused.append((f"{pipeline} with {strategy}", str(error)))
+                continue
+            if pipeline.stages == workers:
+                break
+
+
+def _planner(
+    wanted: Sequence[Strategy], site: Site, workers: int, refused: list[tuple[str, str]]
+) -> SplitPrediction | None:
+    """The prediction for the plan of PipeDream's planner, whose replicas of a stage average their gradients."""
+    pipeline = planned_by_pipedream(site, workers)
+    if pipeline is None:
+        return None
+    try:
+        return predict_split(Strategy.parse("all_reduce"), pipeline, site, workers)
+    except FlockstepError as error:
+        refused.append((f"PipeDream's plan {pipeline}", str(error)))
+        return None
+
+
+def _concluded(
+    outlook: Outlook,
+    advice: Advice,
+    found: Sequence[SplitPrediction],
+    planner: SplitPrediction | None,
+    refused: tuple[tuple[str, str], ...],
+) -> HybridAdvice:
+    single, limit = outlook.alone.samples_per_second, outlook.site.cluster.memory
+    longer = slower(advice.requirements)
+    speedups = {
+        one.name: one.samples_per_second / waiting(one.utilization, longer) / one.relative_samples / single
+        for one in [*found, *([planner] if planner is not None else [])]
+    }
+    ranked = tuple(sorted(found, key=lambda one: -speedups[one.name]))
+    fitting = [one for one in ranked if limit is None or one.memory <= limit]
+    split, whole = fitting[0] if fitting else None, advice.choice
+    choice: SplitPrediction | StepPrediction | None = whole
+    if split is not None and (whole is None or speedups[split.name] > GAIN * advice.speedups[whole.name]):
+        choice = split
+    sentences = _sentences(outlook, advice, choice, split, ranked, speedups, refused)
+    if planner is not None:
+        sentences = (*sentences, _of_planner(planner, speedups))
+    return HybridAdvice(choice, ranked, speedups, sentences, refused, planner)
+
+
+def _sentences(
+    outlook: Outlook,
+    advice: Advice,
+    choice: SplitPrediction | StepPrediction | None,
+    split: SplitPrediction | None,
+    ranked: Sequence[SplitPrediction],
+    speedups: dict[str, float],
+    refused: Sequence[tuple[str, str]],
+) -> tuple[str, ...]:
+    """The recommendation; `split` is the best split that fits into memory."""
+    limit = outlook.site.cluster.memory
+    if choice is None:
+        said = (
+            f"Neither whole nor split replicas fit into the {size(limit or 0.0)} of a worker; the least that a worker "
+            f"needs is {size(_least(outlook))}."
+        )
+        return (said,)
+    if isinstance(choice, SplitPrediction):
+        return _to_split(outlook, advice, choice, speedups)
+    if split is not None:
+        why = (
+            f"{choice.name} with whole replicas has a predicted speed-up of {number(advice.speedups[choice.name])}, "
+            f"the best split ({split.name}) of {number(speedups[split.name])}"
+        )
+    elif ranked:
+        why = f"no split fits into the {size(limit or 0.0)} of a worker"
+    else:
+        why = next(
+            (why for name, why in refused if name == "splitting"), "no partition can be combined with a strategy"
+        )
+    return (f"Do not split the model: {why}.",)
+
+
+def _least(outlook: Outlook) -> float:
+    """Bytes that a worker needs at least, over whole replicas and all partitions of the search."""
+    task, whole = outlook.task, min(one.memory for one in outlook.predictions)
+    try:
+        options = [one for found in partitions(outlook.site, outlook.workers) for one in found]
+        return min([whole, *(memory_of(split_shape(task, one), task) for one in options)])
+    except FlockstepError:  # the model cannot be cut
+        return whole
+
+
+def _to_split(outlook: Outlook, advice: Advice, choice: SplitPrediction, speedups: dict[str, float]) -> tuple[str, ...]:
+    whole, limit = advice.choice, outlook.site.cluster.memory
+    replicas = "1 replica" if choice.replicas == 1 else f"{choice.replicas} replicas"
+    said = (
+        f"Split each replica over {choice.pipeline.stages} workers: --partition '{choice.pipeline}' with --strategy "
+        f"'{choice.strategy}', {replicas}; predicted speed-up {number(speedups[choice.name])}, at most "
+        f"{size(choice.memory)} on a worker."
+    )
+    if whole is None:
+        need = min(one.memory for one in outlook.predictions)
+        within = "" if limit is None else f": a whole replica needs at least {size(need)} of {size(limit)}"
+        return said, f"No strategy with whole replicas meets the requirements{within}."
+    gain, other = speedups[choice.name] / advice.speedups[whole.name], number(advice.speedups[whole.name])
+    compared = f"the best strategy with whole replicas, {whole.name} (speed-up {other})"
+    return said, f"This is {number(gain)} times as fast as {compared}."
+
+
+def _of_planner(planner: SplitPrediction, speedups: dict[str, float]) -> str:
+    return (
+        f"PipeDream's planner, with equally many workers for each stage, would choose {planner.pipeline}: predicted "
+        f"speed-up {number(speedups[planner.name])}, {size(planner.memory)} on a worker."
+    )
