@@ -14,6 +14,7 @@ from hypothesis import settings
 import support.children.sitecustomize  # noqa: F401 - what other processes do first, these do
 from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
+from support.order import mixed
 from support.processes import RealRun, end_forker, search_path
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
@@ -21,8 +22,17 @@ os.environ["PYTHONPATH"] = search_path()
 settings.register_profile("push", settings.get_profile("ci"), max_examples=15)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m chooses by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+    """Mark as `full` what adds no value to crossed parameters; mix the files where processes share them."""
+    _mark(items)
+    result = yield
+    if hasattr(config, "workerinput"):
+        items[:] = mixed(items)
+    return result
+
+
+def _mark(items: list[pytest.Item]) -> None:
     """Mark as `full` what adds to a test of crossed parameters no value, but another combination only."""
     tests = defaultdict[str, list[pytest.Function]](list)
     for item in items:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.hosts import Ended, network
 from support.processes import RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="commands are forked on Linux only")
@@ -77,3 +79,28 @@ def test_a_command_with_another_environment_starts_in_a_new_interpreter(
 ) -> None:
     monkeypatch.setenv("LANG", "C")
     assert portrait(tmp_path / "seen", False)["parents"][0] == os.getpid()
+
+
+ON_HOST = """
+import json, os, socket, sys
+from pathlib import Path
+
+spaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "uts", "net", "ipc", "pid", "user")}
+memory = os.stat("/dev/shm").st_dev, os.getcwd()
+seen = spaces, socket.gethostname(), Path("/etc/hosts").read_text(), Path("/proc/self/net/route").read_text(), memory
+Path(sys.argv[-1]).write_text(json.dumps(seen))
+"""
+
+
+def test_a_command_that_is_forked_into_a_host_sees_what_a_command_in_the_host_sees(tmp_path: Path) -> None:
+    """`support.hosts.Host.start` forks, where `Host.run` calls nsenter."""
+    files = {name: tmp_path / name for name in ("forked", "fresh", "here")}
+    with network(1) as (host,):
+        forked = host.start("launch", files["forked"], within=tmp_path, program=ON_HOST)
+        assert Ended.of(forked) == Ended(0, "", "")
+        host.run("env", "-C", str(tmp_path), sys.executable, "-c", ON_HOST, str(files["fresh"]))
+    subprocess.run([sys.executable, "-c", ON_HOST, str(files["here"])], check=True, cwd=tmp_path)
+    seen = {name: json.loads(file.read_text()) for name, file in files.items()}
+    assert seen["forked"] == seen["fresh"]
+    different = {name for name in seen["here"][0] if seen["forked"][0][name] != seen["here"][0][name]}
+    assert different == {"mnt", "uts", "net"}

@@ -19,6 +19,11 @@ from flockstep.launchers import script_forker
 script_forker.top_imports = lambda *_: []
 """
 """For a command: each worker's script starts in a fresh interpreter."""
+FORKED = """
+from flockstep.launchers import script_forker, top_imports
+script_forker.top_imports = top_imports.top_imports
+"""
+"""For a command: scripts are forked as users' scripts are, without the imports that tests add."""
 
 
 def launched(folder: Path, before: str, *arguments: str) -> tuple[list[dict[str, Any]], Ended]:
@@ -38,7 +43,7 @@ def launched(folder: Path, before: str, *arguments: str) -> tuple[list[dict[str,
 def test_a_forked_script_sees_what_a_script_in_a_fresh_interpreter_sees(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    forked, its_end = launched(tmp_path / "forked", "", *arguments)
+    forked, its_end = launched(tmp_path / "forked", FORKED, *arguments)
     fresh, usual_end = launched(tmp_path / "fresh", AFRESH, *arguments)
     for one, other in zip(forked, fresh, strict=True):
         assert {name for name in other["seen"] if one["seen"][name] != other["seen"][name]} == set()

@@ -12,7 +12,7 @@ import pytest
 
 from flockstep.records.events import HostsEvent
 from flockstep.records.folder import RunFolder
-from support.hosts import Host, network, on_all
+from support.hosts import Host, network, on_all, require_idle
 from support.processes import PATIENCE, RealRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -43,7 +43,7 @@ def on_hosts(three: list[Host], out: Path, *arguments: str | Path) -> list[str]:
     command, *rest = arguments
     ended = on_all(three, command, "-n", "6", *PATIENT, *rest, first=["--out", out], seconds=WHOLE)
     assert [one.code for one in ended] == [0] * 3, "\n".join(one.err for one in ended)
-    assert not any(host.processes() for host in three)
+    require_idle(three)
     events = RunFolder(out).read_events()
     assert [event.hosts for event in events if isinstance(event, HostsEvent)] == [((0, 1), (2, 3), (4, 5))]
     return [one.out for one in ended]

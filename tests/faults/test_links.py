@@ -51,7 +51,7 @@ def test_a_synchronous_run_over_faulty_links_ends_with_the_same_bits(
 def test_a_link_that_stays_away_longer_than_the_limit_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     log = tmp_path / "faults"
     faulty = f"faulty_tcp(faults='outage', seed=1, every=20000, encrypt=false, log='{log}', outage=1000)"
-    ended = run(faulty, "all_reduce", tmp_path / "run", "--heartbeat", "1", "--link-timeout", "1")
+    ended = run(faulty, "all_reduce", tmp_path / "run", "--heartbeat", "3", "--link-timeout", "1")
     assert "outage" in log.read_text(), "the fault did not fire"
     assert ended.code == 1, ended.err
     why = r"nothing arrived for [0-9.]+ s, and the link was down for [0-9.]+ s, longer than the link timeout of 1 s"

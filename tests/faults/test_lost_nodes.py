@@ -120,27 +120,27 @@ def test_a_killed_server_ends_the_run(strategy: str, tmp_path: Path) -> None:
     ),
 )
 def test_a_stopped_process_is_noticed_within_the_heartbeat(strategy: str, node: str, tmp_path: Path) -> None:
-    run = started(strategy, tmp_path, steps=1_000_000, heartbeat=2)
+    run = started(strategy, tmp_path, steps=1_000_000, heartbeat=3)
     run.fault(signal.SIGSTOP, node)
     ended = run.end()
     assert ended.summary is not None
     assert ended.code == 1
-    assert f"{node.replace('-', ' ')} has not answered for 2 s" in ended.err
-    assert ended.seconds < 2 + ended.limit
+    assert f"{node.replace('-', ' ')} has not answered for 3 s" in ended.err
+    assert ended.seconds < 3 + ended.limit
 
 
 def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_path: Path) -> None:
-    run = started("asgd", tmp_path, steps=1000, heartbeat=1, job=paced(tmp_path))
+    run = started("asgd", tmp_path, steps=1000, heartbeat=3, job=paced(tmp_path))
     run.fault(signal.SIGSTOP, "worker-1")
     wait_until(lambda: "2 of 3 workers continue" in run.err or not run.going(), PATIENCE, "the other workers continue")
     go_on(tmp_path)
     ended = run.end()
     assert ended.code == 0
     assert re.match(
-        r"flockstep: worker 1 has not answered for 1 s at about step \d+; 2 of 3 workers continue\n", ended.err
+        r"flockstep: worker 1 has not answered for 3 s at about step \d+; 2 of 3 workers continue\n", ended.err
     )
     assert ended.summary is not None
-    assert [lost["reason"][:32] for lost in ended.summary["lost"]] == ["worker 1 has not answered for 1 "]
+    assert [lost["reason"][:32] for lost in ended.summary["lost"]] == ["worker 1 has not answered for 3 "]
 
 
 @pytest.mark.parametrize("kind", few([signal.SIGKILL, signal.SIGSTOP], signal.SIGSTOP))
@@ -167,10 +167,10 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
 
     monkeypatch.setattr(SupervisorLink, "send", counted)
     folder = tmp_path / "run"
-    supervisor = Supervisor(2, Ipc(), 1.0, folder, start, lambda *given: None, signal_once)
+    supervisor = Supervisor(2, Ipc(), 3.0, folder, start, lambda *given: None, signal_once)
     try:
         outcome = supervisor.run()
-        assert re.match(r"worker 1 has ended, or has not answered for 1 s at about step \d+", str(outcome.error))
+        assert re.match(r"worker 1 has ended, or has not answered for 3 s at about step \d+", str(outcome.error))
         assert set(outcome.lost) == {1}
         assert models == [], "the workers have the first model from one another"
         if kind == signal.SIGSTOP:
@@ -183,7 +183,7 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
 
 
 def test_a_run_without_faults_loses_nobody(tmp_path: Path) -> None:
-    arguments = ["train", paced(tmp_path), "-s", "all_reduce", "-n", "3", "--steps", "200", "--heartbeat", "1"]
+    arguments = ["train", paced(tmp_path), "-s", "all_reduce", "-n", "3", "--steps", "400", "--heartbeat", "3"]
     ended = RealRun(arguments, tmp_path / "run").end()  # longer than a heartbeat
     assert (ended.code, ended.err) == (0, "")
     assert ended.summary is not None
@@ -192,7 +192,7 @@ def test_a_run_without_faults_loses_nobody(tmp_path: Path) -> None:
 
 
 BUSY_JOB = """
-import time
+import ctypes
 from flockstep.workloads.softmax import Softmax
 
 def job():
@@ -202,9 +202,8 @@ def job():
 
     class Busy(type(model)):
         def gradients(self, *arguments):
-            until = time.monotonic() + 2.5
-            while len(arguments[1]) == 1 and time.monotonic() < until:
-                pass
+            if len(arguments[1]) == 1:
+                ctypes.PyDLL(None).sleep(4)
             return plain(self, *arguments)
 
     model.__class__ = Busy
@@ -213,11 +212,11 @@ def job():
 
 
 def test_a_long_gradient_is_not_taken_for_death(tmp_path: Path) -> None:
-    """The interpreter is busy for longer than the heartbeat, but its sockets answer."""
+    """For longer than the heartbeat no thread of the interpreter runs, but its sockets answer."""
     (tmp_path / "busy.py").write_text(BUSY_JOB)
-    arguments = ["train", str(tmp_path / "busy.py"), "-s", "asgd", "-n", "2", "--steps", "1", "--heartbeat", "1"]
+    arguments = ["train", str(tmp_path / "busy.py"), "-s", "asgd", "-n", "2", "--steps", "1", "--heartbeat", "3"]
     ended = RealRun(arguments, tmp_path / "run").end()
     assert (ended.code, ended.err) == (0, "")
     assert ended.summary is not None
     assert ended.summary["lost"] == []
-    assert ended.summary["seconds"] > 2
+    assert ended.summary["seconds"] > 3

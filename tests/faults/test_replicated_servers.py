@@ -265,7 +265,7 @@ Forked.kill = kill
 def test_a_server_that_wakes_up_after_another_took_its_place_ends(tmp_path: Path) -> None:
     """SIGSTOP: the server is taken for dead at the heartbeat's limit. SIGCONT: it ends, and changes nothing."""
     failpoint = Failpoint("server-0", "update.applied", 61, signal.SIGSTOP)
-    run, pid = disrupted(tmp_path, "ps(bsp, replicas=1)", failpoint, "--heartbeat", "1", before=SPARES_SERVERS)
+    run, pid = disrupted(tmp_path, "ps(bsp, replicas=1)", failpoint, "--heartbeat", "3", before=SPARES_SERVERS)
     wait_until(lambda: "continues in its place" in run.err or not run.going(), PATIENCE, "the backup continues")
     assert state(pid) == "T", run.err
     os.kill(pid, signal.SIGCONT)
@@ -274,4 +274,4 @@ def test_a_server_that_wakes_up_after_another_took_its_place_ends(tmp_path: Path
     go_on(tmp_path)
     ended = run.end()
     check(tmp_path, ended, "ps(bsp)")
-    assert "server 0 has not answered for 1 s; server 1, its backup, continues in its place" in ended.err
+    assert "server 0 has not answered for 3 s; server 1, its backup, continues in its place" in ended.err

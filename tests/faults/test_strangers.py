@@ -260,7 +260,7 @@ def job():
 @pytest.mark.parametrize("strategy", few(["broadcast", "ps(consistency=ssp(3))"], "broadcast"))
 def test_a_slow_worker_is_waited_for_and_not_lost(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    arguments = ["train", str(tmp_path / "slow.py"), "-s", strategy, "-n", "3", "--steps", "60", "--heartbeat", "1"]
+    arguments = ["train", str(tmp_path / "slow.py"), "-s", strategy, "-n", "3", "--steps", "60", "--heartbeat", "3"]
     ended = RealRun(arguments, tmp_path / "run").end()
     assert (tmp_path / "slow.py.slow").exists()
     assert (ended.code, ended.err) == (0, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -34,14 +35,24 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the process has ended, and return its exit code."""
 
+    def communicate(self, *, timeout: float | None = None) -> tuple[Any, Any]:
+        """Wait until the process has ended, and return its standard output and standard error."""
+
+    def send_signal(self, kind: int) -> None:
+        """Send a signal to the process, if it runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, if it runs."""
+
 
 class ForkedCommand:
     """A command that a `CommandForker` has forked."""
 
-    def __init__(self, forker: CommandForker, pid: int):
+    def __init__(self, forker: CommandForker, pid: int, scratch: Path):
         self.pid = pid
         self.returncode: int | None = None
         self._forker = forker
+        self._scratch = scratch
 
     def poll(self) -> int | None:
         """Exit code of the process: None while the process runs, -n if signal n ended the process."""
@@ -59,6 +70,20 @@ class ForkedCommand:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             self._forker.read(left)
         return code
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
+        """Wait until the process has ended, and return its standard output and standard error."""
+        self.wait(timeout)
+        return (self._scratch / "out").read_text(), (self._scratch / "err").read_text()
+
+    def send_signal(self, kind: int) -> None:
+        """Send a signal to the process, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, kind)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, if it runs."""
+        self.send_signal(signal.SIGKILL)
 
 
 class CommandForker:
@@ -87,7 +112,14 @@ class CommandForker:
             )
 
     def fork(
-        self, program: str, arguments: Sequence[str], environment: Mapping[str, str], scratch: Path, first: Path
+        self,
+        program: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        scratch: Path,
+        first: Path | None = None,
+        folder: Path | None = None,
+        host: int | None = None,
     ) -> ForkedCommand | None:
         """Start `python -c program *arguments`, with a session of its own.
 
@@ -96,20 +128,22 @@ class CommandForker:
             arguments: arguments of the command.
             environment: its variables.
             scratch: folder of the files `out` and `err`, which exist and receive its output; its `TMPDIR`.
-            first: first folder on its path.
+            first: first folder on its path; None: there is no other than usual.
+            folder: its working folder; None: that of this process.
+            host: process in whose namespaces of mounts, network and host name it runs; None: in those of this process.
 
         Returns:
             The process; None if the command needs an interpreter of its own, because a variable is not as usual.
         """
         if _lasting(os.environ) != self._usual:
             return None
-        request = {"program": program, "arguments": arguments, "environment": environment, "first": str(first)}
-        request["forks"] = arguments[0] in ("train", "resume")
-        files = {"out": str(scratch / "out"), "err": str(scratch / "err"), "folder": str(Path.cwd())}
+        request = {"program": program, "arguments": arguments, "environment": environment, "host": host}
+        request |= {"first": first and str(first), "forks": arguments[0] in ("train", "resume")}
+        files = {"out": str(scratch / "out"), "err": str(scratch / "err"), "folder": str(folder or Path.cwd())}
         self._control.send(json.dumps({**request, **files}).encode())
         while True:
             if isinstance(pid := self.read(None), int):
-                return ForkedCommand(self, pid)
+                return ForkedCommand(self, pid, scratch)
 
     def read(self, seconds: float | None) -> int | None:
         """Read what the process reports within some seconds: the id of a new process, or the end of others."""

@@ -6,6 +6,7 @@ Each host has a name, a network card, and shared memory of its own, and process 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -15,12 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flockstep.launchers import namespaces
 from flockstep.simulation import units
-from support.processes import COMMAND, PATIENCE, alive, content, wait_until
+from support.commands import Process
+from support.processes import COMMAND, PATIENCE, alive, content, forker, wait_until
 
 SECRET = "a secret of these tests alone"
 PORT = 29470
@@ -51,7 +54,9 @@ class Host:
     """Process id of the host's first process, as seen from outside."""
     process_ids: bool
     """Whether process ids are the host's own; the kernel ends all processes of such a host with the first one."""
-    running: list[subprocess.Popen[str]] = field(default_factory=list)
+    running: list[Process] = field(default_factory=list)
+    scratch: list[Path] = field(default_factory=list)
+    """Folders of the commands that were forked."""
     ahead: int = 0
     """Seconds by which the clock of the host is ahead of the clock of hosts with 0."""
 
@@ -77,16 +82,36 @@ class Host:
         return done.returncode, done.stdout
 
     def start(
-        self, *arguments: str | Path, command: Sequence[str] = (), within: Path | None = None, **environment: str
-    ) -> subprocess.Popen[str]:
-        """Start flockstep, or another command, on this host, in the folder `within`."""
-        folder = Path.cwd() if within is None else within
-        words = ["env", "-C", str(folder), *(command or COMMAND), *map(str, arguments)]
-        return self._started(
-            words, {"FLOCKSTEP_SECRET": SECRET, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        self,
+        *arguments: str | Path,
+        command: Sequence[str] = (),
+        within: Path | None = None,
+        program: str = COMMAND[-1],
+        **environment: str,
+    ) -> Process:
+        """Start flockstep, or another command or Python `program`, on this host, in the folder `within`.
 
-    def attach(self, *words: str | Path, **environment: str) -> subprocess.Popen[str]:
+        A program is forked from a process that has done the imports of flockstep, unless the host has process ids or a
+        clock of its own.
+        """
+        folder, own = Path.cwd() if within is None else within, {"FLOCKSTEP_SECRET": SECRET, **environment}
+        if not (command or self.process_ids or self.ahead):
+            forked = self._forked(program, list(map(str, arguments)), own, folder)
+            if forked is not None:
+                return forked
+        words = ["env", "-C", str(folder), *(command or [*COMMAND[:-1], program]), *map(str, arguments)]
+        return self._started(words, own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def _forked(self, program: str, arguments: list[str], environment: dict[str, str], folder: Path) -> Process | None:
+        self.scratch.append(Path(tempfile.mkdtemp(prefix="fs-")))
+        for name in ("out", "err"):
+            (self.scratch[-1] / name).touch()
+        own = {**os.environ, **environment, "TMPDIR": str(self.scratch[-1])}
+        process = forker().fork(program, arguments, own, self.scratch[-1], folder=folder, host=self.first)
+        self.running += [] if process is None else [process]
+        return process
+
+    def attach(self, *words: str | Path, **environment: str) -> Process:
         """Start a command on this host whose output is the output of this process."""
         return self._started([*map(str, words)], {"FLOCKSTEP_SECRET": SECRET, **environment})
 
@@ -95,7 +120,7 @@ class Host:
         with output.open("wb") as out:
             self._started([*words], {}, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
 
-    def _started(self, words: list[str], environment: dict[str, str], **files: object) -> subprocess.Popen[str]:
+    def _started(self, words: list[str], environment: dict[str, str], **files: object) -> Process:
         own = {**os.environ, **environment}
         process = subprocess.Popen(self.command(*words), env=own, text=True, **files)  # type: ignore[call-overload]
         self.running.append(process)
@@ -191,6 +216,8 @@ def _end(holders: Sequence[subprocess.Popen[bytes]], hosts: Sequence[Host]) -> N
     for holder in holders:
         holder.wait()
     wait_until(lambda: not any(alive(host.first) for host in hosts), PATIENCE, "the end of all hosts")
+    for folder in (folder for host in hosts for folder in host.scratch):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _holder(folder: Path, name: str, process_ids: bool) -> subprocess.Popen[bytes]:
@@ -251,7 +278,23 @@ class Ended:
     err: str
 
     @classmethod
-    def of(cls, process: subprocess.Popen[str], seconds: float = PATIENCE) -> Ended:
+    def of(cls, process: Process, seconds: float = PATIENCE) -> Ended:
         """Wait for its end."""
         out, err = process.communicate(timeout=seconds)
         return cls(process.returncode, out, err)
+
+
+def require(ended: Sequence[Ended], *codes: int) -> None:
+    """Check with which codes commands have ended."""
+    assert [one.code for one in ended] == list(codes), "\n".join(one.err for one in ended)
+
+
+def require_idle(hosts: Sequence[Host]) -> None:
+    """Wait until no process runs on the hosts any more: some of a run end after its command."""
+    wait_until(lambda: not any(host.processes() for host in hosts), PATIENCE, "the end of all processes")
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The summary of a run, as it is in its folder."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found

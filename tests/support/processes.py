@@ -36,6 +36,14 @@ from flockstep.launchers import supervisor
 supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=3600.0)
 """
 """For a command: that it waits, as on a busy machine, is not told."""
+EAGER = """
+from flockstep.launchers import script_forker
+def top_imports(*arguments, usual=script_forker.top_imports):
+    found = usual(*arguments)
+    return found and [*found, "later"]
+script_forker.top_imports = top_imports
+"""
+"""For a command: scripts with torch are forked after the imports of `children/later.py` too."""
 IPC = ("--transport", "ipc")
 """For runs that name no transport: with sums in shared memory their processes would take a second longer to start."""
 MEMORY = ("--transport", "shared_memory")
@@ -107,15 +115,15 @@ class Ended:
 
 
 @functools.cache
-def _forker() -> CommandForker:
+def forker() -> CommandForker:
     """The process that forks the commands of this process's tests."""
     return CommandForker(RealRun.usual, tempfile.gettempdir() + "/fs-xxxxxxxx")
 
 
 def end_forker() -> None:
     """End that process, if there is one."""
-    if _forker.cache_info().currsize:
-        _forker().close()
+    if forker.cache_info().currsize:
+        forker().close()
 
 
 class RealRun:
@@ -149,14 +157,14 @@ class RealRun:
         if not torch:
             (first / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
         environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": search_path(first)}
-        program = f"{PATIENT}\n{before}\n{COMMAND[-1]}"
+        program = f"{PATIENT}\n{EAGER if torch else ''}\n{before}\n{COMMAND[-1]}"
         transport = IPC if arguments[0] in ("train", "launch", "compare") and "--transport" not in arguments else ()
         where = [str(record)] if arguments[0] == "resume" else ["--out", str(record)]
         words = [arguments[0], *where, *transport, *arguments[1:]]
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
             forked = None
             if not (within or afresh) and sys.platform == "linux":
-                forked = _forker().fork(program, words, environment, self.scratch, first)
+                forked = forker().fork(program, words, environment, self.scratch, first)
             self.main: Process = forked or subprocess.Popen(
                 [*within, *COMMAND[:-1], program, *words],
                 stdin=subprocess.DEVNULL,

@@ -7,12 +7,15 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from support.leaks import left, shared
 from support.matrix import covering, each, few
+from support.order import mixed
 
 SETTINGS = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -83,3 +86,25 @@ def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     with np.errstate(divide="raise"):
         names = [one.partition(" was ")[0] for one in left(before)]
     assert names == ["the working folder", "numpy's handling of errors", "$LEFT_BEHIND"]
+
+
+def test_files_that_wait_and_files_that_compute_are_taken_in_turn_and_long_ones_first() -> None:
+    def items(file: str, count: int) -> list[Any]:
+        return [SimpleNamespace(path=Path(file), name=f"{file}:{number}") for number in range(count)]
+
+    given = [
+        ("faults/a.py", 1),
+        ("end_to_end/b.py", 3),
+        ("unit/c.py", 2),
+        ("laws/d.py", 5),
+        ("unit/e.py", 1),
+        ("unit/f.py", 1),
+    ]
+    tests = [item for file, count in given for item in items(file, count)]
+    found = mixed(tests)
+    assert list(dict.fromkeys(str(item.path) for item in found)) == [
+        "laws/d.py", "end_to_end/b.py", "unit/c.py", "unit/e.py", "faults/a.py", "unit/f.py",
+    ]  # fmt: skip
+    for file, count in given:
+        at = [number for number, item in enumerate(found) if str(item.path) == file]
+        assert at == list(range(at[0], at[0] + count)), "a file's tests stay together, in their order"

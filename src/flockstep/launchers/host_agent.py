@@ -151,7 +151,7 @@ class HostAgent:
         until, reminder = time.monotonic() + self._meeting.timeout, Reminder(self._say)
         while True:
             try:
-                sock = self._meeting.connect(CONNECTING)
+                sock = self._meeting.connect(min(CONNECTING, max(RETRY, until - time.monotonic())))
                 channel = HostChannel(sock, self._meeting.secret, True, self._heartbeat)
                 return self._proved(channel)
             except OSError as error:

@@ -75,13 +75,16 @@ def _require_forkable(files: set[int]) -> None:
 def _become(request: dict[str, Any]) -> CodeType:
     """Make this process what the request describes, with a session of its own."""
     os.setsid()
+    if request["host"] is not None:
+        _enter(request["host"])
     os.chdir(request["folder"])
     for number, name in enumerate(("/dev/null", request["out"], request["err"])):
         file = os.open(name, os.O_WRONLY if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
     _show_place(request["environment"]["TMPDIR"])
-    sys.path.insert(1, request["first"])
+    if request["first"] is not None:
+        sys.path.insert(1, request["first"])
     if request["forks"]:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
@@ -91,6 +94,16 @@ def _become(request: dict[str, Any]) -> CodeType:
         there.close()
         util.spawnv_passfds = functools.partial(_hand_over, pid, here)  # type: ignore[attr-defined]
     return _begun(request["environment"], request["program"], request["arguments"])
+
+
+def _enter(process: int) -> None:
+    """Enter the namespaces of another process, as `nsenter` does."""
+    library = ctypes.CDLL(None, use_errno=True)
+    for name in ("uts", "net", "mnt"):
+        file = os.open(f"/proc/{process}/ns/{name}", os.O_RDONLY)
+        if library.setns(file, 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {name} of process {process}")
+        os.close(file)
 
 
 def _begun(environment: dict[str, str], program: str, arguments: Sequence[str]) -> CodeType:
