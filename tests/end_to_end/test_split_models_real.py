@@ -88,8 +88,12 @@ def test_asynchronous_stages_and_running_statistics(tmp_path: Path) -> None:
     [
         ({"workers": 3}, "must be a multiple of 2 for pipeline"),
         (
-            {"checkpoint_every": 2},
-            "checkpoints cannot be taken of a run of a split model on real processes yet, got 2 with pipeline",
+            {"checkpoint_every": 2, "partition": "pipeline(2, pipedream)"},
+            "checkpoints need steps at whose end no micro-batch is in flight, got checkpoint_every=2 .* such as 1f1b",
+        ),
+        (
+            {"checkpoint_every": 2, "park": 60.0},
+            "workers cannot wait for another coordinator in a run of a split model on real processes yet, got 60.0",
         ),
         ({"min_workers": 2}, "workers cannot leave a run of a split model on real processes yet, got 2"),
         ({"max_workers": 8}, "workers cannot join a run of a split model on real processes yet, got 8"),
@@ -100,7 +104,13 @@ def test_asynchronous_stages_and_running_statistics(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused_before_anything_starts(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    facts: dict[str, Any] = {"job": CHAIN, "strategy": "all_reduce", "workers": 4, "steps": 2, **given}
+    facts: dict[str, Any] = {
+        "job": CHAIN,
+        "strategy": "all_reduce",
+        "workers": 4,
+        "steps": 2,
+        "partition": "pipeline(2)",
+    } | given
     with pytest.raises(FlockstepError, match=message):
-        flockstep.run(facts.pop("job"), facts.pop("strategy"), partition="pipeline(2)", out=tmp_path / "run", **facts)
+        flockstep.run(facts.pop("job"), facts.pop("strategy"), out=tmp_path / "run", **facts)
     assert not (tmp_path / "run").exists()

@@ -34,7 +34,7 @@ class Run:
     def __init__(self, record: Path):
         self.links = {0: Link(), 1: Link(), -1: Link()}
         self.checkpointer = Checkpointer(record, CheckpointInterval(steps=10), 2)
-        self.checkpointer.begin(self.links, Strategy.parse("asgd"))  # type: ignore[arg-type]
+        self.checkpointer.begin(self.links, Strategy.parse("asgd"), Strategy.parse("asgd").cluster(2))  # type: ignore[arg-type]
 
     def begin(self) -> None:
         self.checkpointer.look({0: NodeProgress(step=12), 1: NodeProgress(step=10)})
@@ -148,7 +148,8 @@ def test_scripts_that_have_not_called_checkpoint_are_named_where_the_run_itself_
 ) -> None:
     def ended(offers: tuple[int, ...], failed: bool) -> str:
         checkpointer = Checkpointer(tmp_path, CheckpointInterval(steps=10), scripts=True)
-        checkpointer.begin(dict.fromkeys((1, 0, -1), Link()), Strategy.parse("asgd"))  # type: ignore[arg-type]
+        strategy = Strategy.parse("asgd")
+        checkpointer.begin(dict.fromkeys((1, 0, -1), Link()), strategy, strategy.cluster(2))  # type: ignore[arg-type]
         for rank in offers:
             checkpointer.hear(rank, {"did": "offer"})
         checkpointer.end(failed)

@@ -49,7 +49,7 @@ class OverTheWire:
             STEPS,
             batches.__next__,
             partial(self._send, number),
-            np.random.default_rng(number),
+            lambda step: np.random.default_rng((number, step)),
         )
         return StageRunner(stage, lambda need: None, partial(self._step, number))
 

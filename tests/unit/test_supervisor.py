@@ -13,6 +13,7 @@ from flockstep.errors import ProtocolError
 from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.messages import Message
+from flockstep.nodes import Cluster
 from flockstep.strategies.base import Strategy
 from flockstep.transports.kinds import Ipc
 
@@ -52,7 +53,7 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
     start = lambda node_spec: None, lambda *given: None
     supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
     supervisor._went = 0.0
-    checkpoints.begin({}, Strategy.parse("all_reduce"))
+    checkpoints.begin({}, Strategy.parse("all_reduce"), Cluster(0, 0))
     supervisor._handle(Message(1, "leave"))
     supervisor._look_for_change()
     said = "worker 1 did not leave, although SIGTERM asked it to: "
@@ -73,7 +74,7 @@ def test_who_could_not_leave_leaves_at_once_after_a_loss_that_the_run_survives(t
     checkpoints, start = Checkpointer(tmp_path), (lambda node_spec: None, lambda *given: None)
     supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
     supervisor._went = 0.0
-    checkpoints.begin({}, Strategy.parse("gossip"))
+    checkpoints.begin({}, Strategy.parse("gossip"), Cluster(0, 0))
     supervisor._handle(Message(1, "leave"))
     supervisor._gone.add(0)
     checkpoints.lose(0)
@@ -86,7 +87,7 @@ def test_who_could_not_leave_leaves_at_once_after_a_loss_that_the_run_survives(t
 def test_a_checkpoint_that_is_due_does_not_let_workers_leave_that_go_on(tmp_path: Path) -> None:
     """A worker leaves at a checkpoint after which the nodes stay stopped."""
     checkpoints = Checkpointer(tmp_path)
-    checkpoints.begin({}, Strategy.parse("all_reduce"))
+    checkpoints.begin({}, Strategy.parse("all_reduce"), Cluster(0, 0))
     checkpoints.why_not = ""
     assert checkpoints.is_cut is False
     checkpoints.cut()

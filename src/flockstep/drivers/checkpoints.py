@@ -116,6 +116,10 @@ class Connection(Protocol):
     runner: Runner
 
     @property
+    def address(self) -> Address:
+        """Address in the run of this node."""
+
+    @property
     def leads(self) -> bool:
         """Whether this process is not a backup of a server."""
 
@@ -330,7 +334,7 @@ class NodeCheckpoints:
 
     def _write(self, folder: Path, step: int, arrays: dict[str, FlatArray]) -> None:
         """Write the copy; runs in a thread of its own."""
-        address = self._runner.node.address
+        address = self._connection.address
         try:
             shard: Shard = write_shard(folder, address, step if address >= 0 else 0, arrays)
         except (OSError, ConfigurationError) as error:

@@ -95,10 +95,20 @@ def _run_stage(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, s
     stepper.lr = plan.lr_at(0)
     worker = plan.worker(part, rank, params, stepper)
     release()
-    member.begin()
-    connection = guard.connection = StageConnection(member, worker, plan, split, group)
+    kept, batches = load(node_spec, node_spec.address, worker.params), Batches(plan, rank)
+    _be_ready(member, kept, group)
+    taken = 0 if kept is None else kept.before + kept.saved.step
+    connection = guard.connection = StageConnection(member, worker, plan, split, group, batches, taken)
     connection.snapshots.buffers = lambda: part.buffers(rank)
-    connection.runner.begin(plan.strategy.worker(worker), partial(plan.strategy.finish, worker))
+    ours = connection.checkpoints
+    ours.stepper, ours.batches, ours.buffers = stepper, batches, connection.snapshots.buffers
+    _begin(
+        connection,
+        plan.strategy,
+        kept,
+        lambda: connection.runner.begin(plan.strategy.worker(worker), partial(plan.strategy.finish, worker)),
+        partial(part.restore_buffers, rank),
+    )
     connection.train(stepper)
     connection.close()
     member.wait_for_end(connection.attend)
@@ -132,8 +142,9 @@ def run_server(
             params = params.view(schema.dtype)
             guard.where = f"a server of stage {group.part} ({node_name(node_spec.address)}): "
         node = make_server(rule, cluster, index, params, schema, node_spec.seed, spec)
-        kept = load(node_spec, node.address, node.params)
-        _be_ready(member, kept)
+        address = node.address if group is None else group.outside(node.address)
+        kept = load(node_spec, address, node.params)
+        _be_ready(member, kept, group)
         connection = guard.connection = NodeConnection(member, node, rule, every, group)
         _begin(connection, rule, kept, lambda: connection.runner.serve(rule, node))
         connection.drive(connection.runner)
@@ -142,10 +153,11 @@ def run_server(
     return guard.code
 
 
-def _be_ready(member: Member, kept: NodeCheckpoint | None) -> None:
+def _be_ready(member: Member, kept: NodeCheckpoint | None, group: PartGroup | None = None) -> None:
     """Begin the run together with all others."""
     if kept is not None and kept.saved.mailbox is not None:
-        member.expect(kept.saved.mailbox.received())
+        received = kept.saved.mailbox.received()
+        member.expect(received if group is None else {group.outside(peer): n for peer, n in received.items()})
     member.begin()
 
 

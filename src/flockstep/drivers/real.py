@@ -291,6 +291,12 @@ class NodeConnection(Messenger):
         self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes, params)
 
     @property
+    def address(self) -> Address:
+        """Address in the run of this node."""
+        inside = self.node.address
+        return inside if self._link is None else self._link.group.outside(inside)
+
+    @property
     def leads(self) -> bool:
         """Whether this process is not a backup of a server."""
         return not isinstance(self.replication, ReplicatedServer) or self.replication.leads

@@ -22,7 +22,17 @@ from flockstep.transports.bus import LAUNCHER
 class StageConnection(NodeConnection):
     """The connection of a worker that holds one stage: to its group, and to the other stages of its replica."""
 
-    def __init__(self, member: Member, worker: Worker, plan: Plan, split: SplitModel, group: PartGroup):
+    def __init__(
+        self,
+        member: Member,
+        worker: Worker,
+        plan: Plan,
+        split: SplitModel,
+        group: PartGroup,
+        batches: Batches,
+        taken: int,
+    ):
+        """`taken`: number of steps that the worker has taken before, in a run that continues."""
         super().__init__(member, worker, plan.strategy, plan.evaluate_every, group)
         self._plan, self._pipeline, self._part = plan, split.pipeline, group.part
         self._numbers: Counter[int] = Counter()
@@ -36,9 +46,10 @@ class StageConnection(NodeConnection):
             split.pipeline,
             split.parts[group.part],
             plan.steps,
-            partial(Batches(plan, worker.rank).next, GRADIENT),
+            partial(batches.next, GRADIENT),
             self._send_to_stage,
-            stage_random(plan.seed, worker.rank, group.part),
+            partial(stage_random, plan.seed, worker.rank, group.part),
+            taken,
         )
         self._stage = StageRunner(stage, self._begin_pass, self._keep_answer)
 

@@ -65,7 +65,7 @@ def check(config: RunConfig) -> Strategy:
     canonical(config)
     choose_result(strategy, config.result)  # type: ignore[arg-type]
     if partition != Unsplit() and config.kind == "train":
-        _require_plain_run(config)
+        _require_plain_run(config, partition)
     for fault in map(Fault.parse, config.faults):
         if partition != Unsplit() and not fault.split:
             known = [name for name in registry.names("fault") if registry.load("fault", name).split]
@@ -101,14 +101,14 @@ def partition_of(config: RunConfig) -> Partition:
     return partition
 
 
-def _require_plain_run(config: RunConfig) -> None:
-    """Raise `CompositionError` if real processes of a split model would have faults injected, take checkpoints, or
-    leave and join.
+def _require_plain_run(config: RunConfig, partition: Partition) -> None:
+    """Raise `CompositionError` if real processes of a split model would have faults injected, take checkpoints with
+    micro-batches in flight, or leave and join.
     """
     given = {
         "faults cannot be injected into": config.faults,
-        "checkpoints cannot be taken of": config.checkpoint_every,
         "workers cannot leave": config.min_workers,
+        "workers cannot wait for another coordinator in": config.park,
         "workers cannot join": config.max_workers,
     }
     for what, value in given.items():
@@ -118,6 +118,11 @@ def _require_plain_run(config: RunConfig) -> None:
                 f"{what} a run of a split model on real processes yet, got {got} with {config.partition}; leave it "
                 "out, or use partition=none"
             )
+    if config.checkpoint_every is not None and partition.delays is not None:
+        raise CompositionError(
+            f"checkpoints need steps at whose end no micro-batch is in flight, got checkpoint_every="
+            f"{config.checkpoint_every} with {config.partition}; use a schedule such as 1f1b, or leave it out"
+        )
 
 
 def _real_faults() -> list[str]:

@@ -10,6 +10,7 @@ import math
 import types
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
 import numpy as np
@@ -56,9 +57,9 @@ def stage_notes(schedule: PipelineSchedule) -> Notes:
     )
 
 
-def stage_random(seed: int, replica: int, number: int) -> np.random.Generator:
-    """Return the generator of a stage for codecs with random choices, equal for every driver."""
-    return np.random.default_rng(np.random.SeedSequence((seed, STREAM, replica, number)))
+def stage_random(seed: int, replica: int, number: int, step: int) -> np.random.Generator:
+    """Return the generator of a stage for codecs with random choices in one step, equal for every driver."""
+    return np.random.default_rng(np.random.SeedSequence((seed, STREAM, replica, number, step)))
 
 
 def require_plain(need: NeedGradient, strategy: Strategy, pipeline: Pipeline) -> None:
@@ -107,7 +108,8 @@ class PipelineStage:
         steps: int,
         batch: Callable[[], Indices],
         send: Send,
-        random: np.random.Generator,
+        random: Callable[[int], np.random.Generator],
+        taken: int = 0,
     ):
         """Create a stage whose weights are given by the first call of `requested`.
 
@@ -119,7 +121,8 @@ class PipelineStage:
             steps: number of steps of the run.
             batch: function that returns the samples of the replica's next batch; equal for all stages of a replica.
             send: function (stage, message) that sends a message to another stage of this replica.
-            random: generator of this stage for codecs with random choices.
+            random: function that returns the generator of a step, for codecs with random choices.
+            taken: number of steps that the stage has taken before, at the end of which nothing was in flight.
         """
         self.rank, self.number = rank, number
         self.mailbox = Mailbox()
@@ -129,11 +132,12 @@ class PipelineStage:
         """Mean loss of the batch of the current step."""
         self._pipeline, self._schedule = pipeline, pipeline.schedule
         self._part, self._batch, self._send, self._random = part, batch, send, random
-        self._passes = pipeline.schedule.passes(number, pipeline.stages, pipeline.microbatches, steps)
+        passes = pipeline.schedule.passes(number, pipeline.stages, pipeline.microbatches, steps)
+        self._passes = dropwhile(lambda one: one.step < taken, passes)
+        self._randoms: dict[int, np.random.Generator] = {}
         self._batches: dict[int, list[MicroBatch]] = {}
-        self._drawn = 0
+        self._drawn = self._requests = taken
         self._versions: dict[int, FlatArray] = {}
-        self._requests = 0
         self._using: dict[tuple[int, int, int], int] = {}
         """Step, micro-batch and chunk of each forward pass whose backward pass is not complete → version."""
         self._own: dict[tuple[int, int], float] = {}
@@ -155,6 +159,7 @@ class PipelineStage:
         for work in self._passes:
             if work.kind == "update":
                 del self._batches[work.step]
+                self._randoms.pop(work.step, None)
                 await _resumed(NeedRequest())
                 self.gradient[:] = 0
                 self.loss = 0.0
@@ -222,7 +227,9 @@ class PipelineStage:
             assert array is not None
             note = StageNote(work.step, work.microbatch, tuple(array.shape), name_of(array), loss)
             codec = self._codec(note)
-            data = codec.encode(array.reshape(-1), random_of(codec, self._random, work.step))
+            if work.step not in self._randoms:
+                self._randoms[work.step] = self._random(work.step)
+            data = codec.encode(array.reshape(-1), random_of(codec, self._randoms[work.step], work.step))
             self._send(target[0], Message(self.number, f"{TAGS[work.kind]} {target[1]}", data, note))
 
     def _decoded(self, message: Message | None) -> FlatArray | None:

@@ -261,7 +261,7 @@ class PipelineSimulation:
             self.plan.steps,
             partial(gradients.batches[rank].next, GRADIENT),
             partial(self._send, part, rank),
-            stage_random(self.plan.seed, rank, part),
+            partial(stage_random, self.plan.seed, rank, part),
         )
         return StageRunner(stage, partial(self._begin, part, rank), partial(self._answer, part, rank))
 

@@ -70,6 +70,10 @@ class ModelPart(TrainedModel):
         none. The engine's `buffers` are those of the parts one after another.
         """
 
+    @abstractmethod
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        """Set a replica's buffers of this part to what `buffers` returned, possibly in another process."""
+
     @property
     @abstractmethod
     def kept(self) -> int:

@@ -222,6 +222,10 @@ class TorchPart(ModelPart):
         held = self._engine.buffers_of(replica)
         return _joined([held[name] for name in self._buffers])
 
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        held = self._engine.buffers_of(replica)
+        _fill([held[name] for name in self._buffers], values)
+
     def initial(self) -> FlatArray:
         whole, entries = self._engine.initial(), {entry.name: entry for entry in self._engine.schema.entries}
         return np.concatenate([whole[entries[e.name].offset :][: e.size] for e in self.schema.entries])
@@ -371,11 +375,8 @@ class PartsEngine(Engine):
         return _joined([held[name] for name in self._buffer_names])
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        held, start = self.buffers_of(replica), 0
-        for name in self._buffer_names:
-            buffer = held[name]
-            buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
-            start += buffer.numel()
+        held = self.buffers_of(replica)
+        _fill([held[name] for name in self._buffer_names], values)
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         self._hand_over(replicas)
@@ -397,6 +398,14 @@ class PartsEngine(Engine):
         whole = np.empty_like(params)
         whole[self._order] = params
         return whole
+
+
+def _fill(buffers: Sequence[torch.Tensor], values: FlatArray) -> None:
+    """Write what `_joined` returned into buffers."""
+    start = 0
+    for buffer in buffers:
+        buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
+        start += buffer.numel()
 
 
 def _joined(buffers: Sequence[torch.Tensor]) -> FlatArray:

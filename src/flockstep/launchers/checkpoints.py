@@ -108,10 +108,9 @@ class Checkpointer:
         """Whether some nodes still have to stop for a checkpoint."""
         return self._phase == "stopping"
 
-    def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy) -> None:
+    def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy, cluster: Cluster) -> None:
         """Begin to count the time until the first checkpoint, because all nodes are ready and the run begins."""
-        self._links, self._strategy = links, strategy
-        self._cluster = strategy.cluster(sum(address >= 0 for address in links))
+        self._links, self._strategy, self._cluster = links, strategy, cluster
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
             self.why_not = f"a run with {strategy} has no checkpoints"

@@ -22,6 +22,8 @@ class InitialParts:
     """Number of elements of the parameters of each part."""
     values: tuple[npt.NDArray[np.uint8], ...]
     """What `ModelPart.values` returns for each part."""
+    delayed: bool
+    """Whether micro-batches are in flight at the end of every step."""
     parameter_bytes: tuple[int, ...]
     """Number of bytes of the parameters, with which the values of each part begin."""
 
@@ -35,7 +37,8 @@ class InitialParts:
             whole = np.asarray(np.memmap(file, np.uint8, "r"))
         stops = np.cumsum([part.held_bytes for part in split.parts])[:-1]
         lengths = tuple(part.schema.nbytes for part in split.parts)
-        return cls(split.cut, split.sizes, tuple(np.split(whole, stops)), lengths)
+        delayed = split.pipeline.delays is not None
+        return cls(split.cut, split.sizes, tuple(np.split(whole, stops)), delayed, lengths)
 
     def of_node(self, address: Address, servers: int) -> npt.NDArray[np.uint8]:
         """Return the values for a node; `servers`: number of servers of each part, which hold parameters only."""

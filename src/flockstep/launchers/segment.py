@@ -123,18 +123,19 @@ class RunSegment:
 
         A server that is lost again and again ends the run.
         """
-        if self.config.checkpoint_every is None:
+        if self.config.checkpoint_every is None or self.parts is not None:
             return None
         if self.resumed is None or self.left is None or self.left.gone:
             return 0
         return min(self.resumed.manifest.steps.values()) + 1
 
     def _checkpointer(self, evaluation: Evaluator) -> Checkpointer | None:
-        """Takes the checkpoints; None if the run has several hosts, or its model is split.
+        """Takes the checkpoints; None if the run has several hosts, or micro-batches are in flight at every time.
 
         Snapshots that the run had not evaluated at the checkpoint are evaluated now.
         """
-        if self.parts is not None or any(map(self.hosts.has, range(self.config.workers))):
+        delayed = self.parts is not None and self.parts.delayed
+        if delayed or any(map(self.hosts.has, range(self.config.workers))):
             return None
         interval, keep = self.config.checkpoint_interval, self.config.keep or KEEP
         taker = Checkpointer(self._path, interval, keep, self.resumed, evaluation.pending, self.config.digest)

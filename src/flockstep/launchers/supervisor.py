@@ -793,7 +793,7 @@ class Supervisor:
         self.began = time.monotonic()
         went = self._went = self.began - (0.0 if resumed is None else resumed.manifest.seconds)
         if self._checkpoints is not None and self.outcome.strategy is not None:
-            self._checkpoints.begin(self._links, self.outcome.strategy)
+            self._checkpoints.begin(self._links, self.outcome.strategy, self._cluster)
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
         self._memory = None
         # All are connected, so even a killed supervisor leaves no sockets behind.

@@ -202,10 +202,10 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
             f"{folder} holds a run of flockstep {config.kind}, which cannot be resumed; repeat the run: "
             f"{config.command}"
         )
-    if config.partition is not None:
+    if config.partition is not None and workers not in (None, config.workers):
         raise ConfigurationError(
-            f"{folder} holds a run of a split model, of which no checkpoints are taken yet; repeat the run: "
-            f"{config.command}"
+            f"a run of a split model continues with as many workers as before, got {workers} instead of "
+            f"{config.workers}; leave -n out"
         )
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
@@ -249,6 +249,7 @@ def _continued(
         plan, config = change.plan, change.config
         require_open_files(len(plan.cluster.processes))
     facts = plan.steps, plan.evaluate_every, plan.result
+    parts = _initial_parts(built, config)[0]
     del plan, built
     if not jobs.keeps:
         release()
@@ -265,7 +266,7 @@ def _continued(
     if config.park is not None and left is None:
         owner.lead(record.path)
     parked = ParkedWorkers(record.path if left is None else None)
-    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, said, parked, left)
+    return RunSegment(config, record, *facts, show, OtherHosts(), None, checkpoint, said, parked, left, parts)
 
 
 def train_for(gathering: Gathering, config: RunConfig) -> None:

@@ -201,6 +201,9 @@ class SurrogatePart(ModelPart):
     def buffers(self, replica: int) -> FlatArray:
         return np.empty(0)
 
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        """Do nothing, because a surrogate has no buffers."""
+
     def values(self) -> npt.NDArray[np.uint8]:
         return self.initial().view(np.uint8)
 
