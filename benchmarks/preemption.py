@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from flockstep.records.checkpoints import MANIFEST
 from flockstep.records.events import EvaluationEvent
 from flockstep.records.folder import RunFolder
-from support.processes import COMMAND, MEMORY, RealRun, alive, status, wait_until
+from support.processes import COMMAND, MEMORY, RealRun, alive, content, status, wait_until
 
 JOB = f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\nfrom preemption_job import paced\n"
 SCRIPT = Path(__file__).with_name("preemption_ddp.py")
@@ -218,13 +218,18 @@ class Torchrun(Way):
         more = map(str, (self.folder, CHECKPOINTS, EVALUATIONS, self.target, self.step))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [*torchrun, "--monitor-interval", "0.1", str(SCRIPT), *more]
+        self.killed = -1
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def trains(self) -> bool:
         if self.process.poll() is not None and not self.reached():
             raise SystemExit((self.folder / "log").read_text()[-2000:])
-        return (self.folder / "stepped").exists() and len(self._workers()) == self.workers
+        return self._restarts() > self.killed and len(self._workers()) == self.workers
+
+    def _restarts(self) -> int:
+        """Number of restarts before the workers that have taken the last step; -1 if none has taken a step."""
+        return int(content(self.folder / "stepped") or -1)
 
     def _workers(self) -> list[int]:
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
@@ -234,13 +239,14 @@ class Torchrun(Way):
         return (self.folder / "reached").exists()
 
     def kill(self) -> None:
-        (self.folder / "stepped").unlink()
+        self.killed = self._restarts()
         os.kill(int(self.random.choice(self._workers())), signal.SIGKILL)
 
     def join(self) -> None:
         """Nothing has to join, because torchrun has started all workers again."""
 
     def end(self) -> None:
+        workers = self._workers()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
@@ -248,6 +254,8 @@ class Torchrun(Way):
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        for pid in filter(alive, workers):  # they have sessions of their own
+            os.kill(pid, signal.SIGKILL)
 
 
 WAYS: dict[str, Callable[[Path, argparse.Namespace], Way]] = {

@@ -4,6 +4,7 @@ EVALUATIONS TARGET STEP.
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +46,7 @@ def main(folder: Path, checkpoints: int, evaluations: int, target: float, second
         step += 1
         if rank:
             continue
-        (folder / "stepped").touch()
+        (folder / "stepped").write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
         if step % checkpoints == 0:
             half = folder / "state.half"
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, half)
