@@ -1,27 +1,59 @@
 """How soon real runs notice faults and continue, for the table of faults in docs/explanation/failures.md.
 
-    python benchmarks/faults.py            a line for each fault, with the median of three runs
+    python benchmarks/faults.py [WORD …]   a line for each fault, or for those whose name holds one of the words
+    python benchmarks/faults.py --write    also write the figures to benchmarks/faults.json, for docs/generate.py
 
-Every fault hits a run of `softmax` on two workers in its middle. Times are seconds between the signal and what follows.
+Faults of processes hit a run of `softmax` on two workers in its middle; times are seconds between the signal and what
+follows, medians of three runs. Faults of links hit runs whose connections go through a proxy. Strangers meet a
+coordinator in this process.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import contextlib
+import json
+import os
+import re
+import resource
 import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Setting
-from flockstep.chaos.run import ChaosRun
-from flockstep.records.events import Event, PromotedEvent
+import msgspec
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from flockstep import __version__, registry
+from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Failpoint, Setting
+from flockstep.chaos.failpoint import write_failpoint
+from flockstep.chaos.run import COMMAND, ChaosRun
+from flockstep.codecs.base import Codec
+from flockstep.errors import PeerLost, ProtocolError
+from flockstep.launchers.host_messages import Join, decoded, encoded
+from flockstep.launchers.hosts import RemoteHosts
+from flockstep.launchers.meeting import Meeting
+from flockstep.records.events import Event, PromotedEvent, RefusedEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep.transports.host_channel import MAX_HEADER, HostChannel
+from flockstep.transports.wire import PROTOCOL
+from support.hosts import PORT, SECRET, Ended, network
+from support.jobs import go_on, paced
+
+FIGURES = Path(__file__).with_suffix(".json")
+FAULTY_TCP = Path(__file__).parents[1] / "tests" / "support" / "faulty_tcp.py"
 
 RUNS = 3
 STEPS = 3000
@@ -79,26 +111,358 @@ def measure(strategy: str, disruption: Measured) -> tuple[list[float], list[Even
     return disruption.seconds, events
 
 
-def show(what: str, seconds: list[float]) -> None:
-    """Print the median and the range of the seconds."""
-    print(f"{what}: median {statistics.median(seconds):.3f} s, {min(seconds):.3f} to {max(seconds):.3f} s", flush=True)
+def text(seconds: list[float]) -> str:
+    """The median of seconds, and their range."""
+    middle, digits = statistics.median(seconds), 3 if max(seconds) < 0.1 else 2
+    return f"{middle:.{digits}f} s ({min(seconds):.{digits}f} to {max(seconds):.{digits}f} s)"
+
+
+def killed_worker() -> str:
+    kill = Measured(until=says("worker 1 was killed by SIGKILL"))
+    return f"the run said so after {text(measure('asgd', kill)[0])}, and the others continued (`asgd`)"
+
+
+def stopped_worker() -> str:
+    stop = Measured(kind=signal.SIGSTOP, until=says("has not answered for 2 s"))
+    return f"noticed after {text(measure('asgd', stop)[0])} with a heartbeat of 2 s (`asgd`)"
+
+
+def killed_server() -> str:
+    server = Measured(who="server-0", until=says("continues in its place"))
+    seconds, events = measure("ps(consistency=bsp, replicas=1)", server)
+    pushes = [one.push_seconds for one in events if isinstance(one, PromotedEvent) and one.push_seconds is not None]
+    return (
+        f"with a backup: the backup continued after {text(seconds)}, and a push arrived within {text(pushes)} more; no "
+        "step was lost (`ps(bsp, replicas=1)`). Without: the steps since the checkpoint were repeated"
+    )
+
+
+def killed_launcher() -> str:
+    launcher = Measured(who="launcher", until=ends)
+    return f"no process was left after {text(measure('asgd', launcher)[0])} (`asgd`)"
+
+
+def terminated() -> str:
+    term = Measured(who="launcher", kind=signal.SIGTERM, until=lambda run: not run.going)
+    seconds, _ = measure("all_reduce", term)
+    return f"the command had ended {text(seconds)} after SIGTERM, with a checkpoint (`all_reduce`)"
+
+
+def link(fault: str, encrypt: bool) -> Callable[[], str]:
+    """A fault of the links between three workers, about as often as there are links."""
+
+    def measured() -> str:
+        away: list[float] = []
+        fired = 0
+        for seed in range(RUNS):
+            with tempfile.TemporaryDirectory() as place:
+                log = Path(place) / "faults"
+                options = f"faults={fault!r}, seed={seed}, every=20000, encrypt={str(encrypt).lower()}, log='{log}'"
+                words = ["train", "softmax", "-s", "all_reduce", "-n", "3", "--steps", "300", "--heartbeat", "2"]
+                words += ["--transport", f"faulty_tcp({options})", "--import", FAULTY_TCP, "--out", f"{place}/run"]
+                done = subprocess.run([*COMMAND, *map(str, words)], check=True, capture_output=True, text=True)
+                away += map(float, re.findall(r"is connected to worker \d again after ([0-9.]+) s", done.stderr))
+                fired += len(log.read_text().splitlines())
+        return f"connected again after {text(away)}; no step was lost ({fired} faults, heartbeat 2 s)"
+
+    return measured
+
+
+def cut() -> str:
+    """The cable of one of two hosts is out for 8 s."""
+    seconds = []
+    with network(2) as (one, other), tempfile.TemporaryDirectory() as place:
+        where = ["--nodes", "2", "--coordinator", f"{one.address}:{PORT}"]
+        words = ["softmax", "-s", "all_reduce", "-n", "2", "--steps", "100000000", "--evaluate-every", "100000"]
+        second = other.start("train", *where, "--node-rank", "1", *words)
+        with (Path(place) / "err").open("w") as err:
+            command = [*COMMAND, "train", *where, "--node-rank", "0", "--out", f"{place}/run", *words]
+            first = subprocess.Popen(
+                one.command(*command), stderr=err, env={**os.environ, "FLOCKSTEP_SECRET": SECRET}, text=True
+            )
+            file = Path(place) / "run/events/worker-1.jsonl"
+            wait(lambda: file.exists() and file.stat().st_size > 0)
+            for number in range(1, RUNS + 1):
+                other.cut()
+                time.sleep(8)
+                other.mend()
+                began = time.monotonic()
+                wait(lambda number=number: (Path(place) / "err").read_text().count("connected again") >= number)
+                seconds.append(time.monotonic() - began)
+            first.send_signal(signal.SIGINT)
+            first.wait()
+            Ended.of(second)
+    return f"connected again {text(seconds)} after the end of a cut of 8 s; no step was lost"
+
+
+def wait(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    until = time.monotonic() + 120
+    while not condition():
+        if time.monotonic() > until:
+            raise SystemExit("what is measured did not happen within 120 s")
+        time.sleep(0.001)
+
+
+def resumed() -> str:
+    """The launcher is killed while it writes the second checkpoint; the run is resumed."""
+    seconds, repeated = [], []
+    for _ in range(RUNS):
+        with tempfile.TemporaryDirectory() as name:
+            place = Path(name)
+            run, kill = place / "run", write_failpoint(place, Failpoint("launcher", "manifest.begun", 2))
+            words = ["train", paced(place), "-s", "all_reduce", "-n", "2", "--steps", "120", "--checkpoint-every", "20"]
+            subprocess.run([*COMMAND, *words, "--import", kill, "--out", run], check=False, capture_output=True)
+            go_on(place)
+            file, began = run / "events" / "worker-0.jsonl", time.monotonic()
+            with subprocess.Popen(
+                [*COMMAND, "resume", run], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            ) as again:
+                wait(lambda file=file: file.exists() and b'"step"' in file.read_bytes())
+                seconds.append(time.monotonic() - began)
+                again.communicate()
+            repeated.append(int(re.findall(r"; (\d+) recorded", RunFolder(run).read_summary().notes[0])[0]))
+    return (
+        f"`flockstep resume` trained after {text(seconds)}, start of the processes included; "
+        f"{statistics.median(repeated):g} steps of both workers were repeated, with a checkpoint every 20 steps"
+    )
+
+
+def bad_gradient() -> str:
+    """A worker computes gradients that are not finite."""
+    with tempfile.TemporaryDirectory() as place:
+        words = ["train", "softmax", "-s", "ps(bsp)", "-n", "2", "--steps", "100", "--on-bad-gradient", "skip"]
+        words += ["--fault", "miscomputes(1, 20, 60)", "--out", f"{place}/run"]
+        subprocess.run([*COMMAND, *words], check=True, capture_output=True)
+        events = RunFolder(Path(place) / "run").read_events()
+    refused = [one for one in events if isinstance(one, RefusedEvent)]
+    steps = [one for one in events if isinstance(one, StepEvent) and one.rank == 1]
+    return (
+        f"{len(refused)} of the worker's {len(steps)} gradients were refused, each before it was used; no step was lost"
+    )
+
+
+def joined() -> str:
+    """A third worker joins."""
+    seconds = []
+    for _ in range(RUNS):
+        with tempfile.TemporaryDirectory() as name:
+            place = Path(name)
+            words = ["train", paced(place), "-s", "all_reduce", "-n", "2", "--steps", "600", "--max-workers", "3"]
+            with subprocess.Popen([*COMMAND, *words, "--out", place / "run"], stderr=subprocess.DEVNULL) as run:
+                file = place / "run/events/worker-1.jsonl"
+                wait(lambda file=file: file.exists() and file.stat().st_size > 0)
+                subprocess.run([*COMMAND, "join", place / "run"], check=True, capture_output=True)
+                go_on(place)
+                run.wait()
+            notes = " ".join(RunFolder(place / "run").read_summary().notes)
+            seconds.append(float(re.findall(r"no worker trained for ([0-9.]+) s", notes)[0]))
+    return f"no worker trained for {text(seconds)} while a third worker joined (softmax); no step was lost"
+
+
+def in_use() -> str:
+    """A second run in the folder of a run that is going on."""
+    seconds = []
+    with tempfile.TemporaryDirectory() as place:
+        words = [*COMMAND, "train", "softmax", "-s", "asgd", "-n", "1", "--steps", "100000000", "--out", f"{place}/run"]
+        with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+            wait(lambda: any(Path(place).glob("run/events/worker-0.jsonl")))
+            for _ in range(RUNS):
+                began = time.monotonic()
+                assert subprocess.run(words, check=False, capture_output=True).returncode == 2
+                seconds.append(time.monotonic() - began)
+            run.send_signal(signal.SIGINT)
+    return f"refused after {text(seconds)}, start of the command included"
+
+
+JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {})
+
+
+@contextlib.contextmanager
+def coordinator(heartbeat: float = 5.0) -> Iterator[tuple[str, int]]:
+    """A coordinator that waits for a host, in a thread; its address."""
+    meeting = Meeting("127.0.0.1", 0, SECRET.encode())
+    with RemoteHosts(meeting, range(1, 2), {1: range(2, 4)}, 4, {}, "", heartbeat, lambda text: None) as hosts:
+        over = threading.Event()
+
+        def pump() -> None:
+            while not over.wait(0.001):
+                hosts.pump()
+
+        thread = threading.Thread(target=pump)
+        thread.start()
+        try:
+            yield hosts._listener.getsockname()
+        finally:
+            over.set()
+            thread.join()
+
+
+def answered(address: tuple[str, int], join: Join) -> tuple[float, str]:
+    """Seconds until a host that asks to join is answered, and the kind of the answer."""
+    began = time.monotonic()
+    channel = HostChannel(socket.create_connection(address), SECRET.encode(), True, 5.0)
+    channel.send(encoded(join))
+    found: list[object] = []
+    while not found:
+        channel.flush()
+        found += [decoded(header) for header, _ in channel.receive() if header]
+        time.sleep(0.0005)
+    channel.close()
+    return time.monotonic() - began, type(found[0]).__name__
+
+
+def closed(address: tuple[str, int], data: bytes, more: bytes = b"") -> float:
+    """Seconds until the coordinator closes the connection of a stranger, who sends `more` again and again."""
+    began = time.monotonic()
+    with socket.create_connection(address) as stranger, contextlib.suppress(ConnectionError):
+        stranger.sendall(data)
+        stranger.settimeout(0.5 if more else None)
+        while True:
+            try:
+                if not stranger.recv(1 << 16):
+                    break
+            except TimeoutError:
+                stranger.sendall(more)
+    return time.monotonic() - began
+
+
+def another_version() -> str:
+    with coordinator() as address:
+        found = [answered(address, msgspec.structs.replace(JOIN, version="0.0")) for _ in range(RUNS)]
+    assert {kind for _, kind in found} == {"Refused"}
+    return f"refused {text([seconds for seconds, _ in found])} after the host connected"
+
+
+def garbage() -> str:
+    with coordinator() as address:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds = [closed(address, b"GET / HTTP/1.1\r\n\r\n" * 10) for _ in range(300)]
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return f"closed after {text(seconds)}; 300 such connections took {grown / 1024:.1f} MiB of memory"
+
+
+def replayed() -> str:
+    sent = bytearray()
+
+    class Tapped(socket.socket):
+        def send(self, data: object, flags: int = 0) -> int:  # type: ignore[override]
+            count = super().send(data, flags)  # type: ignore[arg-type]
+            sent.extend(memoryview(data)[:count])  # type: ignore[arg-type]
+            return count
+
+    with coordinator() as address:
+        raw = Tapped(socket.AF_INET, socket.SOCK_STREAM)
+        raw.connect(address)
+        channel = HostChannel(raw, SECRET.encode(), True, 5.0)
+        channel.send(encoded(JOIN))
+        while not [header for header, _ in channel.receive() if header]:
+            channel.flush()
+            time.sleep(0.001)
+        seconds = [closed(address, bytes(sent)) for _ in range(RUNS)]
+        channel.close()
+    return f"closed after {text(seconds)}"
+
+
+def scanned() -> str:
+    seconds = []
+    for _ in range(RUNS):
+        with coordinator() as address, contextlib.ExitStack() as stack:
+            for _ in range(1000):
+                stack.enter_context(socket.create_connection(address))
+            took, kind = answered(address, JOIN)
+            assert kind == "Accepted"
+            seconds.append(took)
+    return f"a host was admitted after {text(seconds)} while 1,000 idle connections were opened"
+
+
+def announced() -> str:
+    with coordinator() as address:
+        tracemalloc.start()
+        seconds = []
+        for _ in range(RUNS):
+            began = time.monotonic()
+            channel = HostChannel(socket.create_connection(address), SECRET.encode(), True, 5.0)
+            channel._out.append(memoryview(((1 << 32) - 1).to_bytes(4, "little") + (1 << 62).to_bytes(8, "little") * 3))
+            with contextlib.suppress(PeerLost):
+                while True:
+                    channel.flush()
+                    channel.receive()
+                    time.sleep(0.001)
+            seconds.append(time.monotonic() - began)
+            channel.close()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < MAX_HEADER * 4
+    return f"closed after {text(seconds)}; at most {peak / 1024:.0f} KiB were allocated, for 2⁶² announced bytes"
+
+
+def compressed() -> str:
+    worst, elements = 0.0, 1 << 20
+    for name in registry.names("codec"):
+        with contextlib.suppress(TypeError):
+            codec = Codec.parse(name)
+            for data in (b"", b"\xff" * 16, b"\xff" * 64, b"\0" * 64):
+                tracemalloc.start()
+                with contextlib.suppress(ProtocolError):
+                    codec.decode(np.frombuffer(data, np.uint8), elements, "float32")
+                worst = max(worst, tracemalloc.get_traced_memory()[1] / (4 * elements))
+                tracemalloc.stop()
+    return f"at most {worst:.1f} times the declared array was allocated, over all codecs"
+
+
+def slow() -> str:
+    with coordinator(1.0) as address:
+        seconds = [closed(address, b"\0", b"\0")]
+    return f"closed after {seconds[0]:.1f} s"
+
+
+MEASUREMENTS: dict[str, Callable[[], str]] = {
+    "SIGKILL ends a worker in the middle of a push": killed_worker,
+    "SIGKILL ends a parameter server": killed_server,
+    "SIGKILL ends the launcher": killed_launcher,
+    "SIGSTOP for longer than the heartbeat, then SIGCONT": stopped_worker,
+    "a link between hosts drops data": link("drop", True),
+    "a link between hosts repeats data": link("repeat", True),
+    "a link between hosts changes the order of data": link("reorder", True),
+    "a link between hosts changes a byte": link("corrupt", True),
+    "the network between two groups of hosts is cut": cut,
+    "a TCP connection is half open": link("half_open", False),
+    "SIGKILL while a checkpoint is written": resumed,
+    "a gradient is not finite": bad_gradient,
+    "another version of the library on a host": another_version,
+    "garbage, HTTP, a TLS hello or pickled data arrives at a port": garbage,
+    "a recorded session is replayed": replayed,
+    "a port scan and 1,000 idle connections": scanned,
+    "a length of 2⁶² or a negative length is announced": announced,
+    "a few compressed bytes that announce a large array": compressed,
+    "a stranger sends one byte now and then": slow,
+    "SIGTERM, Ctrl-C, or a process killed for lack of memory": terminated,
+    "two runs on one port or in one folder; a process of an earlier run": in_use,
+    "a worker joins during the run": joined,
+    "all processes die at once": resumed,
+}
+"""Fault, as docs/fault_scenarios.toml calls it → its measurement."""
 
 
 def main() -> None:
-    """Measure each fault in turn."""
-    kill = Measured(until=says("worker 1 was killed by SIGKILL"))
-    show("SIGKILL of a worker until the run says so (asgd)", measure("asgd", kill)[0])
-    stop = dataclasses.replace(kill, kind=signal.SIGSTOP, until=says("has not answered for 2 s"), seconds=[])
-    show("SIGSTOP of a worker until the run says so, heartbeat 2 s (asgd)", measure("asgd", stop)[0])
-    server = Measured(who="server-0", until=says("continues in its place"))
-    seconds, events = measure("ps(consistency=bsp, replicas=1)", server)
-    show("SIGKILL of a server with a backup until the run says so", seconds)
-    pushes = [event.push_seconds for event in events if isinstance(event, PromotedEvent)]
-    show("  from then until the first push at the backup", [one for one in pushes if one is not None])
-    launcher = Measured(who="launcher", until=ends)
-    show("SIGKILL of the launcher until no process is left (asgd)", measure("asgd", launcher)[0])
-    term = Measured(who="launcher", kind=signal.SIGTERM, until=lambda run: not run.going)
-    show("SIGTERM until the command has ended, with a checkpoint (all_reduce)", measure("all_reduce", term)[0])
+    """Measure the faults in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--write", action="store_true", help=f"write the figures to {FIGURES.name}")
+    options = parser.parse_args()
+    found: dict[str, str] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for fault, measurement in MEASUREMENTS.items():
+        if options.words and not any(word in fault for word in options.words):
+            continue
+        try:
+            found[fault] = measurement()
+        except (subprocess.CalledProcessError, statistics.StatisticsError, AssertionError, IndexError) as error:
+            print(f"{fault}: FAILED, {error!r}", flush=True)
+            continue
+        print(f"{fault}: {found[fault]} (load {os.getloadavg()[0]:.0f})", flush=True)
+        if options.write:
+            FIGURES.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Which tests hold which fault: read from fault_scenarios.toml and the tests, for `generate.py`."""
+"""Which tests hold which fault, and what was measured: read from fault_scenarios.toml and benchmarks/faults.json, for
+`generate.py`.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import tomllib
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import proofs
 
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_name("fault_scenarios.toml")
+FIGURES = ROOT / "benchmarks" / "faults.json"
+"""What `benchmarks/faults.py` has measured, by fault."""
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +39,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def scenarios(file: Path = FILE) -> list[Scenario]:
     """All scenarios, in the order of the table."""
-    return msgspec.convert(tomllib.loads(file.read_text("utf-8"))["scenario"], list[Scenario])
+    found = msgspec.convert(tomllib.loads(file.read_text("utf-8"))["scenario"], list[Scenario])
+    figures: dict[str, str] = json.loads(FIGURES.read_text("utf-8"))
+    return [msgspec.structs.replace(one, measured=figures.get(one.fault, one.measured)) for one in found]
 
 
 def unknown_tests(found: list[Scenario], root: Path = ROOT) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from support import slurm, ssh
 from support.hosts import TOOLS, Host, connected, lacking
+from support.jobs import go_on, paced
 from support.processes import COMMAND, PATIENCE, SOURCE, content, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -576,6 +578,29 @@ def test_a_job_that_slurm_ends_says_why(
     assert trial.summary(2)["status"] in ("failed", "interrupted"), "the record is complete"
     idle = [*srun[:-1], "sinfo", "--noheader", "--format=%T %D"]
     wait_until(lambda: hosts[0].run(*idle).split() == ["idle", "2"], PATIENCE, "both hosts, for the next test")
+
+
+@pytest.mark.full
+def test_a_job_that_slurm_starts_again_continues(hosts: tuple[Host, ...], srun: list[str], trial: Trial) -> None:
+    """The batch script of the page on resuming, on two hosts; Slurm ends the job and starts the job again."""
+    record = trial.folder / "runs" / "one"
+    train = ["train", paced(trial.folder, slow_after=40), "-s", "all_reduce", "-n", "2", "--steps", "120"]
+    train += ["--checkpoint-every", "10", "--out", str(record), "--resume", "--on", "slurm"]
+    batch = ["--requeue", "--parsable", "--nodes=2", "--ntasks=2", "--output=out", "--open-mode=append"]
+    command = [*srun[:-1], "sbatch", *batch, f"--wrap=exec {shlex.join([*COMMAND, *train])}"]
+    job = hosts[0].run(*trial.words(command, python=False)[:-1]).strip()
+    said = trial.folder / "out"
+    wait_until(lambda: any(record.glob("checkpoints/*/manifest.json")), PATIENCE, f"a checkpoint: {content(said)!r}")
+    hosts[0].run(*srun[:-1], "scontrol", "requeue", job)
+    state = [*srun[:-1], "squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+    wait_until(lambda: hosts[0].run(*state).strip() == "PENDING", PATIENCE, f"a job that waits: {content(said)!r}")
+    go_on(trial.folder)
+    hosts[0].run(*srun[:-1], "scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_until(lambda: b'"finished"' in content(record / "summary.json"), PATIENCE, f"the end: {content(said)!r}")
+    assert trial.summary(2)["notes"][0].startswith("resumed from step ")
+    steps = [event.step for event in RunFolder(record).read_events() if isinstance(event, StepEvent) and not event.rank]
+    assert steps == list(range(1, 121))
+    wait_until(lambda: not hosts[0].run(*state).strip(), PATIENCE, "the end of the job")
 
 
 @pytest.mark.full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -11,9 +13,10 @@ import pytest
 from flockstep.cli.app import run as run_command
 from flockstep.launchers.parking import PARKED
 from flockstep.records.folder import RunFolder
+from flockstep.records.owner import OWNER
 from support.jobs import go_on, paced, paced_train
 from support.matrix import few
-from support.processes import IPC, MEMORY, PATIENCE, RealRun, alive, wait_until
+from support.processes import COMMAND, IPC, MEMORY, PATIENCE, RealRun, alive, content, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by their names in /proc")
 
@@ -66,6 +69,62 @@ def test_workers_for_which_nobody_comes_end(tmp_path: Path) -> None:
     run.fault(signal.SIGKILL, "main")
     wait_until(lambda: not any(map(alive, run.nodes.values())), PATIENCE, "nobody waits any more")
     assert parked(run) == set()
+
+
+LOOP = """
+while {command}; code=$?; [ $code -gt 130 ]; do
+    sleep 0.1
+done
+exit $code
+"""
+
+
+def test_a_loop_of_the_shell_starts_a_killed_command_again(tmp_path: Path) -> None:
+    """The command is killed twice; the loop ends when it has succeeded. The workers are those of the first run."""
+    words = [*paced_train(tmp_path, "all_reduce", 2, STEPS, slow_after=40), "--checkpoint-every", "10"]
+    record = tmp_path / "run"
+    command = shlex.join([*COMMAND, *words, *IPC, "--park", "600", "--out", str(record), "--resume"])
+    loop = RealRun(words, record, within=["sh", "-c", LOOP.format(command=command)])
+    loop.wait_for_work(25)
+    before, killed = workers(loop.nodes), set[int]()
+    for least in (25, 45):
+        wait_until(lambda least=least: min(loop.steps(0), loop.steps(1)) >= least, PATIENCE, f"{least} steps")  # type: ignore[misc]
+        wait_until(lambda: any(record.glob("checkpoints/*/manifest.json")), PATIENCE, "a checkpoint is complete")
+        (pid,) = [pid for pid in loop.processes() if owner_of(record) == pid and pid not in killed]
+        killed.add(pid)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: owner_of(record) not in (*killed, 0), PATIENCE, "another command owns the folder")
+        wait_until(
+            lambda: before <= workers(loop.working()) | parked(loop), PATIENCE, "the workers are those of before"
+        )
+    go_on(tmp_path)
+    ended = loop.end()
+    assert ended.code == 0, ended.err
+    notes = RunFolder(record).read_summary().notes
+    assert notes[0].startswith("resumed from step "), notes
+
+
+def owner_of(record: Path) -> int:
+    return int(content(record / OWNER).strip() or 0)
+
+
+def test_a_command_with_resume_begins_its_run_once_and_refuses_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    words = ["train", "softmax", "-s", "all_reduce", "-n", "1", "--steps", "40", *IPC, "--resume"]
+    assert run_command(words) == 2
+    assert "--resume needs the folder of the run; add --out" in capsys.readouterr().err
+    assert run_command([*words, *out]) == 0
+    assert run_command([*words, *out, "--lr", "0.125"]) == 2
+    assert (
+        "holds another run: its lr is 1.0, and this command's is 0.125; repeat the command" in capsys.readouterr().err
+    )
+    assert run_command([*words, *out]) == 2
+    assert "holds a run that has ended" in capsys.readouterr().err
+    (tmp_path / "run" / "summary.json").unlink()
+    assert run_command([*words, *out]) == 0
+    assert "holds no complete checkpoint, so the run begins at its start" in capsys.readouterr().err
 
 
 def test_waiting_needs_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -388,7 +388,7 @@ class EndedProcess:
 
 def agent_with(ended: EndedProcess, channel: SentMessages) -> Any:
     agent: Any = HostAgent(Meeting("127.0.0.1", 1, SECRET), JOIN, nothing, nothing, 5.0)
-    agent._channel, agent._control, agent._frames, agent._children = channel, ended, {0: ended}, {2: ended}
+    agent._channel, agent._control, agent._frames, agent._children = channel, ended, {0: ended}, {0: ended}
     return agent
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,11 @@ def test_each_scenario_names_tests_that_exist() -> None:
     assert SCENARIOS.unknown_tests(ALL) == []
     assert len({scenario.fault for scenario in ALL}) == 30
     assert [scenario.fault for scenario in ALL if not scenario.tests] == []
+
+
+def test_figures_are_of_faults_in_the_table() -> None:
+    figures = json.loads(SCENARIOS.FIGURES.read_text("utf-8"))
+    assert set(figures) <= {scenario.fault for scenario in ALL}
 
 
 @dataclass

@@ -179,12 +179,13 @@ def train(
     max_workers: o.MaxWorkers = None,
     park: o.Park = None,
     out: o.Out = None,
+    resumes: o.Resumes = False,
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
     """Train for real, on processes of this machine or of several."""
     from flockstep.cli.runs import run_one
-    from flockstep.drivers.setup import check
+    from flockstep.drivers.setup import check, prepare
 
     config = o.configured("train", locals())
     place = o.folder(out, f"{job}-{strategy}")
@@ -199,34 +200,80 @@ def train(
 
             train_for(gathering, config)
             return
+        if resumes:
+            found = o.continued(context, prepare(config)[2], place, gathering, as_json)
+            if found.resumes:
+                return
+            overwrite |= found.overwrites
         run_one(config, place, as_json, target is not None, overwrite, gathering)
 
 
 @app.command(rich_help_panel=RUN)
+@o.with_hosts
 def resume(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
     workers: Annotated[
         int | None,
         typer.Option("--workers", "-n", min=1, help="Number of workers from now on; by default as many as before."),
     ] = None,
+    where: o.HostOptions = o.HERE,
     as_json: o.Json = False,
 ) -> None:
     """Continue a run of flockstep train or flockstep launch that has stopped, from its newest checkpoint."""
     from flockstep.cli.runs import resume_one
+    from flockstep.launchers.output import Output, to_terminal
+    from flockstep.records.folder import RunFolder
 
-    resume_one(folder, as_json, workers)
+    config = RunFolder(folder).read_config()
+    many = config.workers if workers is None else workers
+    o.leave_to_slurm(context, where, many, folder)
+    with o.gathered(context, where, many, config.arguments, Output.of(config, to_terminal)) as gathering:
+        if gathering is not None and not gathering.coordinates:
+            raise ConfigurationError(
+                f"flockstep resume runs on the host with --node-rank 0, got {gathering.node}; on the other hosts "
+                f"repeat the command with which the run was started: {config.command}"
+            )
+        resume_one(folder, as_json, workers, gathering)
 
 
 @app.command(rich_help_panel=RUN)
 def join(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
+    context: typer.Context,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="The folder of a run on this machine, or the address of the run's coordinator, as host:port.",
+        ),
+    ],
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Number of workers to add.")] = 1,
+    job: Annotated[
+        str | None,
+        typer.Option("--job", help="Path of the job's file on this host (default: the path at the coordinator)."),
+    ] = None,
+    imports: o.Imports = None,
+    secret_file: o.SecretFile = None,
+    timeout: o.MeetTimeout = 600.0,
+    host_address: o.HostAddress = "",
 ) -> None:
-    """Add workers to a run of flockstep train that is going on on this machine."""
+    """Add workers to a run of flockstep train that is going on, on this machine or on another host."""
     from flockstep.launchers.join_requests import ask
     from flockstep.records.folder import RunFolder
 
-    print(ask(RunFolder(folder), workers))
+    if Path(run).exists() or ":" not in run:
+        for option, value in o.given_options(context, ("job", "imports", "secret_file", "timeout", "host_address")):
+            raise ConfigurationError(
+                f"{option} {value} is for a run of another host, and {run} is a folder of this machine; leave it out, "
+                "or give the address of the run's coordinator, such as 10.0.0.1:29400"
+            )
+        print(ask(RunFolder(Path(run)), workers))
+        return
+    from flockstep.launchers.joining_host import join_run
+    from flockstep.launchers.meeting import meeting_at, read_secret
+
+    meeting = meeting_at(run, read_secret(secret_file), timeout, host_address)
+    join_run(meeting, workers, job, imports or ())
 
 
 @app.command(rich_help_panel=RUN)
@@ -357,6 +404,7 @@ def launch(
     out: o.Out = None,
     checkpoint_every: o.CheckpointEvery = None,
     keep: o.Keep = None,
+    resumes: o.Resumes = False,
     overwrite: o.Overwrite = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,
     as_json: o.Json = False,
@@ -390,6 +438,11 @@ def launch(
 
             launch_for(gathering, script, arguments or [], config, shown, overwrite)
             return
+        if resumes:
+            found = o.continued(context, shown.kept_in(config), place, gathering, as_json)
+            if found.resumes:
+                return
+            overwrite |= found.overwrites
         launch_one(script, arguments or [], config, place, as_json, shown, overwrite, gathering)
 
 

@@ -22,6 +22,7 @@ from flockstep.experiments.folders import folder as folder
 
 if TYPE_CHECKING:
     from flockstep.costs.cluster import ClusterShape
+    from flockstep.launchers.continuing import Continuation
     from flockstep.launchers.gathering import Gathering
     from flockstep.launchers.output import Output
     from flockstep.records.config import Kind, RunConfig
@@ -460,6 +461,17 @@ Park = Annotated[
         rich_help_panel=PROCESSES,
     ),
 ]
+Resumes = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help=(
+            "Continue the run of this command in the folder of --out from its newest checkpoint, if the run has begun: "
+            "for commands that systemd, Slurm or a shell starts again."
+        ),
+        rich_help_panel=OUTPUT,
+    ),
+]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)
 ]
@@ -661,6 +673,9 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
     Raises:
         ConfigurationError: options are missing, or do not go together.
     """
+    grows = context.params.get("max_workers") is not None
+    if where.nodes is None and where.coordinator is not None and grows:
+        where = dataclasses.replace(where, nodes=1, node_rank=where.node_rank or 0)
     if where.nodes is None:
         for option, value in given_options(context, (*BY_HAND, "timeout", "host_address")):
             raise ConfigurationError(f"{option} {value} is for several hosts; add --nodes")
@@ -675,7 +690,33 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
             "10.0.0.1:29400 on the first host"
         )
     meeting = meeting_at(where.coordinator, read_secret(where.secret_file), where.timeout, where.host_address)
-    return Gathering(meeting, where.nodes, where.node_rank, where.separate_coordinator)
+    return Gathering(meeting, where.nodes, where.node_rank, where.separate_coordinator, grows)
+
+
+def continued(
+    context: typer.Context, config: RunConfig, place: Path, gathering: Gathering | None, as_json: bool
+) -> Continuation:
+    """Continue the run of a command in its folder, and print the outcome, if there is a checkpoint.
+
+    Args:
+        context: the command.
+        config: the run's configuration with all defaults filled in.
+        place: folder of the record.
+        gathering: the hosts of the run; None: all processes are on this host.
+        as_json: print the outcome as JSON.
+
+    Raises:
+        ConfigurationError: --out is missing, or the folder holds another run, or one that has ended.
+    """
+    from flockstep.cli.runs import resume_one
+    from flockstep.launchers.continuing import continuation
+
+    if not any(given_options(context, ("out",))):
+        raise ConfigurationError("--resume needs the folder of the run; add --out")
+    found = continuation(config, place)
+    if found.resumes:
+        resume_one(place, as_json, None, gathering)
+    return found
 
 
 def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) -> RunConfig:

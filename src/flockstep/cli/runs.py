@@ -49,20 +49,23 @@ def run_one(
     conclude(summary, folder, as_json, must_reach)
 
 
-def resume_one(folder: Path, as_json: bool, workers: int | None) -> None:
+def resume_one(folder: Path, as_json: bool, workers: int | None, gathering: Gathering | None = None) -> None:
     """Continue a run from its newest checkpoint, and print the outcome."""
     from flockstep.launchers.script import resume_script
     from flockstep.launchers.train import resume
 
-    if RunFolder(folder).read_config().kind == "launch":
+    config = RunFolder(folder).read_config()
+    if gathering is not None and workers is None:
+        workers = gathering.over(config).workers  # hosts that --hosts names have numbers of workers
+    if config.kind == "launch":
         from flockstep.cli.script_display import beside_scripts
 
         with _names_record(folder), beside_scripts() as (standings, sink):
-            summary = resume_script(folder, sink, standings, workers)
+            summary = resume_script(folder, sink, standings, workers, gathering)
         _say_launched(summary, folder, as_json)
         return
     with _names_record(folder), show.standings(f"resuming {folder}") as standings:
-        summary = resume(folder, standings, workers)
+        summary = resume(folder, standings, workers, gathering)
     conclude(summary, folder, as_json, False)
 
 

@@ -26,7 +26,7 @@ from flockstep.drivers.state import from_arrays, to_arrays
 from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import ANYTHING, Address, Fields
 from flockstep.nodes import Worker
-from flockstep.records.checkpoints import Checkpoint, Manifest, Shard, read_manifest, write_shard
+from flockstep.records.checkpoints import Checkpoint, Manifest, Shard, read_manifest, shard_file, write_shard
 from flockstep.records.failpoints import reach
 from flockstep.simulation.attacks import Memory
 
@@ -65,7 +65,11 @@ class NodeCheckpoint:
 
 def manifest_of(spec: NodeSpec) -> Manifest | None:
     """The manifest of the checkpoint from which a node goes on; None if its run begins at the start."""
-    return read_manifest(Path(spec.checkpoint)) if spec.checkpoint else None
+    return read_manifest(_folder_of(spec)) if spec.checkpoint else None
+
+
+def _folder_of(spec: NodeSpec) -> Path:
+    return Path(spec.directory) / spec.checkpoint  # an absolute path stays
 
 
 def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint | None:
@@ -77,7 +81,7 @@ def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint 
     """
     if not spec.checkpoint:
         return None
-    folder = Path(spec.checkpoint)
+    folder = _folder_of(spec)
     kept = load_node(Checkpoint(folder, read_manifest(folder)), address)
     if np.shape(kept.saved.params) != params.shape:
         raise ConfigurationError(
@@ -126,6 +130,10 @@ class Connection(Protocol):
     @property
     def unsettled(self) -> bool:
         """Whether messages have arrived that the backups of this server may lack."""
+
+    @property
+    def directory(self) -> Path:
+        """Folder of this node's sockets; on another host than the coordinator's, its state is written there."""
 
     def now(self) -> float:
         """Return the seconds since the run began."""
@@ -183,7 +191,7 @@ class NodeCheckpoints:
             case "count":
                 self._wave = int(note["wave"])
             case "copy":
-                self._copy(Path(str(note["folder"])), at_once=bool(note["wait"]))
+                self._copy(self._place(str(note["folder"])), at_once=bool(note["wait"]))
             case "go on":
                 self._from, self._wave = None, 0
 
@@ -266,6 +274,18 @@ class NodeCheckpoints:
         """Whether a worker has taken its last step, after which its program may have no point to stop at."""
         node = self._runner.node
         return isinstance(node, Worker) and not node.has_steps
+
+    def _place(self, folder: str) -> Path:
+        """The folder of a checkpoint; on another host than the coordinator's, the coordinator names no path and fetches
+        the files. Files of a checkpoint that was given up are removed.
+        """
+        if Path(folder).is_absolute():
+            return Path(folder)
+        found, address = self._connection.directory / folder, self._connection.address
+        for old in found.parent.glob(f"*/{shard_file(address)}"):
+            old.unlink(missing_ok=True)
+        found.mkdir(exist_ok=True)
+        return found
 
     def _copy(self, folder: Path, at_once: bool) -> None:
         """Copy the node's state, and begin to write it; `at_once`: wait until it is written."""

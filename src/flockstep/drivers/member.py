@@ -171,7 +171,9 @@ class NodeSpec:
     cut: ModelCut | None = None
     """Where the model is cut, if this process holds one part of it."""
     checkpoint: str = ""
-    """Folder of the checkpoint from which the node continues; empty if the run begins at its start."""
+    """Folder of the checkpoint from which the node continues; empty if the run begins at its start. A relative path is
+    in `directory`, on another host than the coordinator's.
+    """
 
     def of_call(self, number: int) -> NodeSpec:
         """Return the specification for the process's call number `number` of `distribute`.
@@ -205,6 +207,16 @@ class BeginAgain(Exception):
         """
         super().__init__("the run continues with other workers")
         self.node_spec, self.config, self.waits = node_spec, config, waits
+
+
+def on_same_host(again: NodeSpec, before: NodeSpec) -> NodeSpec:
+    """The node specification with which a process takes part again; on another host than the coordinator's, with the
+    host's own places.
+    """
+    if again.control:
+        return again
+    places = {name: getattr(before, name) for name in ("control", "directory", "transport", "supervisor", "imports")}
+    return dataclasses.replace(again, **places)
 
 
 def begin_again(message: Message) -> BeginAgain:
@@ -250,6 +262,7 @@ class Member:
             with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
                 Path("/proc/self/comm").write_text(name)
         name = name if node_spec.call == 1 else f"{name}.{node_spec.call}"
+        name += f"-{node_spec.run[:4]}"  # the runs of a host's agent have one folder
         self.line = links.Line(dataclasses.replace(me, notes=SAID), f"ipc://{folder / name}-line", node_spec.heartbeat)
         self.bus = transport.bus(me, folder, name, node_spec.heartbeat, node_spec.link_timeout)
         self._reads_peers, self._me = transport.zero_copy, me

@@ -297,6 +297,11 @@ class NodeConnection(Messenger):
         return inside if self._link is None else self._link.group.outside(inside)
 
     @property
+    def directory(self) -> Path:
+        """Folder of this node's sockets."""
+        return Path(self._member.node_spec.directory)
+
+    @property
     def leads(self) -> bool:
         """Whether this process is not a backup of a server."""
         return not isinstance(self.replication, ReplicatedServer) or self.replication.leads

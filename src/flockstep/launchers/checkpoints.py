@@ -23,6 +23,7 @@ import msgspec
 from flockstep import __version__
 from flockstep.drivers.checkpoints import CHECKPOINT, ENDED, STOPPED
 from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.wait_monitor import joined_and, on_stderr
@@ -54,11 +55,14 @@ class Checkpointer:
         pending: Callable[[], list[Snapshot]] = list,
         config: str = "",
         scripts: bool = False,
+        hosts: OtherHosts | None = None,
     ):
         """`every`: None for a checkpoint only at a signal; `pending` returns the snapshots that are not evaluated;
         `config` is the SHA-256 of the run's configuration. `scripts`: the workers run scripts, which take part once
-        they have called `flockstep.checkpoint`.
+        they have called `flockstep.checkpoint`. `hosts`: the other hosts, from which the states of their nodes are
+        fetched.
         """
+        self._hosts = hosts or OtherHosts()
         self.resumed = resumed
         self.newest: Manifest | None = None if resumed is None else resumed.manifest
         """The newest complete checkpoint."""
@@ -169,7 +173,7 @@ class Checkpointer:
             case "write":
                 node = self._cluster.logical(address)
                 facts = int(note["step"]), int(note["nbytes"]), str(note["sha256"])
-                self._write(address, Shard(node, disk.shard_file(node), *facts))
+                self._take(address, Shard(node, disk.shard_file(node), *facts))
             case "skip":
                 self._write(address, None)
             case "fail":
@@ -270,7 +274,9 @@ class Checkpointer:
         thread = ThreadPoolExecutor(1, "flockstep-checkpoint")
         self._linked = thread.submit(disk.keep_pending, self._folder, tuple(latest.values()))
         thread.shutdown(wait=False)
-        self._tell_all({"do": "copy", "folder": str(self._folder), "wait": int(self._staying)})
+        for address, link in self._links.items():
+            folder = self._folder.name if self._hosts.has(address) else str(self._folder)
+            link.tell(CHECKPOINT, {"do": "copy", "folder": folder, "wait": int(self._staying)})
 
     def _link(self, item: Snapshot) -> Snapshot:
         """Keep a snapshot's file in the checkpoint's folder."""
@@ -284,6 +290,19 @@ class Checkpointer:
             except OSError:  # of another file system
                 shutil.copyfile(there, here)
         return msgspec.structs.replace(item, path=here.name)
+
+    def _take(self, address: Address, shard: Shard) -> None:
+        """A node has written its state; if it is on another host, fetch the file."""
+        if not self._hosts.has(address):
+            self._write(address, shard)
+            return
+        folder = self._folder
+
+        def arrived(why: str) -> None:
+            if folder == self._folder and self.busy:
+                self._write(address, why or shard)
+
+        self._hosts.fetch(address, shard, folder, arrived)
 
     def _write(self, address: Address, how: Shard | str | None) -> None:
         """Note what became of a node's state; None: another process of the same server writes it."""
@@ -375,21 +394,18 @@ def require_checkpoints(strategy: Strategy) -> None:
 
 
 def require_one_machine(config: RunConfig) -> None:
-    """Raise `ConfigurationError` if a run on several hosts is to take checkpoints, or workers may leave it."""
-    if config.min_workers is not None or config.max_workers is not None:
+    """Raise `ConfigurationError` if a run on several hosts is to do what only runs on one machine do: let workers wait
+    for another coordinator, or take checkpoints of a split model.
+    """
+    if config.partition is not None and config.checkpoint_every is not None:
         raise ConfigurationError(
-            "workers may leave and join only if all processes are on one machine, got several hosts; leave out "
-            "--min-workers and --max-workers"
+            f"checkpoints of a split model need all processes on one machine, got {config.partition} and several "
+            "hosts; leave out --checkpoint-every"
         )
     if config.park is not None:
         raise ConfigurationError(
             "workers wait for another coordinator only if all processes are on one machine, got several hosts; leave "
             "out --park"
-        )
-    if config.checkpoint_every is not None:
-        raise ConfigurationError(
-            f"checkpoints need all processes on one machine, got checkpoint_every={config.checkpoint_every} and "
-            "several hosts; leave out --checkpoint-every"
         )
 
 

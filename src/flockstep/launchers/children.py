@@ -258,13 +258,17 @@ def how_it_ended(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def reap(children: Sequence[Child], seconds: float | None) -> None:
-    """Wait for the children to exit, and kill the children that run longer than `seconds`; None waits without limit."""
+def reap(children: Sequence[Child], seconds: float | None, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Wait for the children to exit, and kill the children that run longer than `seconds`; None waits without limit.
+
+    `meanwhile` is called again and again; it may learn of the ends of processes of other hosts.
+    """
     deadline = None if seconds is None else time.monotonic() + seconds
     while any(child.exit_code() is None for child in children):
         if deadline is not None and time.monotonic() > deadline:
             kill_all(children)
             deadline += 1.0
+        meanwhile()
         time.sleep(0.005)
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from flockstep.arrays.memory import settle_down
-from flockstep.drivers.member import NodeSpec, die_with, in_short
+from flockstep.drivers.member import NodeSpec, die_with, in_short, on_same_host
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.process import run_server, run_worker, warm_up
 from flockstep.drivers.setup import BuiltJob, digest, prepare, require_unchanged
@@ -107,7 +107,8 @@ def _work(part: Part, make: _Maker, leaving: Event, *folders: str) -> NoReturn:
         if isinstance(ended, int):
             sys.exit(ended)
         assert ended.node_spec is not None
-        part = Part(ended.node_spec, ended.config)
+        config = RunConfig.from_toml(ended.config, "the run's configuration").with_files_of(found)
+        part = Part(on_same_host(ended.node_spec, node_spec), config.to_toml())
 
 
 class _Maker:

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import shlex
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ def link_timeout_of(config: RunConfig) -> float:
     return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
 
 
+ARGUMENTS, MODULE, IMPORT = "arguments of the script", "module", "import "
+"""Names of settings; that of a file with custom components begins with the last one."""
 OWN = ("versions", "facts", "imports", "job")
 """Fields of a configuration whose texts may differ between hosts; if a field names files, the content of the files is
 compared.
@@ -53,9 +55,11 @@ class Gathering:
     node: int
     separate: bool = False
     """Whether the coordinator is a separate process, in addition to the hosts with workers."""
+    grows: bool = False
+    """Whether workers of other hosts may join later."""
 
     def __post_init__(self) -> None:
-        least = 1 if self.separate else 2
+        least = 1 if self.separate or self.grows else 2
         if self.nodes < least:
             raise ConfigurationError(f"--nodes must be >= {least}, got {self.nodes}; leave it out for one host")
         if not 0 <= self.node < self.nodes:
@@ -97,9 +101,12 @@ class Gathering:
         transport = on_host(Transport.parse(config.transport or BETWEEN_HOSTS), self.meeting.own or address)
         return dataclasses.replace(config, transport=str(transport))
 
-    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> RemoteHosts:
-        """Listen for the other hosts, as the coordinator, until `stack` ends; `settings` holds the options as the user
-        gave them.
+    def hosts(
+        self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False
+    ) -> RemoteHosts:
+        """Listen for the other hosts, as the coordinator, until `stack` ends.
+
+        `settings` holds the options as the user gave them; if the run `resumes`, only its files are compared.
 
         Raises:
             ConfigurationError: it is not possible to listen there.
@@ -107,8 +114,8 @@ class Gathering:
         own, times = self.ranks(config.workers), (config.heartbeat or HEARTBEAT, link_timeout_of(config))
         others = range(int(bool(own)), self.nodes)
         placement = {node: ranks for node, ranks in self.placement(config.workers).items() if node in others}
-        words = config.workers, settings, config.to_toml()
-        hosts = RemoteHosts(self.meeting, others, placement, *words, times[0], own=own, link_timeout=times[1])
+        words = config.workers, files_in(settings) if resumes else settings, config.to_toml(), times[0]
+        hosts = RemoteHosts(self.meeting, others, placement, *words, own=own, link_timeout=times[1], resumes=resumes)
         return stack.enter_context(hosts)
 
     def serve(
@@ -174,10 +181,16 @@ def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, s
     settings = {name: str(value) for name, value in fields.items() if name not in OWN and value is not None}
     settings["job"] = named_content(config.job)
     if arguments:
-        settings["arguments of the script"] = shlex.join(arguments)
+        settings[ARGUMENTS] = shlex.join(arguments)
     for number, file in enumerate(config.imports):
-        settings[f"import {number}"] = named_content(file)
+        settings[f"{IMPORT}{number}"] = named_content(file)
     return settings
+
+
+def files_in(settings: Mapping[str, str]) -> dict[str, str]:
+    """Those settings that name files, with their hashes, or the arguments of a script."""
+    files = "job", MODULE, ARGUMENTS
+    return {name: text for name, text in settings.items() if name in files or name.startswith(IMPORT)}
 
 
 def named_content(file: str) -> str:

@@ -18,12 +18,15 @@ import msgspec
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import Child, kill_all, reap
+from flockstep.launchers.host_files import AHEAD, HostFiles
 from flockstep.launchers.host_messages import (
     Accepted,
     AnyHostMessage,
     Broken,
     Close,
+    Discard,
     Exited,
+    Fetch,
     FramesOf,
     Heard,
     HostMessage,
@@ -31,21 +34,26 @@ from flockstep.launchers.host_messages import (
     Kill,
     Open,
     Over,
+    Prepared,
     Refused,
     Resume,
     Resumed,
     ServerSpec,
     Start,
     Stopped,
+    Store,
+    Told,
     Waiting,
     decoded,
     encoded,
 )
 from flockstep.launchers.meeting import WAIT_LONGER, Meeting
+from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import node_name
+from flockstep.records.config import RunConfig
 from flockstep.transports.base import Transport
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.kinds import Tcp
@@ -60,6 +68,8 @@ AGAIN = 1.0
 """Most seconds of an attempt to connect to the coordinator again, during which nothing is forwarded."""
 POLL = 0.05
 """Seconds between two checks of the processes."""
+LEAVING = 15.0
+"""Seconds for which the agent waits until the run has ended, or continues without this host."""
 GRACE = 3.0
 """Seconds for which the agent waits for processes to end by themselves, before it kills them."""
 BACKLOG = 1 << 24
@@ -81,12 +91,16 @@ class HostAgent:
         imports: tuple[str, ...] = (),
         say: Callable[[str], None] = on_stderr,
         link_timeout: float = LINK_TIMEOUT,
+        newcomers: Callable[[Accepted], Newcomers] = lambda accepted: Newcomers(),
     ):
         """`start_worker` returns the started process, or None if something else has started it; `imports`: files with
         custom components, as they are called on this host; `link_timeout`: seconds for which the connection to the
-        coordinator may be away.
+        coordinator may be away; `newcomers`: starts the processes of workers that join a run that is going on.
         """
         self._link_timeout = link_timeout
+        self._invite, self._newcomers = newcomers, Newcomers()
+        self._prepared = not join.joining
+        """Whether the coordinator knows that the workers that join have built the job."""
         self._next_attempt = 0.0
         """Time of the next attempt to connect again, in seconds of the monotonic clock."""
         self._meeting = meeting
@@ -109,6 +123,7 @@ class HostAgent:
         self._control: Control
         self._accepted: Accepted
         self._directory = Path()
+        self._files = HostFiles(self._directory)
 
     def run(self) -> None:
         """Join the run, and carry out the coordinator's requests until the run ends.
@@ -121,7 +136,11 @@ class HostAgent:
         with contextlib.ExitStack() as stack:
             stack.callback(self._channel.close)
             self._accepted = self._admitted()
+            if self._join.joining:
+                self._follow(self._accepted)
             self._directory = stack.enter_context(scratch())
+            self._files = HostFiles(self._directory)
+            stack.callback(self._files.close)
             self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
             stack.callback(self._control.close)
             stack.callback(self._end)
@@ -138,12 +157,24 @@ class HostAgent:
                 raise kind(f"the run has ended: {over.reason}")
             reap(list(self._children.values()), None)
 
+    def _follow(self, accepted: Accepted) -> None:
+        """Use the settings of the run that this host joins, and start the processes of its workers."""
+        config = RunConfig.from_toml(accepted.config, "the coordinator's configuration")
+        self._join = msgspec.structs.replace(self._join, node=accepted.node)
+        self._link_timeout = LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
+        self._heartbeat = self._channel.heartbeat = config.heartbeat or self._heartbeat
+        self._newcomers = self._invite(accepted)
+
     def _leave(self, reason: str) -> None:
-        """Tell the coordinator that this host's user stops the run, and wait for its end."""
+        """Tell the coordinator that this host's user stops the run, and wait for its end, or until the run continues
+        without this host.
+        """
         self._send(Stopped(f"{reason} on node {self._join.node} ({self._join.name})"))
-        until = time.monotonic() + 2 * GRACE
+        until = time.monotonic() + LEAVING
         while self._over is None and time.monotonic() < until:
             self._turn(POLL)
+        if self._over is not None and not self._over.reason:
+            return
         raise Interrupted(f"{reason}; the record is on the coordinator's host")
 
     def _reach(self) -> HostChannel:
@@ -290,25 +321,52 @@ class HostAgent:
             self._connect_again()
         connected = self._channel.connected
         also = {self._channel.fileno(): self._channel.blocked} if connected else {}
-        self._control.wait(() if full else self._frames.values(), seconds, also)
+        sends = connected and self._files.waiting and self._channel.backlog <= AHEAD
+        self._control.wait(() if full else self._frames.values(), 0.0 if sends else seconds, also)
         for message, payloads in self._received():
             self._handle(message, payloads)
         for data in self._control.heard():
             self._send(Heard(), data)
-        ended = {address: child.exit_code() for address, child in self._children.items()}
+        self._report_newcomers()
+        ended = {number: child.exit_code() for number, child in self._children.items()}
         self._broken |= {link for link, frames in self._frames.items() if frames.disconnected()}
         drained = not full
         for link, frames in list(self._frames.items()) if drained else ():
             drained &= self._forward(link, frames)
         if not drained:
             return  # what a process has sent comes before its end
+        self._send_files()
         for link in self._broken:
             self._send(Broken(link))
         self._broken.clear()
-        for address, code in ended.items():
-            if code is not None and address not in self._reported:
-                self._reported.add(address)
-                self._send(Exited(address, code, self._memory.explain(code)))
+        for number, code in ended.items():
+            if code is not None and number not in self._reported:
+                self._reported.add(number)
+                self._send(Exited(number, code, self._memory.explain(code)))
+
+    def _report_newcomers(self) -> None:
+        """Tell the coordinator once all workers that join have built the job.
+
+        Raises:
+            RunError: one of them has failed.
+        """
+        if self._prepared:
+            return
+        try:
+            self._prepared = self._newcomers.ready()
+        except RunError as error:
+            self._send(Prepared(str(error)))
+            raise
+        if self._prepared:
+            self._send(Prepared())
+
+    def _send_files(self) -> None:
+        """Send parts of the files that the coordinator fetches."""
+        if self._channel.connected and self._channel.backlog <= AHEAD:
+            for message, part in self._files.parts():
+                self._send(message, part)
+                if self._channel.backlog > AHEAD:
+                    return
 
     def _forward(self, link: int, frames: LocalFrames) -> bool:
         """Forward messages of a process, at most so many; return whether none is left."""
@@ -323,7 +381,13 @@ class HostAgent:
             case Waiting():
                 self._say(f"waiting for {message.text}")
             case Start():
-                self._try_to_start(message)
+                self._try(lambda: self._start(message), f"start {node_name(message.spec.address)}")
+            case Told():
+                self._say(message.text)
+            case Refused():
+                raise ConfigurationError(message.reason)
+            case Store() | Discard() | Fetch():
+                self._try(lambda: self._files.handle(message, payloads), f"store {message.path}")
             case Open():
                 self._frames[message.link] = self._control.frames(message.endpoint, message.max_bytes)
             case FramesOf():
@@ -334,17 +398,17 @@ class HostAgent:
                 if (frames := self._frames.pop(message.link, None)) is not None:
                     frames.close()
             case Kill():
-                if (child := self._children.get(message.address)) is not None:
+                if (child := self._children.get(message.number)) is not None:
                     child.kill()
             case Over():
                 self._over = message
 
-    def _try_to_start(self, message: Start) -> None:
+    def _try(self, do: Callable[[], None], what: str) -> None:
         try:
-            self._start(message)
+            do()
         except (FlockstepError, OSError) as error:
             where = f"node {self._join.node} ({self._join.name})"
-            self._send(Stopped(f"{where} cannot start {node_name(message.spec.address)}: {error}", failed=True))
+            self._send(Stopped(f"{where} cannot {what}: {error}", failed=True))
 
     def _start(self, message: Start) -> None:
         """Start a process whose sockets are those of this host."""
@@ -358,12 +422,15 @@ class HostAgent:
         )
         if message.server is not None:
             server = msgspec.structs.replace(message.server, imports=self._imports)
-            self._children[spec.address] = self._start_server(spec, server)
-        elif (child := self._start_worker(spec, self._accepted)) is not None:
-            self._children[spec.address] = child
+            self._children[message.number] = self._start_server(spec, server)
+            return
+        accepted = msgspec.structs.replace(self._accepted, config=message.config or self._accepted.config)
+        if (child := self._start_worker(spec, accepted)) is not None:
+            self._children[message.number] = child
 
     def _end(self) -> None:
         """End what is left of the processes."""
+        self._newcomers.end()
         for frames in self._frames.values():
             frames.close()
         if self._over is None or self._over.reason:

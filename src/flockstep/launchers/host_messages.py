@@ -6,6 +6,10 @@ coordinator → agent   Start for each process; Open for each connection to one
 both                  Frames of such a connection
 agent → coordinator   Heard on the control socket of the host; Broken connections; Exited processes; Stopped by its user
 coordinator → agent   Close a connection; Kill a process; Over at the end of the run
+coordinator → agent   Store a part of a file with a node's state; Discard such files; Fetch a file
+agent → coordinator   PartOf a file that was fetched
+agent → coordinator   Prepared: the workers with which the host joins a run that is going on have built the job
+coordinator → agent   Told: a sentence for the host's user
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class Join(HostMessage, frozen=True):
     """Whether the agent reports the ends of processes that already ran on the host."""
     session: str = ""
     """Key of the session, by which the coordinator recognizes the agent when it connects again."""
+    joining: int = 0
+    """Number of workers with which the host joins a run that is going on; 0: the run begins with the host."""
 
 
 class Resume(HostMessage, frozen=True):
@@ -68,6 +74,22 @@ class Accepted(HostMessage, frozen=True):
     """Message to a host agent: the agent takes part; `config` is the run's configuration as TOML."""
 
     config: str
+    node: int = 0
+    """Number of the host."""
+
+
+class Prepared(HostMessage, frozen=True):
+    """Message of a host agent: the processes of the workers with which the host joins have built the job; `why` says
+    why one of them has failed.
+    """
+
+    why: str = ""
+
+
+class Told(HostMessage, frozen=True):
+    """Message to a host agent: a sentence for the host's user."""
+
+    text: str
 
 
 class Waiting(HostMessage, frozen=True):
@@ -93,8 +115,12 @@ class ServerSpec(msgspec.Struct, frozen=True):
 class Start(HostMessage, frozen=True):
     """Message to a host agent: start a process; `server` is None for a worker."""
 
+    number: int
+    """Number of the process."""
     spec: NodeSpec
     server: ServerSpec | None = None
+    config: str = ""
+    """The run's configuration as TOML; empty if it is the one with which the host was accepted."""
 
 
 class Open(HostMessage, frozen=True):
@@ -132,7 +158,7 @@ class Heard(HostMessage, frozen=True):
 class Exited(HostMessage, frozen=True):
     """Message of a host agent: a process has ended with the given exit code; `reason` is a remark about the end."""
 
-    address: int
+    number: int
     code: int
     reason: str = ""
 
@@ -140,7 +166,7 @@ class Exited(HostMessage, frozen=True):
 class Kill(HostMessage, frozen=True):
     """Message to a host agent: kill a process."""
 
-    address: int
+    number: int
 
 
 class Stopped(HostMessage, frozen=True):
@@ -152,6 +178,38 @@ class Stopped(HostMessage, frozen=True):
     failed: bool = False
 
 
+class Store(HostMessage, frozen=True):
+    """Message to a host agent: the payload is the next part of a file in the agent's folder."""
+
+    path: str
+    """Path of the file in the agent's folder."""
+    last: bool
+
+
+class Discard(HostMessage, frozen=True):
+    """Message to a host agent: remove a folder in the agent's folder, because its files have been read."""
+
+    path: str
+
+
+class Fetch(HostMessage, frozen=True):
+    """Message to a host agent: send a file of the agent's folder in parts, and remove the file."""
+
+    number: int
+    """Number of the transfer."""
+    path: str
+
+
+class PartOf(HostMessage, frozen=True):
+    """Message of a host agent: the payload is the next part of a file that the coordinator fetches; `why` says why the
+    file cannot be read.
+    """
+
+    number: int
+    last: bool
+    why: str = ""
+
+
 class Over(HostMessage, frozen=True):
     """Message to a host agent: the run has ended; `reason` is empty if it succeeded, `code` is the exit code."""
 
@@ -161,7 +219,7 @@ class Over(HostMessage, frozen=True):
 
 AnyHostMessage = (
     Join | Refused | Accepted | Waiting | Start | Open | FramesOf | Close | Broken | Heard | Exited | Kill | Stopped
-    | Over | Resume | Resumed
+    | Over | Prepared | Told | Resume | Resumed | Store | Discard | Fetch | PartOf
 )  # fmt: skip
 _decoder = msgspec.msgpack.Decoder(AnyHostMessage)
 _encoder = msgspec.msgpack.Encoder()

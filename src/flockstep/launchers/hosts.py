@@ -9,22 +9,28 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import HOST_LOST, Child
 from flockstep.launchers.host_agent import differing
+from flockstep.launchers.host_files import AHEAD, PART
 from flockstep.launchers.host_messages import (
     Accepted,
     AnyHostMessage,
     Broken,
     Close,
+    Discard,
     Exited,
+    Fetch,
     FramesOf,
     Heard,
     HostMessage,
@@ -32,12 +38,16 @@ from flockstep.launchers.host_messages import (
     Kill,
     Open,
     Over,
+    PartOf,
+    Prepared,
     Refused,
     Resume,
     Resumed,
     ServerSpec,
     Start,
     Stopped,
+    Store,
+    Told,
     Waiting,
     decoded,
     encoded,
@@ -45,6 +55,8 @@ from flockstep.launchers.host_messages import (
 from flockstep.launchers.meeting import WAIT_LONGER, Meeting
 from flockstep.launchers.wait_monitor import Reminder, on_stderr
 from flockstep.messages import Address
+from flockstep.messages import server as server_address
+from flockstep.records.checkpoints import MANIFEST, ArrivingShard, Shard, shard_file
 from flockstep.transports.handshake import time_for_proof
 from flockstep.transports.host_channel import HostChannel
 from flockstep.transports.links import Buffer, Frames
@@ -58,8 +70,12 @@ oldest.
 SHOWN = 16
 """Largest number of missing hosts or ranks that a message names."""
 SAME_VERSION = "install the same version on every host"
+NONE_JOINS = "workers join only a run of flockstep train that was started with --max-workers"
+"""Why no worker of another host can join, if nobody says something else."""
 POLL = 0.05
 """Seconds between two checks of the connections while hosts are waited for."""
+SENDING = 0.001
+"""Seconds between two checks of a connection that takes no more of a file."""
 WAITING = 1024
 """Number of unread messages of a host at which the coordinator stops reading from the host."""
 NAMED = 100
@@ -73,10 +89,10 @@ class RemoteChild:
 
     pid = 0
 
-    def __init__(self, host: Host, address: Address):
+    def __init__(self, host: Host, number: int):
         self._host = host
-        self._address = address
-        self.code: int | None = None
+        self._number = number
+        self.code: int | None = HOST_LOST if host.lost else None
         self.reason: str | None = ""
 
     def exit_code(self) -> int | None:
@@ -85,7 +101,7 @@ class RemoteChild:
 
     def kill(self) -> None:
         """Let the agent kill the process."""
-        self._host.send(Kill(self._address))
+        self._host.send(Kill(self._number))
 
 
 class RemoteFrames(Frames):
@@ -118,13 +134,48 @@ class RemoteFrames(Frames):
 
 
 @dataclass
+class Arriving:
+    """A file with a node's state that the coordinator fetches from the node's host."""
+
+    file: ArrivingShard
+    done: Callable[[str], None]
+    """Function that is called once the file has arrived, or with the reason if it has not."""
+
+    def take(self, message: PartOf, part: memoryview) -> bool:
+        """Store the next part; return whether no more are expected."""
+        try:
+            if message.why:
+                raise ProtocolError(message.why)
+            self.file.add(part)
+            if message.last:
+                self.file.finish()
+        except (OSError, ProtocolError) as error:
+            self.file.drop()
+            self.done(error.strerror or str(error) if isinstance(error, OSError) else str(error))
+            return True
+        if message.last:
+            self.done("")
+        return message.last
+
+
+@dataclass
 class Host:
     """A host whose agent takes part in the run."""
 
     join: Join
     channel: HostChannel
     frames: dict[int, RemoteFrames] = field(default_factory=dict)
-    children: dict[Address, RemoteChild] = field(default_factory=dict)
+    children: dict[int, RemoteChild] = field(default_factory=dict)
+    waits: bool = False
+    """Whether workers of the host are about to join the run that is going on."""
+    prepared: bool = False
+    """Whether these workers have built the job."""
+    left: bool = False
+    """Whether the run continues without the host."""
+    arriving: dict[int, Arriving] = field(default_factory=dict)
+    """Number of a transfer → the file that the coordinator fetches."""
+    given: set[str] = field(default_factory=set)
+    """Folders of files that the host was sent."""
     lost: str = ""
     """Reason for which the agent was lost; empty while the agent is connected."""
 
@@ -151,6 +202,16 @@ class OtherHosts:
     """Number of connections that were rejected."""
     waiting = False
     """Whether messages have arrived that were not read."""
+    joining = 0
+    """Number of workers on other hosts that are about to join the run."""
+    prepared = 0
+    """Number of these workers that have built the job."""
+
+    def __init__(self) -> None:
+        self.why_not_join: Callable[[int], str] = lambda workers: NONE_JOINS
+        """Function that says why that many workers of another host cannot join now; empty if they can."""
+        self.let_leave: Callable[[Collection[int]], bool] = lambda ranks: False
+        """Function that lets workers leave the run because their host is stopped, unless the whole run has to end."""
 
     def __enter__(self) -> Self:
         return self
@@ -189,13 +250,45 @@ class OtherHosts:
         """Whether a process is on another host."""
         return False
 
-    def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
-        """Let the agent of its host start a worker or a server; None if the worker's process exists already."""
+    def start(self, spec: NodeSpec, server: ServerSpec | None = None, config: str = "") -> Child | None:
+        """Let the agent of its host start a worker or a server; None if the worker's process exists already.
+
+        `config`: the run's configuration as TOML, if it has changed since the run began.
+        """
         raise LookupError(f"no other host runs {spec.address}")
+
+    def again(self, spec: NodeSpec) -> NodeSpec:
+        """The node specification with which a worker's process continues when the workers change."""
+        return spec
+
+    def rearrange(self, former: Mapping[int, int], workers: int, config: str) -> None:
+        """The run continues with other workers, some of whom join from hosts that wait.
+
+        Args:
+            former: rank from now on → rank so far, of the workers that continue.
+            workers: number of workers from now on.
+            config: the run's configuration as TOML.
+        """
+
+    def confirm(self, text: str) -> None:
+        """Tell the hosts that have joined that their workers take part."""
+
+    def refuse_joiners(self, text: str) -> None:
+        """Refuse the hosts that wait to join."""
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
         """Connect to the process, which listens at `endpoint` on its host."""
         raise LookupError(f"no other host runs {address}")
+
+    def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
+        """Fetch the file with a node's state from the node's host to the folder of a checkpoint.
+
+        `done` is called once the file is complete, or with the reason if it cannot be fetched.
+        """
+        raise LookupError(f"no other host runs {address}")
+
+    def begin(self) -> None:
+        """All nodes are ready: the hosts may remove the files from which the nodes have read their states."""
 
     def descriptors(self) -> dict[int, bool]:
         """File descriptors to wait for, each with whether it has to accept output."""
@@ -233,6 +326,7 @@ class RemoteHosts(OtherHosts):
         say: Callable[[str], None] = on_stderr,
         own: Sequence[int] = (),
         link_timeout: float = LINK_TIMEOUT,
+        resumes: bool = False,
     ):
         """Listen for the agents of the other hosts.
 
@@ -244,12 +338,18 @@ class RemoteHosts(OtherHosts):
             config: the run's configuration as TOML.
             own: ranks of the coordinator's host.
             link_timeout: seconds for which the connection to a host may be away before the host is lost.
+            resumes: whether the run is resumed; then the `settings` name files only, and the checkpoint holds the rest.
 
         Raises:
             ConfigurationError: it is not possible to listen at the meeting's address.
         """
+        super().__init__()
         self._meeting = meeting
         self._nodes = nodes
+        self._next_node = itertools.count(nodes.stop)
+        """Numbers of the hosts that join later."""
+        self._newest: list[Host] = []
+        """Hosts that have joined with the change of the workers that is going on."""
         self._placement = placement
         self._workers = workers
         self._settings = settings
@@ -257,6 +357,7 @@ class RemoteHosts(OtherHosts):
         self._heartbeat = heartbeat
         self._say = say
         self._own = own
+        self._resumes = resumes
         self._link_timeout = link_timeout
         self._turned_away = ""
         """The connection that was refused last, with the reason."""
@@ -313,8 +414,9 @@ class RemoteHosts(OtherHosts):
             host = self._where.get(beside[index % len(beside)])
         else:
             here = bool(self._own)
-            turn = index % (len(self._hosts) + here) - here
-            host = None if turn < 0 else self._hosts[sorted(self._hosts)[turn]]
+            others = [host for _, host in sorted(self._hosts.items()) if not (host.left or host.lost or host.waits)]
+            turn = index % (len(others) + here) - here if others else -1
+            host = None if turn < 0 else others[turn]
         if host is not None:
             self._where[address] = host
         return host is not None
@@ -322,13 +424,99 @@ class RemoteHosts(OtherHosts):
     def has(self, address: Address) -> bool:
         return address in self._where
 
-    def start(self, spec: NodeSpec, server: ServerSpec | None = None) -> Child | None:
-        host = self._where[spec.address]
-        host.send(Start(spec, server))
+    def start(self, spec: NodeSpec, server: ServerSpec | None = None, config: str = "") -> Child | None:
+        host, number = self._where[spec.address], next(self._links)
+        whole = server is not None and server.group is None
+        node = server_address(server.index) if whole and server is not None else spec.address
+        host.send(Start(number, self._with_state(host, spec, node), server, config))
         if server is None and self._placement is None and not host.join.watches:
             return None
-        child = host.children[spec.address] = RemoteChild(host, spec.address)
+        child = host.children[number] = RemoteChild(host, number)
         return child
+
+    def again(self, spec: NodeSpec) -> NodeSpec:
+        if (host := self._where.get(spec.address)) is None:
+            return spec
+        return replace(self._with_state(host, spec, spec.address), control="", directory="")
+
+    def rearrange(self, former: Mapping[int, int], workers: int, config: str) -> None:
+        where = {new: self._where[old] for new, old in former.items() if old in self._where}
+        own = [new for new, old in former.items() if old in self._own]
+        free = [rank for rank in range(workers) if rank not in former]
+        for host in self._waiting_hosts():
+            if host.prepared and len(free) >= host.join.joining:
+                where.update(dict.fromkeys(free[: host.join.joining], host))
+                del free[: host.join.joining]
+                host.waits = False
+                self._newest.append(host)
+        for host in self._hosts.values():
+            if not (host.waits or host.lost or host.left) and host not in where.values():
+                host.left = True
+                host.send(Over("", 0))
+        self._where, self._own, self._workers, self._config = where, (*own, *free), workers, config
+
+    def confirm(self, text: str) -> None:
+        for host in self._newest:
+            host.send(Told(text))
+        self._newest.clear()
+
+    def refuse_joiners(self, text: str) -> None:
+        for host in (*self._waiting_hosts(), *self._newest):
+            host.send(Refused(text))
+            host.left, host.waits = True, False
+        self._newest.clear()
+
+    def _waiting_hosts(self) -> list[Host]:
+        return [host for host in self._hosts.values() if host.waits and not host.lost]
+
+    @property
+    def joining(self) -> int:  # type: ignore[override]
+        """Number of workers on other hosts that are about to join the run."""
+        return sum(host.join.joining for host in self._waiting_hosts())
+
+    @property
+    def prepared(self) -> int:  # type: ignore[override]
+        """Number of these workers that have built the job."""
+        return sum(host.join.joining for host in self._waiting_hosts() if host.prepared and host.channel.connected)
+
+    def _with_state(self, host: Host, spec: NodeSpec, node: Address) -> NodeSpec:
+        """Send the state from which a node continues to its host; return the node specification with the place of the
+        state there.
+        """
+        if not spec.checkpoint:
+            return spec
+        folder, there = Path(spec.checkpoint), f"from-{spec.run}"
+        for name in (*((MANIFEST,) if there not in host.given else ()), shard_file(node)):
+            self._send_file(host, folder / name, f"{there}/{name}")
+        host.given.add(there)
+        return replace(spec, checkpoint=there)
+
+    def _send_file(self, host: Host, file: Path, there: str) -> None:
+        """Send a file, and handle the messages of all hosts while the connection takes no more."""
+        with file.open("rb") as opened:
+            last = False
+            while not last and not host.lost:
+                part = opened.read(PART)
+                last = len(part) < PART
+                host.send(Store(there, last), part)
+                while host.channel.backlog > AHEAD and not host.lost:
+                    time.sleep(SENDING)
+                    self.pump()
+
+    def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
+        host, number = self._where[address], next(self._links)
+        try:
+            host.arriving[number] = Arriving(ArrivingShard(folder, shard), done)
+        except OSError as error:
+            done(error.strerror or str(error))
+            return
+        host.send(Fetch(number, f"{folder.name}/{shard.file}"))
+
+    def begin(self) -> None:
+        for host in self._hosts.values():
+            for folder in host.given:
+                host.send(Discard(folder))
+            host.given.clear()
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> RemoteFrames:
         host, link = self._where[address], next(self._links)
@@ -418,9 +606,12 @@ class RemoteHosts(OtherHosts):
             self._turn_away(begun, channel, reason or "")
             return
         self._strangers.remove((begun, channel))
-        host = self._hosts[message.node] = Host(message, channel)
-        self._where.update(dict.fromkeys(self._ranks_of(message), host))
-        host.send(Accepted(self._config))
+        if joins := message.joining > 0:
+            message = msgspec.structs.replace(message, node=next(self._next_node))
+            self._say(f"node {message.node} ({message.name}) is about to join with {message.joining} workers")
+        host = self._hosts[message.node] = Host(message, channel, waits=joins)
+        self._where.update(dict.fromkeys(() if joins else self._ranks_of(message), host))
+        host.send(Accepted(self._config, message.node))
         channel.keep_alive()
 
     def _resume(self, begun: float, channel: HostChannel, message: Resume) -> None:
@@ -452,7 +643,9 @@ class RemoteHosts(OtherHosts):
                 f"{said} has flockstep {join.version} (protocol {join.protocol}), the coordinator has "
                 f"{__version__} (protocol {PROTOCOL}); {SAME_VERSION}"
             )
-        if join.nodes != self._nodes.stop or join.workers != self._workers:
+        if join.joining:
+            return self.why_not_join(join.joining) or None
+        if join.nodes != self._nodes.stop or (join.workers != self._workers and not self._resumes):
             return (
                 f"{said} was started for {join.nodes} hosts and {join.workers} workers, the coordinator for "
                 f"{self._nodes.stop} hosts and {self._workers} workers; give every host the same --nodes and -n"
@@ -468,7 +661,10 @@ class RemoteHosts(OtherHosts):
             return (
                 f"{said} has the ranks {taken}, which another host has already; give every host the same -n and --nodes"
             )
-        wrong = differing(self._settings, join.settings)
+        theirs = join.settings
+        if self._resumes:
+            theirs = {name: value for name, value in theirs.items() if name in self._settings}
+        wrong = differing(self._settings, theirs)
         return (
             None
             if wrong is None
@@ -478,6 +674,9 @@ class RemoteHosts(OtherHosts):
     def _serve(self, host: Host) -> None:
         """Handle the messages of a host."""
         channel = host.channel
+        if not channel.connected and host.left:
+            self._forget(host, "the run continues without it")
+            return
         if not channel.connected:
             self._require_return(host)
             return
@@ -507,13 +706,22 @@ class RemoteHosts(OtherHosts):
 
     def _lose(self, host: Host, reason: str) -> None:
         """A host is gone, and with it all its processes."""
+        self._forget(host, reason)
+        self._say(f"{host.title} is lost: {reason}")
+
+    def _forget(self, host: Host, reason: str) -> None:
         host.lost = reason
         host.channel.close()
         for frames in host.frames.values():
             frames.broke = True
         for child in host.children.values():
             child.code = HOST_LOST if child.code is None else child.code
-        self._say(f"{host.title} is lost: {reason}")
+        self._drop_files(host)
+
+    def _drop_files(self, host: Host) -> None:
+        for one in host.arriving.values():
+            one.file.drop()
+        host.arriving.clear()
 
     def _handle(self, host: Host, message: AnyHostMessage, payloads: list[memoryview]) -> None:
         match message:
@@ -525,13 +733,35 @@ class RemoteHosts(OtherHosts):
             case Broken():
                 if (frames := host.frames.get(message.link)) is not None:
                     frames.broke = True
+            case PartOf():
+                arriving = host.arriving.get(message.number)
+                if arriving is not None and arriving.take(message, payloads[0]):
+                    del host.arriving[message.number]
             case Exited():
-                if (child := host.children.get(message.address)) is not None:
+                if (child := host.children.get(message.number)) is not None:
                     child.code, child.reason = message.code, message.reason
+            case Prepared():
+                host.prepared = True
+                if message.why:
+                    self._turn_back(host, message.why)
             case Stopped():
-                self._stopped = self._stopped or message
+                self._stop(host, message)
             case _:
                 raise ProtocolError(f"an agent sent {type(message).__name__}")
+
+    def _stop(self, host: Host, message: Stopped) -> None:
+        """The user of a host, or its system, stops it: its workers leave the run, or the run ends."""
+        ranks = [rank for rank, one in self._where.items() if one is host and rank >= 0]
+        if host.waits:
+            self._turn_back(host, message.reason)
+        elif not host.left and (message.failed or not self.let_leave(ranks)):
+            self._stopped = self._stopped or message
+
+    def _turn_back(self, host: Host, why: str) -> None:
+        """A host does not join the run."""
+        host.left, host.waits = True, False
+        host.send(Over(why, 1))
+        self._say(f"{host.title} does not join: {why}")
 
     def close(self, reason: str, code: int) -> None:
         if self._listener.fileno() < 0:
@@ -551,6 +781,7 @@ class RemoteHosts(OtherHosts):
             time.sleep(0.005)
         for host in self._hosts.values():
             host.channel.close()
+            self._drop_files(host)
             for child in host.children.values():
                 child.code = HOST_LOST if child.code is None else child.code
         with contextlib.suppress(OSError):

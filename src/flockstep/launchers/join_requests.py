@@ -58,12 +58,6 @@ class JoinRequests:
         """Number of workers that are still to be admitted."""
         return sum(self._waiting.values())
 
-    @property
-    def text(self) -> str:
-        """Clause about the workers that are admitted, for the record; empty if there are none."""
-        joined = sum(self._admitted.values())
-        return f"{joined} worker{'s' * (joined > 1)} joined" if joined else ""
-
     def admit(self) -> None:
         """Let the waiting workers take part."""
         self._admitted.update(self._waiting)

@@ -14,11 +14,41 @@ from flockstep.drivers.resizing import faults_after, require_resizable, resized_
 from flockstep.drivers.setup import BuiltJob, prepare
 from flockstep.drivers.state import to_arrays
 from flockstep.errors import ConfigurationError
+from flockstep.launchers.gathering import Gathering
 from flockstep.messages import Address
 from flockstep.records import checkpoints as disk
 from flockstep.records.checkpoints import FORMAT, Checkpoint, Manifest
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+
+
+def moved(record: RunFolder, config: RunConfig, gathering: Gathering) -> RunConfig:
+    """The configuration with which a run continues on other hosts; the one before stays beside the checkpoints.
+
+    Raises:
+        ConfigurationError: the configuration names a transport that reaches no other host, or the disk is full.
+    """
+    again = dataclasses.replace(config, transport=gathering.over(config).transport)
+    if again != config:
+        keep_configs(record, config, again)
+        record.write_config(again)
+    return again
+
+
+def keep_configs(record: RunFolder, *configs: RunConfig) -> None:
+    """Keep configurations beside the checkpoints that name them.
+
+    Raises:
+        ConfigurationError: the disk is full.
+    """
+    try:
+        for config in configs:
+            disk.keep_config(record.path, config.digest, config.to_toml())
+    except OSError as error:
+        raise ConfigurationError(
+            f"the configuration could not be written to {record.path}: {error.strerror or error}; free some space, "
+            "then resume again"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -42,9 +72,8 @@ class ResizedRun:
         Raises:
             ConfigurationError: the disk is full.
         """
+        keep_configs(record, self.before, self.config)
         try:
-            for config in (self.before, self.config):
-                disk.keep_config(record.path, config.digest, config.to_toml())
             folder = disk.new_folder(record.path)
             shards = [
                 disk.write_shard(folder, node, state.before, to_arrays(state)) for node, state in self.states.items()

@@ -19,16 +19,17 @@ from flockstep.drivers.setup import JOB_FILE, digest, require_unchanged
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import module_entry, script_entry
-from flockstep.launchers.checkpoints import Checkpointer, require_one_machine, require_resumable
+from flockstep.launchers.checkpoints import Checkpointer, require_resumable
 from flockstep.launchers.children import Child, Script, begun, drain_all, refuse_program, unbuffered
 from flockstep.launchers.completion import finished, keep_newest, newest_model
 from flockstep.launchers.entry import start_server
-from flockstep.launchers.gathering import HEARTBEAT, Gathering, link_timeout_of, named_content, settings_of
+from flockstep.launchers.gathering import HEARTBEAT, MODULE, Gathering, link_timeout_of, named_content, settings_of
 from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.meeting import SECRET
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
+from flockstep.launchers.resizing import config_of, moved
 from flockstep.launchers.script_forker import ScriptForker
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.threads import JAX_THREADS
@@ -94,7 +95,6 @@ def launch(
     config = output.kept_in(config)
     if gathering is not None:
         config = gathering.over(config)
-        require_one_machine(config)
     require_open_files(config.workers)
     output.require_folder(_ranks_here(config, gathering), config.workers, overwrite)
     record = RunFolder(folder)
@@ -112,6 +112,7 @@ def resume_script(
     sink: Sink = to_terminal,
     show: Callable[[dict[Address, NodeProgress]], None] = lambda nodes: None,
     workers: int | None = None,
+    gathering: Gathering | None = None,
 ) -> Summary:
     """Continue the run of a script from its newest complete checkpoint, with the same arguments and configuration.
 
@@ -123,6 +124,7 @@ def resume_script(
         sink: shows the scripts' output.
         show: see `launch`.
         workers: number of workers, which must be the number that the run had; None: as many as it had.
+        gathering: the hosts of the run from now on; None: all processes are on this machine.
 
     Raises:
         ConfigurationError: the folder holds no run that can continue; nothing was started.
@@ -146,13 +148,18 @@ def resume_script(
     arguments = [*([config.job] if config.module else []), *config.arguments]
     require_script(script)
     checkpoint = newest(record.path)
+    config = config_of(record, checkpoint, config)
     require_resumable(checkpoint, None, config.workers, config.digest)
     require_unchanged(config, _digest_of(script, arguments))
     import_components(config.imports)
     require_open_files(config.workers)
     with record.resumed(checkpoint.manifest.seconds) as dropped, contextlib.ExitStack() as stack:
         text = f"resumed from step {min(checkpoint.manifest.steps.values())}; {dropped} recorded steps were repeated"
-        start, hosts = ScriptStarter(script, arguments, config, Output.of(config, sink), None), OtherHosts()
+        hosts, settings = OtherHosts(), _settings(config, script, arguments)
+        if gathering is not None:
+            config = moved(record, config, gathering)
+            hosts = gathering.hosts(config, settings, stack, resumes=True)
+        start = ScriptStarter(script, arguments, config, Output.of(config, sink), gathering)
         stack.callback(start.close)
         checkpoints = _checkpointer(config, record, hosts, checkpoint)
         supervise(start, config, record, hosts, start.close, show, checkpoints, [text])
@@ -161,12 +168,10 @@ def resume_script(
 
 def _checkpointer(
     config: RunConfig, record: RunFolder, hosts: OtherHosts, resumed: Checkpoint | None = None
-) -> Checkpointer | None:
-    """Takes the checkpoints of a script's run; None if the run has several hosts."""
-    if any(map(hosts.has, range(config.workers))):
-        return None
-    path, keep = record.path.resolve(), config.keep or KEEP
-    return Checkpointer(path, config.checkpoint_interval, keep, resumed, config=_unnamed(config).digest, scripts=True)
+) -> Checkpointer:
+    """Takes the checkpoints of a script's run."""
+    path, keep, digest = record.path.resolve(), config.keep or KEEP, _unnamed(config).digest
+    return Checkpointer(path, config.checkpoint_interval, keep, resumed, config=digest, scripts=True, hosts=hosts)
 
 
 def _unnamed(config: RunConfig) -> RunConfig:
@@ -229,7 +234,7 @@ def _digest_of(script: Path, arguments: Sequence[str]) -> str:
 
 def _settings(config: RunConfig, script: Path, arguments: Sequence[str]) -> dict[str, str]:
     """Settings that must be equal on all hosts."""
-    module = {"module": named_content(_file_of_module(arguments[0]))} if script == MODULE_ENTRY else {}
+    module = {MODULE: named_content(_file_of_module(arguments[0]))} if script == MODULE_ENTRY else {}
     return {**settings_of(config, arguments), **module}
 
 
@@ -371,7 +376,7 @@ class _ScriptRun:
             Transport.parse(config.transport or "shared_memory"),
             config.heartbeat or HEARTBEAT,
             place,
-            self.start,
+            lambda spec: self.hosts.start(spec) if self.hosts.has(spec.address) else self.start(spec),
             start_server,
             self.show,
             patience=None,

@@ -130,21 +130,23 @@ class RunSegment:
         return min(self.resumed.manifest.steps.values()) + 1
 
     def _checkpointer(self, evaluation: Evaluator) -> Checkpointer | None:
-        """Takes the checkpoints; None if the run has several hosts, or micro-batches are in flight at every time.
+        """Takes the checkpoints; None if micro-batches are in flight at every time.
 
         Snapshots that the run had not evaluated at the checkpoint are evaluated now.
         """
-        delayed = self.parts is not None and self.parts.delayed
-        if delayed or any(map(self.hosts.has, range(self.config.workers))):
+        if self.parts is not None and self.parts.delayed:
             return None
-        interval, keep = self.config.checkpoint_interval, self.config.keep or KEEP
-        taker = Checkpointer(self._path, interval, keep, self.resumed, evaluation.pending, self.config.digest)
+        interval, keep, digest = self.config.checkpoint_interval, self.config.keep or KEEP, self.config.digest
+        resumed, hosts = self.resumed, self.hosts
+        taker = Checkpointer(self._path, interval, keep, resumed, evaluation.pending, digest, hosts=hosts)
         for item in taker.resume_snapshots(self._path / SNAPSHOTS, evaluated_in(self.record)):
             evaluation.take(item)
         return taker
 
     def _supervisor(self, evaluation: Evaluator, checkpoints: Checkpointer | None) -> Supervisor:
         config, left = self.config, None if self.left is None else self.left.supervisor
+        if self.left is not None:
+            self.hosts.rearrange(self.left.remaining, config.workers, config.to_toml())
         return Supervisor(
             config.workers,
             self._transport,
@@ -180,12 +182,14 @@ class RunSegment:
     def _newcomers(self) -> Newcomers:
         return Newcomers(partial(Newcomer, self.config, self._transport.zero_copy))
 
-    def _start_worker(self, node_spec: NodeSpec) -> Child:
+    def _start_worker(self, node_spec: NodeSpec) -> Child | None:
         """Let a process that continues, or one that has prepared to join, take part; otherwise start one."""
         config, left = self.config, self.left
         before = None if left is None else left.remaining.get(node_spec.address)
         if left is not None and before is not None and left.supervisor.reaches(before):
-            return left.supervisor.begin_again(before, node_spec, config.to_toml())
+            return left.supervisor.begin_again(before, self.hosts.again(node_spec), config.to_toml())
+        if self.hosts.has(node_spec.address):
+            return self.hosts.start(node_spec, config="" if left is None else config.to_toml())
         if left is not None and (newcomer := left.supervisor.newcomers.next()) is not None:
             return newcomer.begin(node_spec, config)
         if (parked := self.parked.take(node_spec.address)) is not None:

@@ -29,6 +29,7 @@ from flockstep.drivers.tracker import FINAL
 from flockstep.drivers.whole_model import held_by_servers
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.expression import from_data
+from flockstep.launchers.backups import is_replaced, replaced
 from flockstep.launchers.checkpoints import Checkpointer
 from flockstep.launchers.children import ENDED, Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
@@ -36,7 +37,7 @@ from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerpri
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.health import Health
 from flockstep.launchers.host_messages import ServerSpec
-from flockstep.launchers.hosts import OtherHosts
+from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.link import ProcessLink
@@ -367,10 +368,10 @@ class Supervisor:
         self._transport.prepare(self._directory)
         self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
         self._open.callback(self._control.close)
+        self._hosts.why_not_join, self._hosts.let_leave = self._why_no_host_joins, self._let_leave
         self._hosts.meet()
         for rank in range(self._workers):
-            spec = self._node_spec(rank)
-            self._keep_child(rank, self._hosts.start(spec) if self._hosts.has(rank) else self._start_worker(spec))
+            self._keep_child(rank, self._start_worker(self._node_spec(rank)))
 
     def _keep_child(self, address: Address, child: Child | None) -> None:
         if child is not None:
@@ -486,6 +487,10 @@ class Supervisor:
 
     def _joiners(self) -> int:
         """Number of workers that can take part now, because their processes have built the job."""
+        return self._joiners_here() + self._hosts.prepared
+
+    def _joiners_here(self) -> int:
+        """Those whose processes are on this machine."""
         try:
             return self.requests.workers if self.newcomers.ready() else 0
         except RunError as error:
@@ -495,6 +500,7 @@ class Supervisor:
     def _refuse_joiners(self, why: str) -> None:
         self.newcomers.end()
         self.requests.refuse(f"no worker can join now: {why}")
+        self._hosts.refuse_joiners(f"no worker can join now: {why}")
 
     def _could_not_change(self, why: str) -> None:
         """Let the workers that asked to leave try again later; after a loss that the run survives, they leave at once,
@@ -521,9 +527,10 @@ class Supervisor:
 
     def _change(self, gone: set[int], left: str, joined: int) -> None:
         """Continue without the workers that are gone, and with those that join; `left`: a clause about the former."""
-        if joined:
+        if joined > self._hosts.prepared:
             self.requests.admit()
-        reason = ", and ".join(filter(None, (left, self.requests.text if joined else "")))
+        text = f"{joined} worker{'s' * (joined > 1)} joined" if joined else ""
+        reason = ", and ".join(filter(None, (left, text)))
         self.outcome.change = Change(gone, reason, joined)
 
     def _look_for_requests(self) -> None:
@@ -531,10 +538,28 @@ class Supervisor:
         if self._most is None or self._went is None or self._over or self._cutting:
             return
         try:
-            if self.requests.take(self._why_not_joined_by):
+            if self.requests.take(lambda workers: self._why_not_joined_by(workers + self._hosts.joining)):
                 self.newcomers.invite(self.requests.workers)
         except RunError as error:
             self._refuse_joiners(str(error))
+
+    def _why_no_host_joins(self, workers: int) -> str:
+        """Why this number of workers of another host cannot join now; empty if they can."""
+        if self._most is None:
+            return NONE_JOINS
+        if self._went is None or self._over or self._cutting:
+            return "no worker can join just now, because the run begins, ends or changes its workers; try again"
+        return self._why_not_joined_by(workers + self._hosts.joining + self.requests.workers)
+
+    def _let_leave(self, ranks: Collection[int]) -> bool:
+        """Let workers leave because their host is stopped; return whether the run continues without them."""
+        leavers = self._leavers | set(ranks)
+        if self._least is None or self._checkpoints is None or self._went is None or self._over or self._missed:
+            return False
+        if self._why_not_with(len(self._view.ranks) - len(leavers)):
+            return False
+        self._leavers = leavers
+        return True
 
     def _why_not_joined_by(self, workers: int) -> str:
         """Why this number of workers cannot join now; empty if they can."""
@@ -798,10 +823,13 @@ class Supervisor:
         self._memory = None
         # All are connected, so even a killed supervisor leaves no sockets behind.
         shutil.rmtree(self._directory, ignore_errors=True)
+        self._hosts.begin()
         for link in self._links.values():
             self._begin(link, went)
         step = 0 if resumed is None else min(resumed.manifest.steps.values())
-        self.requests.confirm(f"the run continues with {self._workers} workers from step {step}")
+        text = f"the run continues with {self._workers} workers from step {step}"
+        self.requests.confirm(text)
+        self._hosts.confirm(text)
 
     def _handle(self, message: Message) -> None:
         address, note, heard = message.source, message.note, time.monotonic()
@@ -862,8 +890,8 @@ class Supervisor:
             self._checkpoints.hear(address, note)
             return
         text = (
-            "flockstep.checkpoint takes no checkpoints in this run, because its processes are on several hosts, or "
-            "flockstep launch has not started them from a script"
+            "flockstep.checkpoint takes no checkpoints in this run, because flockstep launch has not started its "
+            "processes from a script"
         )
         if text not in self.outcome.warnings:
             on_stderr(text)
@@ -1001,7 +1029,7 @@ class Supervisor:
         if (arriving := self._arriving.pop(address, None)) is not None:
             arriving.drop()
         self.standings[address].state = "lost"
-        if self._is_replaced(address) and self.outcome.change is None:
+        if self._went is not None and self.outcome.change is None and is_replaced(self._cluster, address, self._gone):
             self._replace(address, reason)
             return
         self._evaluation.lose(self._cluster.logical(address))
@@ -1026,27 +1054,18 @@ class Supervisor:
             on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers continue")
         self._tell_others("lost", address, loss)
 
-    def _is_replaced(self, address: Address) -> bool:
-        """Whether another process of a lost server continues."""
-        node = self._cluster.logical(address)
-        return address < 0 and self._went is not None and not self._gone.issuperset(self._cluster.chain(node))
-
     def _replace(self, address: Address, reason: str) -> None:
         """A process of a server is lost, and another one continues: tell all nodes."""
         self.outcome.replaced.add(address)
-        chain = self._cluster.chain(self._cluster.logical(address))
-        leads = next(one for one in chain if one not in self._gone)
-        if chain.index(leads) > chain.index(address):
-            self._done.discard(leads)  # it has to send the result
-            text = f"{reason}; {node_name(leads)}, its backup, continues in its place"
-        else:
-            text = f"{reason}; {node_name(leads)}, whose backup it was, continues"
-        on_stderr(text)
-        self.outcome.warnings.append(text)
+        found = replaced(self._cluster, address, self._gone, reason)
+        if found.promoted is not None:
+            self._done.discard(found.promoted)  # it has to send the result
+        on_stderr(found.text)
+        self.outcome.warnings.append(found.text)
         if self._checkpoints is not None:
             self._checkpoints.interrupt(f"{node_name(address)} was lost")
         if self._back_to is not None:
-            self._renewing = text
+            self._renewing = found.text
         loss = self._losses[address] = NodeLost(address, reason, self._view, True)
         self._keep_own_flight()
         self._tell_others("lost", address, loss)
@@ -1119,7 +1138,7 @@ class Supervisor:
     def _clean_up(self) -> None:
         if self._checkpoints is not None:
             self._checkpoints.end(failed=self.outcome.error is not None)
-        reap(self._processes(), GRACE)
+        reap(self._processes(), GRACE, self._hosts.pump)
         for one in self._open_calls[1:]:
             one.outcome.error = None if one._over else self.outcome.error
             try:

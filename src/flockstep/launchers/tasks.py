@@ -14,6 +14,7 @@ from flockstep.errors import RunError
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.entry import worker_main
 from flockstep.launchers.gathering import HEARTBEAT, Coordinating, Gathering, settings_of
+from flockstep.launchers.host_messages import Accepted
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output, OutputOptions
@@ -83,7 +84,11 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
         meeting = Meeting(spec.host, spec.port, spec.secret, min(spec.timeout, THERE))
         gathering = TaskPart(meeting, spec.nodes, spec.node, here=spec.ranks)
         if config.kind == "train":
-            gathering.serve(config, settings_of(config), lambda node_spec, accepted: _worker(node_spec, config, own))
+            gathering.serve(
+                config,
+                settings_of(config),
+                lambda node_spec, accepted: _worker(node_spec, accepted, config, own),
+            )
             return
         shown = Output(spec.output.ranks, spec.output.prefix, spec.output.folder)
         start = ScriptStarter(Path(config.job), spec.arguments, config, shown, gathering)
@@ -93,8 +98,9 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
             start.close()
 
 
-def _worker(node_spec: NodeSpec, config: RunConfig, own: OwnData | None) -> Child:
-    return fork(worker_main, (node_spec, config.threads or 1, config.to_toml(), own), kernels=True)
+def _worker(node_spec: NodeSpec, accepted: Accepted, config: RunConfig, own: OwnData | None) -> Child:
+    ours = RunConfig.from_toml(accepted.config, "the coordinator's configuration").with_files_of(config)
+    return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml(), own), kernels=True)
 
 
 class TaskHosts(RemoteHosts):
@@ -141,7 +147,7 @@ class TaskGathering(Coordinating, ABC):
     arguments: tuple[str, ...] = ()
     output: Output = SHOWN
 
-    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack) -> TaskHosts:
+    def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> TaskHosts:
         """Listen for the tasks, and start them; `stack` ends the remaining tasks."""
         nodes, placement, text = range(self.nodes), self.placement(config.workers), config.to_toml()
         settings, heartbeat = settings_of(config), config.heartbeat or HEARTBEAT  # as the tasks are given them

@@ -22,7 +22,7 @@ from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.parking import ParkedWorkers
-from flockstep.launchers.resizing import config_of, resized_run
+from flockstep.launchers.resizing import config_of, moved, resized_run
 from flockstep.launchers.segment import NodesChanged, RunSegment, Show, evaluated_in
 from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.records import owner
@@ -65,6 +65,8 @@ def train(
         RunError: the run failed; the record is complete up to the failure, and its summary names the reason.
     """
     refuse_program()
+    if test is not None:
+        _require_unchanging(config)
     settings = settings_of(config)
     if gathering is not None:
         config = gathering.over(config)
@@ -88,7 +90,7 @@ def train(
         if config.park is not None:
             owner.lead(record.path)
         segment = RunSegment(config, record, *facts, show, hosts, test, said=said, parts=parts)
-        _with_changes(record, show, jobs, segment.run)
+        _with_changes(record, show, jobs, segment.run, hosts)
     return record.read_summary()
 
 
@@ -105,6 +107,18 @@ def _initial_parts(built: BuiltJob, config: RunConfig) -> tuple[InitialParts | N
         )
         on_stderr(said[0])
     return parts, said
+
+
+def _require_unchanging(config: RunConfig) -> None:
+    """Raise `ConfigurationError` if a run whose workers have samples of their own is to take checkpoints, or to change
+    its workers.
+    """
+    for name in ("checkpoint_every", "min_workers", "max_workers"):
+        if (value := getattr(config, name)) is not None:
+            raise ConfigurationError(
+                f"a run whose workers have samples of their own takes no checkpoints and keeps its workers, got "
+                f"{name}={value}; leave it out"
+            )
 
 
 class _Jobs:
@@ -157,7 +171,7 @@ def require_changes(config: RunConfig, strategy: Strategy) -> None:
     require_resizable(strategy, "leave out --min-workers and --max-workers")
 
 
-def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[], None]) -> None:
+def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[], None], hosts: OtherHosts) -> None:
     """Begin a run with `begin`, and continue it whenever workers leave or join, or servers are lost."""
     said: list[str] = []
     try:
@@ -168,7 +182,8 @@ def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[]
     while change is not None:
         now, change = change, None
         try:
-            _continued(record, show, jobs, now.workers, said, now).run()
+            segment = _continued(record, show, jobs, now.workers, said, now)
+            dataclasses.replace(segment, hosts=hosts).run()
         except NodesChanged as again:
             change = again
         finally:
@@ -177,7 +192,12 @@ def _with_changes(record: RunFolder, show: Show, jobs: _Jobs, begin: Callable[[]
                 now.supervisor.newcomers.end()
 
 
-def resume(folder: Path, show: Show = lambda standings, steps: None, workers: int | None = None) -> Summary:
+def resume(
+    folder: Path,
+    show: Show = lambda standings, steps: None,
+    workers: int | None = None,
+    gathering: Gathering | None = None,
+) -> Summary:
     """Continue the run in a folder from its newest complete checkpoint, with the same configuration.
 
     Events that were recorded after the checkpoint are dropped.
@@ -186,6 +206,8 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
         folder: folder of the record.
         show: see `train`.
         workers: number of workers with which the run continues; None: as many as it had.
+        gathering: the hosts of the run from now on, of which this one coordinates; None: all processes are on this
+            machine.
 
     Raises:
         ConfigurationError: the folder holds no run that can continue; nothing was started.
@@ -209,10 +231,15 @@ def resume(folder: Path, show: Show = lambda standings, steps: None, workers: in
         )
     if not record.unfinished:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
-    with owner.owned(record.path):
-        jobs = _Jobs()
+    with owner.owned(record.path), contextlib.ExitStack() as stack:
+        jobs, hosts = _Jobs(), OtherHosts()
         segment = _continued(record, show, jobs, workers, [])
-        _with_changes(record, show, jobs, segment.run)
+        if gathering is not None:
+            require_one_machine(config)
+            again = moved(record, segment.config, gathering)
+            hosts = gathering.hosts(again, settings_of(config), stack, resumes=True)
+            segment = dataclasses.replace(segment, config=again, hosts=hosts)
+        _with_changes(record, show, jobs, segment.run, hosts)
     return record.read_summary()
 
 
@@ -279,8 +306,7 @@ def train_for(gathering: Gathering, config: RunConfig) -> None:
     refuse_program()
 
     def start_worker(node_spec: NodeSpec, accepted: Accepted) -> Child:
-        theirs = RunConfig.from_toml(accepted.config, "the coordinator's configuration")
-        ours = dataclasses.replace(theirs, job=config.job, imports=config.imports)  # files, as they are called here
+        ours = RunConfig.from_toml(accepted.config, "the coordinator's configuration").with_files_of(config)
         return fork(worker_main, (node_spec, config.threads or 1, ours.to_toml()), kernels=True)
 
     gathering.serve(config, settings_of(config), start_worker)

@@ -18,7 +18,7 @@ from typing import IO
 import msgspec
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.messages import Address, node_name
 from flockstep.records.failpoints import reach
 from flockstep.records.full_disk import HALF
@@ -171,6 +171,53 @@ def write_shard(folder: Path, node: Address, step: int, arrays: Mapping[str, Fla
     return Shard(node, name, step, *found[0])
 
 
+class ArrivingShard:
+    """The file with a node's state, while its parts arrive from another host."""
+
+    def __init__(self, folder: Path, shard: Shard):
+        """Open the file in the folder of a checkpoint; `shard` is what the node has written.
+
+        Raises:
+            OSError: the folder was removed, or the disk does not take the file.
+        """
+        self._path, self._shard = folder / shard.file, shard
+        self._half = half_of(self._path)
+        self._file = self._half.open("wb")
+        self._digest, self._nbytes = hashlib.sha256(), 0
+
+    def add(self, part: memoryview) -> None:
+        """Append the next part.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        self._file.write(part)
+        self._digest.update(part)
+        self._nbytes += len(part)
+
+    def finish(self) -> None:
+        """Complete the file after its last part.
+
+        Raises:
+            ProtocolError: the bytes are not those that the node has written.
+            OSError: the disk does not take the file.
+        """
+        if (self._nbytes, self._digest.hexdigest()) != (self._shard.nbytes, self._shard.sha256):
+            raise ProtocolError(f"{self._shard.file} did not arrive as {node_name(self._shard.node)} has written it")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        reach("shard.written")
+        self._half.replace(self._path)
+        _synchronize(self._path.parent)
+        reach("shard.renamed")
+
+    def drop(self) -> None:
+        """Close and remove an incomplete file; a complete one stays."""
+        self._file.close()
+        self._half.unlink(missing_ok=True)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes the checkpoint complete.
 
@@ -297,7 +344,7 @@ def _way_out(folder: Path) -> str:
 
 def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file that is complete on the disk, also after a power cut, or not there at all."""
-    half = path.with_name(path.name + HALF)
+    half = half_of(path)
     try:
         with half.open("wb") as file:
             write(file)
@@ -308,6 +355,11 @@ def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         half.unlink(missing_ok=True)
         raise
     _synchronize(path.parent)
+
+
+def half_of(path: Path) -> Path:
+    """The path of a file while it is incomplete."""
+    return path.with_name(path.name + HALF)
 
 
 def _synchronize(folder: Path) -> None:

@@ -264,6 +264,10 @@ class RunConfig:
         data = {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}
         return tomli_w.dumps(data)
 
+    def with_files_of(self, other: RunConfig) -> RunConfig:
+        """This configuration with the job and the imported files of another one, as they are called on its host."""
+        return dataclasses.replace(self, job=other.job, imports=other.imports)
+
     @property
     def digest(self) -> str:
         """SHA-256 of the configuration as TOML, in hexadecimal digits."""

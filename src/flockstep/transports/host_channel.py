@@ -64,7 +64,8 @@ class HostChannel:
         """Time at which the connection broke; infinite while there is a connection."""
         self.why, self.closed = "", False
         """Reason for which the connection broke, and whether the other end closed it."""
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
+        """Seconds of silence after which the other end counts as lost."""
         self._now = now
         self._out: deque[memoryview] = deque()
         self._sent = self._heard = now()
@@ -112,7 +113,7 @@ class HostChannel:
     @property
     def silent(self) -> bool:
         """Whether the other end has sent nothing for as long as the heartbeat."""
-        return self.connected and self._now() - self._heard > self._heartbeat
+        return self.connected and self._now() - self._heard > self.heartbeat
 
     @property
     def received(self) -> int:
@@ -161,11 +162,11 @@ class HostChannel:
         threading.Thread(target=self._beat, name="flockstep-beats", daemon=True).start()
 
     def _beat(self) -> None:
-        while not self._closed.wait(self._heartbeat / 8):
+        while not self._closed.wait(self.heartbeat / 8):
             with self._lock, contextlib.suppress(PeerLost):  # seen by who receives
                 if self._closed.is_set():
                     return
-                if self.connected and not self._out and self._now() - self._sent > self._heartbeat / 4:
+                if self.connected and not self._out and self._now() - self._sent > self.heartbeat / 4:
                     self.send(b"")
                 self.flush()
 

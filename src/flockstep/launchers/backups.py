@@ -1,0 +1,33 @@
+"""Which process of a replicated server continues when another one is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from flockstep.messages import Address, node_name
+from flockstep.nodes import Cluster
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A process of a server is lost, and another one continues."""
+
+    text: str
+    """Sentence for the user and the record."""
+    promoted: Address | None
+    """The backup that takes the place of the lost process; None if a backup itself was lost."""
+
+
+def is_replaced(cluster: Cluster, address: Address, gone: Set[Address]) -> bool:
+    """Whether another process of a lost server continues; `gone` has all lost processes, this one included."""
+    return address < 0 and not set(cluster.chain(cluster.logical(address))) <= gone
+
+
+def replaced(cluster: Cluster, address: Address, gone: Set[Address], reason: str) -> Replaced:
+    """Which process continues in place of a lost one; `is_replaced` holds."""
+    chain = cluster.chain(cluster.logical(address))
+    leads = next(one for one in chain if one not in gone)
+    if chain.index(leads) > chain.index(address):
+        return Replaced(f"{reason}; {node_name(leads)}, its backup, continues in its place", leads)
+    return Replaced(f"{reason}; {node_name(leads)}, whose backup it was, continues", None)

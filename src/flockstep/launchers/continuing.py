@@ -1,0 +1,63 @@
+"""What `--resume` does: a command that is started again continues its own run, if there is something to continue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.records import checkpoints as disk
+from flockstep.records.config import RunConfig, same_run
+from flockstep.records.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a command goes on with the run in its folder."""
+
+    resumes: bool = False
+    """Whether the run continues from a checkpoint; otherwise it begins at its start."""
+    overwrites: bool = False
+    """Whether the run in the folder, which has no checkpoint, is replaced."""
+
+
+def continuation(config: RunConfig, folder: Path) -> Continuation:
+    """How a command with a configuration, in which all defaults are filled in, goes on with the run in a folder.
+
+    Raises:
+        ConfigurationError: the folder holds another run, or one that has ended.
+    """
+    record = RunFolder(folder)
+    if record.begun is None:
+        return Continuation()
+    held = record.read_config()
+    if config.kind == "launch":  # the script has named its strategy
+        config = replace(config, strategy=held.strategy)
+    if not any(_same(config, one) for one in (held, *_kept(record, config))):
+        name = next(name for name in _names() if getattr(config, name) != getattr(held, name))
+        raise ConfigurationError(
+            f"{folder} holds another run: its {name} is {getattr(held, name)}, and this command's is "
+            f"{getattr(config, name)}; repeat the command of that run, or choose another folder with --out"
+        )
+    if not record.unfinished:
+        raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
+    if any((one / disk.MANIFEST).exists() for one in disk.folders(record.path)):
+        return Continuation(resumes=True)
+    on_stderr(f"{folder} holds no complete checkpoint, so the run begins at its start")
+    return Continuation(overwrites=True)
+
+
+def _kept(record: RunFolder, config: RunConfig) -> list[RunConfig]:
+    """Configurations of the run before its workers changed."""
+    files = (record.path / disk.CHECKPOINTS).glob("*.toml") if config.kind == "train" else ()
+    return [RunConfig.from_toml(file.read_text(), str(file)) for file in files]
+
+
+def _same(a: RunConfig, b: RunConfig) -> bool:
+    """Whether two configurations are of one run, whose hosts may have other addresses."""
+    return same_run(replace(a, transport=None), replace(b, transport=None))
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(RunConfig) if field.name not in ("versions", "transport")]

@@ -1,0 +1,72 @@
+"""This host joins a run that is going on, which another host coordinates: `flockstep join HOST:PORT`."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Sequence
+from functools import partial
+
+from flockstep import __version__
+from flockstep.drivers.member import NodeSpec
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.children import Child, fork, refuse_program
+from flockstep.launchers.entry import start_server, worker_main
+from flockstep.launchers.gathering import HEARTBEAT
+from flockstep.launchers.host_agent import HostAgent
+from flockstep.launchers.host_messages import Accepted, Join
+from flockstep.launchers.meeting import Meeting
+from flockstep.launchers.newcomers import Newcomer, Newcomers
+from flockstep.records.config import RunConfig
+from flockstep.transports.base import Transport
+from flockstep.transports.wire import PROTOCOL
+
+
+def join_run(meeting: Meeting, workers: int, job: str | None = None, imports: Sequence[str] = ()) -> None:
+    """Add workers of this host to a run that is going on; return when the run has ended, or continues without them.
+
+    Args:
+        meeting: where the run's coordinator listens, and the secret of the run.
+        workers: number of workers to add.
+        job: the job's file as it is called on this host; None: as at the coordinator.
+        imports: files with custom components as they are called on this host; empty: as at the coordinator.
+
+    Raises:
+        ConfigurationError: the coordinator refused, or cannot be reached.
+        RunError: the workers could not build the job, or the run failed.
+    """
+    refuse_program()
+    if workers < 1:
+        raise ConfigurationError(f"the number of workers that join must be >= 1, got {workers}; use -n 1")
+    host = _JoiningHost(job, tuple(imports))
+    join = Join(PROTOCOL, __version__, 0, 0, workers, (), socket.gethostname(), {}, joining=workers)
+    starts = host.start_worker, start_server
+    HostAgent(meeting, join, *starts, HEARTBEAT, newcomers=partial(host.invite, workers)).run()
+
+
+class _JoiningHost:
+    """Starts the workers of this host."""
+
+    def __init__(self, job: str | None, imports: tuple[str, ...]):
+        self._job, self._imports = job, imports
+        self._newcomers = Newcomers()
+
+    def invite(self, workers: int, accepted: Accepted) -> Newcomers:
+        """Start the processes of the workers, which build the job while the others train."""
+        config = self._named_here(accepted)
+        kernels = Transport.parse(config.transport or "tcp").zero_copy
+        self._newcomers = Newcomers(partial(Newcomer, config, kernels))
+        self._newcomers.invite(workers)
+        return self._newcomers
+
+    def start_worker(self, node_spec: NodeSpec, accepted: Accepted) -> Child:
+        """Let a process that has built the job take part; otherwise start one."""
+        config = self._named_here(accepted)
+        if (newcomer := self._newcomers.next()) is not None:
+            return newcomer.begin(node_spec, config)
+        return fork(worker_main, (node_spec, config.threads or 1, config.to_toml()), kernels=True)
+
+    def _named_here(self, accepted: Accepted) -> RunConfig:
+        """The run's configuration with the files as they are called on this host."""
+        config = RunConfig.from_toml(accepted.config, "the coordinator's configuration")
+        return dataclasses.replace(config, job=self._job or config.job, imports=self._imports or config.imports)
