@@ -181,6 +181,8 @@ def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
         return parse(alias, base) if alias else _build(_class(node.id, base), {}, _from_node)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _sum(_from_tree(node.left, base, where), _from_tree(node.right, base, where), where)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _product(_from_tree(node.left, base, where), _from_tree(node.right, base, where), where)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         wanted = "given by name" if where == base.noun else f"a {base.noun.replace('_', ' ')}"
         raise ConfigurationError(f"{where} must be {wanted}, got {_code(node)}; write it like {_example(base)}")
@@ -198,6 +200,18 @@ def _sum(left: Component, right: Component, where: str) -> Component:
             "codec, as in topk + qsgd(4)"
         ) from None
     return typing.cast(Component, total)
+
+
+def _product(left: Component, right: Component, where: str) -> Component:
+    """Multiply two components that support multiplication."""
+    try:
+        found = operator.mul(left, right)
+    except TypeError:
+        raise ConfigurationError(
+            f"{where} must be a {left.noun}, got {left} * {right}; only a pipeline and a tensor can be multiplied, as "
+            "in pipeline(2) * tensor(2)"
+        ) from None
+    return typing.cast(Component, found)
 
 
 def _call_arguments(node: ast.Call, kind: type[Component]) -> dict[str, Any]:

@@ -119,6 +119,8 @@ _TABLE: dict[str, dict[str, str]] = {
     "partition": {
         "none": "flockstep.partitions.unsplit:Unsplit",
         "pipeline": "flockstep.partitions.pipeline:Pipeline",
+        "tensor": "flockstep.partitions.tensor:TensorParallel",
+        "product": "flockstep.partitions.tensor:Product",
     },
     "pipeline_schedule": {
         "gpipe": "flockstep.partitions.pipeline_schedules.gpipe:GPipe",
@@ -155,6 +157,9 @@ _TABLE: dict[str, dict[str, str]] = {
         "A21": "flockstep.claims.a21_straggler:Straggler",
         "A22": "flockstep.claims.a22_taxonomy:Taxonomy",
         "A23": "flockstep.claims.a23_pipeline_delays:PipelineDelays",
+        "A24": "flockstep.claims.a24_megatron_sums:MegatronSums",
+        "A25": "flockstep.claims.a25_hybrid_bytes:HybridBytes",
+        "A26": "flockstep.claims.a26_grid_halo:GridHalo",
         "B1": "flockstep.claims.b01_softsync_rates:SoftsyncRates",
         "B2": "flockstep.claims.b02_easgd_downpour:EasgdDownpour",
         "B3": "flockstep.claims.b03_gradual_warmup:GradualWarmup",

@@ -15,9 +15,9 @@ from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
-from flockstep.frameworks.torch_stages import split_torch
-from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.base import Partition
 from flockstep.records.events import Event
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
@@ -76,7 +76,7 @@ class Ran:
 def simulated(
     job: Job,
     strategy: str,
-    partition: str | Pipeline | None = None,
+    partition: str | Partition | None = None,
     *,
     replicas: int = 2,
     steps: int = 6,
@@ -88,7 +88,7 @@ def simulated(
     """Run the job on `replicas` replicas, split as `partition` says."""
     events: list[Event] = []
     chosen = Strategy.parse(strategy)
-    split = None if partition is None else split_torch(job, 0, Pipeline.parse(partition))
+    split = None if partition is None else make_split(job, 0, Partition.parse(partition))
     engine = TorchEngine(job, 0) if split is None else split.engine
     parts = Iid().assign(engine.labels, engine.train_size, replicas, 0)
     policy = choose_result(chosen, None)

@@ -17,8 +17,8 @@ import flockstep
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
-    errors registry expression arrays optimizers schedules topologies codecs feedback partitions messages programs nodes
-    transports collectives
+    errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
+    transports collectives partitions
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
     report trackers planning experiments testing chaos
     claims bench doctor jax lightning accelerate transformers keras cli

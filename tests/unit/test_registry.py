@@ -41,6 +41,8 @@ WITH_ARGUMENTS = {
     ("network", "handled"): "handled(network=link('1gbit', '50us'), message=2e-05)",
     ("compute", "shared_cores"): "shared_cores(base=constant(0.05), cores=2)",
     ("partition", "pipeline"): "pipeline(4, schedule=1f1b, microbatches=8)",
+    ("partition", "tensor"): "tensor(2)",
+    ("partition", "product"): "pipeline(2, gpipe, 4) * tensor(2)",
     ("network", "link"): "link('1gbit')",
     ("network", "fair_link"): "fair_link(bandwidth='1gbit')",
     ("network", "switch"): "switch(bandwidth='1gbit', latency=0.001, backbone='2gbit')",

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.stage import NeedPass, NeedRequest, PipelineStage, StageRunner, stage_notes
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartRunner
+from flockstep.drivers.stage import PipelineStage, stage_notes
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_stages import split_torch
@@ -39,7 +40,7 @@ class OverTheWire:
         self._identity = partial(wire.SenderIdentity, "run", schema="chain", model_bytes=1 << 20, notes=notes)
         self.runners = [self._runner(number) for number in range(self.pipeline.stages)]
 
-    def _runner(self, number: int) -> StageRunner:
+    def _runner(self, number: int) -> PartRunner:
         batches = iter([np.arange(12) + 12 * step for step in range(STEPS)])
         stage = PipelineStage(
             0,
@@ -51,7 +52,7 @@ class OverTheWire:
             partial(self._send, number),
             lambda step: np.random.default_rng((number, step)),
         )
-        return StageRunner(stage, lambda need: None, partial(self._step, number))
+        return PartRunner(stage, lambda need: None, partial(self._step, number))
 
     def _send(self, source: int, to: int, message: Message) -> None:
         self.sent += 1

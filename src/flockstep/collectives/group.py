@@ -70,7 +70,34 @@ class Group(Protocol):
         """
 
 
-class Subgroup:
+class WithoutSharedMemory:
+    """The part of a member of a group that shares no memory with the others."""
+
+    rendezvous: Rendezvous | None = None
+    shared_sum: SharedSum | None = None
+
+    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
+        """Return False: the members of this group share no memory."""
+        return False
+
+    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
+        """Return None: the members of this group share no memory."""
+        return None
+
+    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
+        """Raise, because `reduce_on_host` has no result."""
+        raise AssertionError("the members of this group have no shared memory")
+
+    def arrays_on_host(self, array: Array) -> HostArrays | None:
+        """Return None: the members of this group share no memory."""
+        return None
+
+    def count_on_host(self, array: Array, shares: int) -> None:
+        """Raise, because `arrays_on_host` has no result."""
+        raise AssertionError("the members of this group have no shared memory")
+
+
+class Subgroup(WithoutSharedMemory):
     """Some members of a group, ranked in the order of `members`, one of which is `me`.
 
     Messages between two members arrive in order, so subgroups may share members as long as these use the subgroups in
@@ -84,28 +111,6 @@ class Subgroup:
         self.workers = len(members)
         self.hosts = _within(me.hosts, members)
         self.random = me.random
-        self.rendezvous: Rendezvous | None = None
-        self.shared_sum: SharedSum | None = None
-
-    def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Return False: the members of a subgroup share no memory."""
-        return False
-
-    def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
-        """Return None: the members of a subgroup share no memory."""
-        return None
-
-    def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
-        """Raise, because `reduce_on_host` has no result."""
-        raise AssertionError("the members of a subgroup have no shared memory")
-
-    def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return None: the members of a subgroup share no memory."""
-        return None
-
-    def count_on_host(self, array: Array, shares: int) -> None:
-        """Raise, because `arrays_on_host` has no result."""
-        raise AssertionError("the members of a subgroup have no shared memory")
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member of the subgroup."""

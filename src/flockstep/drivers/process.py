@@ -15,13 +15,13 @@ from flockstep.drivers.fault_injector import wrong_gradients
 from flockstep.drivers.member import BeginAgain, Member, NodeSpec, failure_of, send_to_control
 from flockstep.drivers.node_creation import make_server
 from flockstep.drivers.part_group import PartGroup, groups_of
+from flockstep.drivers.parts import notes_between
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.program_restart import notes_of
 from flockstep.drivers.real import NodeConnection
 from flockstep.drivers.real_stage import StageConnection
 from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import Runner
-from flockstep.drivers.stage import stage_notes
 from flockstep.errors import FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.frameworks.base import Engine
@@ -81,14 +81,14 @@ def run_worker(
 
 def _run_stage(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, split: SplitModel) -> None:
     """Take part in a run as the worker that holds one stage of one replica."""
-    servers, parts = plan.cluster.servers, split.pipeline.parts
+    servers, parts = plan.cluster.servers, split.partition.parts
     group = groups_of(split.sizes, servers)[node_spec.address % parts]
     part, rank = split.parts[group.part], node_spec.address // parts
     guard.where = f"stage {group.part} of replica {rank} (worker {node_spec.address}): "
-    microbatch = -(-max(map(plan.batch_at, range(plan.steps))) // split.pipeline.microbatches)
-    largest = max(part.held_bytes, plan.strategy.largest_message, microbatch * split.cut.sample_bytes)
+    between = split.largest_message(max(map(plan.batch_at, range(plan.steps))))
+    largest = max(part.held_bytes, plan.strategy.largest_message, between)
     member = guard.member = Member(
-        node_spec, engine.schema, largest, {**plan.strategy.notes, **REPLICAS, **stage_notes(split.pipeline.schedule)}
+        node_spec, engine.schema, largest, {**plan.strategy.notes, **REPLICAS, **notes_between(split)}
     )
     params = part.take(member.join(to_text(plan.strategy), to_data(plan.optimizer.on_servers), None, part=True)[1])
     stepper = LocalOptimizer(plan.optimizer, params, part.schema.slices)

@@ -8,9 +8,10 @@ from functools import partial
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Member
 from flockstep.drivers.part_group import PartGroup
+from flockstep.drivers.part_program import NeedPass, PartRunner, require_plain
+from flockstep.drivers.parts import program_of
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
 from flockstep.drivers.real import NodeConnection
-from flockstep.drivers.stage import NeedPass, PipelineStage, StageRunner, require_plain, stage_random
 from flockstep.frameworks.stages import SplitModel
 from flockstep.messages import STAGE, Message, Wanted
 from flockstep.nodes import Worker
@@ -34,24 +35,15 @@ class StageConnection(NodeConnection):
     ):
         """`taken`: number of steps that the worker has taken before, in a run that continues."""
         super().__init__(member, worker, plan.strategy, plan.evaluate_every, group)
-        self._plan, self._pipeline, self._part = plan, split.pipeline, group.part
+        self._plan, self._partition, self._part = plan, split.partition, group.part
         self._numbers: Counter[int] = Counter()
         """Number of messages sent to each stage."""
         self._begun = False
         """Whether a pass has been begun that is not computed yet."""
         self._answer: tuple[FlatArray, float] | None = None
-        stage = PipelineStage(
-            worker.rank,
-            group.part,
-            split.pipeline,
-            split.parts[group.part],
-            plan.steps,
-            partial(batches.next, GRADIENT),
-            self._send_to_stage,
-            partial(stage_random, plan.seed, worker.rank, group.part),
-            taken,
-        )
-        self._stage = StageRunner(stage, self._begin_pass, self._keep_answer)
+        batch = partial(batches.next, GRADIENT)
+        program = program_of(split, group.part, worker.rank, plan, batch, self._send_to_stage, taken)
+        self._stage = PartRunner(program, self._begin_pass, self._keep_answer)
 
     def train(self, stepper: LocalOptimizer) -> None:
         """Run the worker's program to its end, with the gradients of the stage."""
@@ -60,7 +52,7 @@ class StageConnection(NodeConnection):
         while runner.advance(*answer):
             need = runner.waiting
             assert isinstance(need, NeedGradient)
-            require_plain(need, self._plan.strategy, self._pipeline)
+            require_plain(need, self._plan.strategy, self._partition)
             stepper.lr = self._plan.lr_at(node.run_step)
             answer = self._computed()
             reach("gradient.computed")

@@ -20,7 +20,6 @@ from flockstep.frameworks.job import import_components, load_job_file, make_engi
 from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.base import Partition
 from flockstep.partitions.model_cut import ModelCut
-from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import RunConfig
 from flockstep.schedules.base import Schedule
@@ -228,7 +227,7 @@ class BuiltJob:
                 f"all stages of a replica read its samples, but here each worker has samples of its own, got "
                 f"{partition}; leave the partition out"
             )
-        split = make_split(job, config.seed, partition, cut) if isinstance(partition, Pipeline) else None
+        split = None if partition == Unsplit() else make_split(job, config.seed, partition, cut)
         engine = make_engine(job, config.seed) if split is None else split.engine
         if own is not None:
             engine.train_size = sum(own.sizes)

@@ -7,32 +7,27 @@ waits for the next request; the worker's parameters at request number v are vers
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable
 from itertools import dropwhile
-from typing import Any
 
 import numpy as np
 
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
-from flockstep.errors import CompositionError, ConfigurationError, ProtocolError, RunError
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, Send, resumed
+from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.base import Indices
-from flockstep.frameworks.stages import MicroBatch, ModelPart
-from flockstep.messages import Mailbox, Message, Note, Notes, Wanted
+from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart
+from flockstep.messages import Message, Note, Notes, Wanted
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineSchedule
-from flockstep.programs import NeedGradient
-from flockstep.strategies.base import Strategy
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages with its inputs and outputs."""
-STREAM = 0x57A6E
-"""Part of the seed of the stages' generators, which separates them from the nodes' generators."""
 PASSED = "passed"
 """Tag of the message that a batch has left the last stage, for schedules with one forward pass at a time."""
 
@@ -57,82 +52,46 @@ def stage_notes(schedule: PipelineSchedule) -> Notes:
     )
 
 
-def stage_random(seed: int, replica: int, number: int, step: int) -> np.random.Generator:
-    """Return the generator of a stage for codecs with random choices in one step, equal for every driver."""
-    return np.random.default_rng(np.random.SeedSequence((seed, STREAM, replica, number, step)))
-
-
-def require_plain(need: NeedGradient, strategy: Strategy, pipeline: Pipeline) -> None:
-    """Check that a worker's program asks for nothing but the gradient of its next batch.
-
-    Raises:
-        CompositionError: the stages of a pipeline do not compute what the program asks for.
-    """
-    if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
-        raise CompositionError(
-            f"{strategy} asks for more than the gradient of the worker's next batch, which the stages of {pipeline} do "
-            "not compute; use partition=none, or a strategy such as local_sgd"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class NeedPass:
-    """A stage's request for the time of a pass; the driver resumes the stage when the pass has ended."""
-
-    work: PipelinePass
-    samples: int
-    """Number of samples of the micro-batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class NeedRequest:
-    """A stage's wait for the next request for a gradient; it has answered the one before, if there was one."""
-
-
-StageEffect = Wanted | NeedPass | NeedRequest
-Send = Callable[[int, Message], None]
-
-
-class PipelineStage:
+class StageProgram(PartProgram):
     """One stage of one replica, with the versions of its weights and the gradient of the current step.
 
-    Messages between stages have the numbers of the stages as addresses.
+    If the layers of a stage are split over ways, each way is a part; stage s has the parts s W to s W + W - 1.
     """
+
+    _ways = 1
+    """Number of parts of a stage (W)."""
 
     def __init__(
         self,
         rank: int,
         number: int,
         pipeline: Pipeline,
-        part: ModelPart,
+        part: HeldPart,
         steps: int,
         batch: Callable[[], Indices],
         send: Send,
         random: Callable[[int], np.random.Generator],
         taken: int = 0,
     ):
-        """Create a stage whose weights are given by the first call of `requested`.
+        """Create a stage, as any part's program.
 
         Args:
             rank: number of the replica.
-            number: number of the stage in its pipeline.
+            number: number of the part in its replica.
             pipeline: the partition.
             part: the framework's side of the stage.
             steps: number of steps of the run.
-            batch: function that returns the samples of the replica's next batch; equal for all stages of a replica.
-            send: function (stage, message) that sends a message to another stage of this replica.
+            batch: function that returns the samples of the replica's next batch; equal for all parts of a replica.
+            send: function (part, message) that sends a message to another part of this replica.
             random: function that returns the generator of a step, for codecs with random choices.
             taken: number of steps that the stage has taken before, at the end of which nothing was in flight.
         """
-        self.rank, self.number = rank, number
-        self.mailbox = Mailbox()
-        self.gradient: FlatArray = np.zeros(part.schema.size, part.schema.dtype)
-        """Gradient (K,) of the current step; complete when the stage waits for a request."""
-        self.loss = 0.0
-        """Mean loss of the batch of the current step."""
+        super().__init__(rank, number, part, batch, send)
         self._pipeline, self._schedule = pipeline, pipeline.schedule
-        self._part, self._batch, self._send, self._random = part, batch, send, random
-        passes = pipeline.schedule.passes(number, pipeline.stages, pipeline.microbatches, steps)
+        self._random = random
+        self._stage = number // self._ways
+        """Number of the stage in the pipeline."""
+        passes = pipeline.schedule.passes(self._stage, pipeline.stages, pipeline.microbatches, steps)
         self._passes = dropwhile(lambda one: one.step < taken, passes)
         self._randoms: dict[int, np.random.Generator] = {}
         self._batches: dict[int, list[MicroBatch]] = {}
@@ -155,37 +114,53 @@ class PipelineStage:
 
     async def program(self) -> None:
         """Compute all passes of the run and send their outputs."""
-        await _resumed(NeedRequest())
+        await resumed(NeedRequest())
+        await self._begin_step()
         for work in self._passes:
             if work.kind == "update":
                 del self._batches[work.step]
                 self._randoms.pop(work.step, None)
-                await _resumed(NeedRequest())
+                await resumed(NeedRequest())
                 self.gradient[:] = 0
                 self.loss = 0.0
+                await self._begin_step()
                 continue
             self._forget(work)
             message = await self._input(work)
-            await _resumed(NeedPass(work, len(self._microbatch(work).indices)))
             if work.kind == "forward":
-                self._forward(work, message)
-            elif work.kind == "weight_backward":
-                self._part.weight_backward(work.chunk, self._microbatch(work), self.gradient)
+                await self._forward(work, message)
             else:
-                self._backward(work, message)
+                await self._backward(work, message)
+
+    async def _begin_step(self) -> None:
+        """Do what a stage does at a new version of its weights, before any pass that uses it."""
+
+    @abstractmethod
+    async def _outputs(
+        self, work: PipelinePass, weights: FlatArray, batch: MicroBatch, inputs: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        """Compute a forward pass; return the outputs, or None and the loss."""
+
+    @abstractmethod
+    async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        """Compute a backward pass, of either half or both; return the gradient of its inputs, if they need one."""
+
+    def _at(self, stage: int) -> int:
+        """Return the part of the same way in a stage."""
+        return stage * self._ways + self.number % self._ways
 
     async def _input(self, work: PipelinePass) -> Message | None:
         """The message with the input of a pass; None if the input is data, or kept by this stage."""
         last = self._pipeline.stages - 1
-        if self._schedule.one_forward_at_a_time and work.kind == "forward" and self.number == 0 < work.step and last:
-            await self._message(PASSED, last, work.step - 1, 0)
-        source = self._schedule.source(work, self.number, self._pipeline.stages)
+        if self._schedule.one_forward_at_a_time and work.kind == "forward" and self._stage == 0 < work.step and last:
+            await self._message(PASSED, self._at(last), work.step - 1, 0)
+        source = self._schedule.source(work, self._stage, self._pipeline.stages)
         if source is None:
             return None
-        return await self._message(f"{TAGS[work.kind]} {work.chunk}", source[0], work.step, work.microbatch)
+        return await self._message(f"{TAGS[work.kind]} {work.chunk}", self._at(source[0]), work.step, work.microbatch)
 
     async def _message(self, tag: str, source: int, step: int, microbatch: int) -> Message:
-        message: Message = await _resumed(Wanted(tag, source))
+        message: Message = await resumed(Wanted(tag, source))
         note: StageNote = message.note
         if (note.step, note.microbatch) != (step, microbatch):
             raise ProtocolError(
@@ -194,7 +169,7 @@ class PipelineStage:
             )
         return message
 
-    def _forward(self, work: PipelinePass, message: Message | None) -> None:
+    async def _forward(self, work: PipelinePass, message: Message | None) -> None:
         self._using[work.step, work.microbatch, work.chunk] = work.version
         batch = self._microbatch(work)
         if (weights := self._versions.get(work.version)) is None:
@@ -202,27 +177,25 @@ class PipelineStage:
                 f"{self._schedule} uses version {work.version} of the weights of stage {self.number} in step "
                 f"{work.step}, but the stage holds versions {self.versions}; fix the schedule"
             )
-        outputs, loss = self._part.forward(work.chunk, weights, batch, self._decoded(message))
+        outputs, loss = await self._outputs(work, weights, batch, self._decoded(message))
         if outputs is None:
             self._own[work.step, work.microbatch] = loss
         self._pass_on(work, outputs, 0.0)
-        if self._schedule.one_forward_at_a_time and self.number == self._pipeline.stages - 1 > 0:
-            self._send(0, Message(self.number, PASSED, note=StageNote(work.step, work.microbatch)))
+        if self._schedule.one_forward_at_a_time and self._stage == self._pipeline.stages - 1 > 0:
+            self._send(self._at(0), Message(self.number, PASSED, note=StageNote(work.step, work.microbatch)))
 
-    def _backward(self, work: PipelinePass, message: Message | None) -> None:
-        batch, errors = self._microbatch(work), self._decoded(message)
+    async def _backward(self, work: PipelinePass, message: Message | None) -> None:
+        below = await self._slopes(work, self._microbatch(work), self._decoded(message))
+        if work.kind == "weight_backward":
+            return
         loss = self._own.pop((work.step, work.microbatch)) if message is None else message.note.loss
-        if work.kind == "backward":
-            below = self._part.backward(work.chunk, batch, errors, self.gradient)
-        else:
-            below = self._part.input_backward(work.chunk, batch, errors)
         if work.chunk == 0:
             self.loss += loss
         self._pass_on(work, below, loss)
 
     def _pass_on(self, work: PipelinePass, array: FlatArray | None, loss: float) -> None:
         """Send the output of a pass to the stage that needs it."""
-        target = self._schedule.target(work, self.number, self._pipeline.stages)
+        target = self._schedule.target(work, self._stage, self._pipeline.stages)
         if target is not None:
             assert array is not None
             note = StageNote(work.step, work.microbatch, tuple(array.shape), name_of(array), loss)
@@ -230,7 +203,7 @@ class PipelineStage:
             if work.step not in self._randoms:
                 self._randoms[work.step] = self._random(work.step)
             data = codec.encode(array.reshape(-1), random_of(codec, self._randoms[work.step], work.step))
-            self._send(target[0], Message(self.number, f"{TAGS[work.kind]} {target[1]}", data, note))
+            self._send(self._at(target[0]), Message(self.number, f"{TAGS[work.kind]} {target[1]}", data, note))
 
     def _decoded(self, message: Message | None) -> FlatArray | None:
         """The array that a message encodes."""
@@ -269,73 +242,40 @@ class PipelineStage:
             self._using.pop((work.step, work.microbatch, work.chunk))
 
 
-class StageRunner:
-    """Runs the program of a stage; a driver delivers its messages, ends its passes and passes on its gradients."""
+class PipelineStage(StageProgram):
+    """One stage of one replica, computed by one worker."""
 
     def __init__(
-        self, stage: PipelineStage, begin: Callable[[NeedPass], None], answer: Callable[[FlatArray, float], None]
-    ) -> None:
-        """`begin`: called when a pass begins; `passed` must be called at its end, after `begin` has returned. `answer`:
-        called with the gradient and the loss of each step.
-        """
-        self.stage = stage
-        self.waiting: StageEffect | None = None
-        self._begin, self._answer = begin, answer
-        self._program: Coroutine[StageEffect, Message | None, None] = stage.program()
-        self.done = False
-        self._resume(None)
+        self,
+        rank: int,
+        number: int,
+        pipeline: Pipeline,
+        part: ModelPart,
+        steps: int,
+        batch: Callable[[], Indices],
+        send: Send,
+        random: Callable[[int], np.random.Generator],
+        taken: int = 0,
+    ):
+        super().__init__(rank, number, pipeline, part, steps, batch, send, random, taken)
+        self._part = part
 
-    def request(self, params: FlatArray) -> None:
-        """Begin the next step, at the parameters (K,) of the stage's worker.
+    async def _outputs(
+        self, work: PipelinePass, weights: FlatArray, batch: MicroBatch, inputs: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        await self._time(work, batch)
+        return self._part.forward(work.chunk, weights, batch, inputs)
 
-        Raises:
-            RunError: the stage has computed all its steps.
-        """
-        if isinstance(self.waiting, NeedRequest) and not self.done:
-            self.stage.requested(params)
-            self._resume(None)
-            if not self.done:
-                return
-        raise RunError(f"stage {self.stage.number} has no further step; start the run again")
+    async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
+        await self._time(work, batch)
+        if work.kind == "backward":
+            return self._part.backward(work.chunk, batch, errors, self.gradient)
+        if work.kind == "input_backward":
+            return self._part.input_backward(work.chunk, batch, errors)
+        self._part.weight_backward(work.chunk, batch, self.gradient)
+        return None
 
-    def deliver(self, message: Message) -> None:
-        """Handle a message of another stage."""
-        self.stage.mailbox.put(message)
-        if isinstance(self.waiting, Wanted):
-            self._look()
-
-    def passed(self) -> None:
-        """End the current pass."""
-        self._resume(None)
-
-    def close(self) -> None:
-        """End the stage at its current point."""
-        self._program.close()
-        self.waiting, self.done = None, True
-
-    def _look(self) -> None:
-        """Resume the stage if the message that it waits for has arrived."""
-        assert isinstance(self.waiting, Wanted)
-        found = self.stage.mailbox.take(self.waiting)
-        if found is not None:
-            self._resume(found)
-
-    def _resume(self, value: Message | None) -> None:
-        began = self.waiting is not None
-        try:
-            self.waiting = effect = self._program.send(value)
-        except StopIteration:
-            self.done = True
-            return
-        if isinstance(effect, Wanted):
-            self._look()
-        elif isinstance(effect, NeedPass):
-            self._begin(effect)
-        elif began:
-            self._answer(self.stage.gradient, self.stage.loss)
-
-
-@types.coroutine
-def _resumed(effect: StageEffect) -> Generator[StageEffect, Any, Any]:
-    """Pass an effect to the stage's runner, and return the value with which it resumes the stage."""
-    return (yield effect)
+    async def _time(self, work: PipelinePass, batch: MicroBatch) -> None:
+        """Let the time of a pass go by."""
+        share: float = getattr(self._part.shares[work.chunk], work.kind)
+        await resumed(NeedPass(work.step, share, len(batch.indices)))

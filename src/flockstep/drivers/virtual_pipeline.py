@@ -19,13 +19,14 @@ from flockstep.drivers.batched import ReplicaGradients
 from flockstep.drivers.fault_injector import FaultInjector
 from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.part_group import PartGroup, groups_of
+from flockstep.drivers.part_program import NeedPass, PartProgram, PartRunner, require_plain
+from flockstep.drivers.parts import program_of
 from flockstep.drivers.plan import Plan, require_splittable, whole_cluster
 from flockstep.drivers.runner import Runner
-from flockstep.drivers.stage import NeedPass, PipelineStage, StageRunner, require_plain, stage_random
 from flockstep.drivers.tracker import Tracker
 from flockstep.drivers.virtual import Simulation, Surroundings, carry
 from flockstep.drivers.whole_model import by_worker, tracked, with_addresses_of_run
-from flockstep.frameworks.stages import ModelPart, SplitModel
+from flockstep.frameworks.stages import HeldPart, SplitModel
 from flockstep.messages import HEADER_BYTES, Address, Message, node_name
 from flockstep.programs import GRADIENT, NeedGradient
 from flockstep.records.events import Event
@@ -56,11 +57,11 @@ class StepDurations:
 class StageGradients(ReplicaGradients):
     """The gradients of one stage of all replicas."""
 
-    def __init__(self, part: ModelPart, plan: Plan, dropped: Callable[[int], None]):
+    def __init__(self, part: HeldPart, plan: Plan, dropped: Callable[[int], None]):
         """`dropped`: called with the replica whose stage has been ended."""
         super().__init__(part, plan)
         self._dropped = dropped
-        self.stages: list[StageRunner] = []
+        self.stages: list[PartRunner] = []
         """The stage of each replica."""
 
     def ask(self, rank: int, need: NeedGradient) -> int:
@@ -78,7 +79,7 @@ class StageGradients(ReplicaGradients):
             self._dropped(rank)
 
     def take(self, rank: int) -> FlatArray:
-        return self.stages[rank].stage.gradient
+        return self.stages[rank].part.gradient
 
 
 @dataclass(eq=False)
@@ -153,9 +154,9 @@ class PipelineSimulation:
             CompositionError: the strategy asks for gradients that the stages of a pipeline cannot compute.
         """
         require_splittable(plan)
-        self.plan, self.pipeline = plan, model.pipeline
+        self.plan = plan
         self._progress, self._steps = progress, 0
-        parts, replicas = model.pipeline.parts, plan.cluster.workers
+        parts, replicas = model.partition.parts, plan.cluster.workers
         everyone = whole_cluster(plan.cluster, parts)
         self._queue: EventQueue[Callable[[], None]] = EventQueue()
         self._fabric: Fabric = network.start(everyone)
@@ -189,7 +190,7 @@ class PipelineSimulation:
             )
             named = partial(_named, emit, place)
             self.groups.append(Simulation(model.engine, plan, compute, network, named, self._stepped, within=within))
-            gradients.stages.extend(self._stage(part, one, gradients, rank) for rank in range(replicas))
+            gradients.stages.extend(self._stage(part, gradients, rank) for rank in range(replicas))
             self._gradients.append(gradients)
 
     @property
@@ -226,9 +227,9 @@ class PipelineSimulation:
         for group in self.groups:
             group.close()
 
-    def stage(self, part: int, replica: int) -> PipelineStage:
-        """Return one stage of one replica."""
-        return self._gradients[part].stages[replica].stage
+    def stage(self, part: int, replica: int) -> PartProgram:
+        """Return the program of one part of one replica."""
+        return self._gradients[part].stages[replica].part
 
     def _die(self, address: Address) -> None:
         """End the program of a node, and of its stage, at its current point."""
@@ -252,18 +253,10 @@ class PipelineSimulation:
         found = ((place.part, place.inside(address)) for place in self._places)
         return next((part, own) for part, own in found if own is not None)
 
-    def _stage(self, part: int, model: ModelPart, gradients: StageGradients, rank: int) -> StageRunner:
-        stage = PipelineStage(
-            rank,
-            part,
-            self.pipeline,
-            model,
-            self.plan.steps,
-            partial(gradients.batches[rank].next, GRADIENT),
-            partial(self._send, part, rank),
-            partial(stage_random, self.plan.seed, rank, part),
-        )
-        return StageRunner(stage, partial(self._begin, part, rank), partial(self._answer, part, rank))
+    def _stage(self, part: int, gradients: StageGradients, rank: int) -> PartRunner:
+        batch = partial(gradients.batches[rank].next, GRADIENT)
+        program = program_of(self.model, part, rank, self.plan, batch, partial(self._send, part, rank))
+        return PartRunner(program, partial(self._begin, part, rank), partial(self._answer, part, rank))
 
     def _runner(self, part: int, rank: int) -> Runner:
         return self.groups[part].runners[rank]
@@ -274,17 +267,15 @@ class PipelineSimulation:
         if runner.partly:
             self._queue.schedule(self.now, partial(self._answer_rest, part, rank))
             return
-        require_plain(need, self.plan.strategy, self.pipeline)
+        require_plain(need, self.plan.strategy, self.model.partition)
         gradients.ask(rank, need)
 
     def _begin(self, part: int, rank: int, need: NeedPass) -> None:
         """Let the time of a pass go by."""
-        work, runner = need.work, self._runner(part, rank)
-        runner.lap("wait")
-        share: float = getattr(self.model.parts[part].shares[work.chunk], work.kind)
-        stretch = share * need.samples / self.plan.batch
+        self._runner(part, rank).lap("wait")
+        stretch = need.share * need.samples / self.plan.batch
         worker = self.groups[part].address(rank)
-        self._clock.begin(worker, self.now, self._durations.of(worker, work.step) * stretch)
+        self._clock.begin(worker, self.now, self._durations.of(worker, need.step) * stretch)
         self._expect(part, rank)
 
     def _expect(self, part: int, rank: int) -> None:

@@ -273,6 +273,10 @@ class Engine(TrainedModel):
         """
         raise CompositionError("this framework cannot average the predictions of several models; use result=best")
 
+    def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
+        """Return parameters, (K,) or (M, K), in the layout of the unsplit model, and that layout."""
+        return params, self.schema
+
     @abstractmethod
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         """Return loss and metric of the model `params` (K,) on the test set."""

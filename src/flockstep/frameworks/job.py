@@ -11,12 +11,14 @@ from types import ModuleType
 from typing import Any
 
 from flockstep.arrays.memory import release
-from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, MissingDependency
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
-from flockstep.frameworks.stages import SplitModel
+from flockstep.frameworks.stages import PipelineModel, SplitModel
+from flockstep.partitions.base import Partition
 from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.tensor import Product, TensorParallel
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
 """Package that a job may need → the extra that installs it."""
@@ -51,37 +53,46 @@ def make_engine(job: Job, seed: int) -> Engine:
     )
 
 
-def make_split(job: Job, seed: int, pipeline: Pipeline, cut: ModelCut | None = None) -> SplitModel:
-    """Return the job's model, cut into the stages of `pipeline`.
+def make_split(job: Job, seed: int, partition: Partition, cut: ModelCut | None = None) -> SplitModel:
+    """Return the job's model, split into the parts of `partition`.
 
     `cut`: what the process that started this one has found out about the model; this process then holds one part only.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.
-        ConfigurationError: the model is not a torch module, or cannot be cut into these stages.
+        ConfigurationError: the model is not a torch module, or cannot be split into these parts.
+        CompositionError: no framework splits models in this way.
     """
-    if cut is not None:
+    if cut is not None and isinstance(partition, Pipeline):
         from flockstep.frameworks.torch_stages import stage_torch
 
-        return stage_torch(job, seed, pipeline, cut)
+        return stage_torch(job, seed, partition, cut)
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
-            f"a model that is cut into stages must be a torch.nn.Sequential, got {type(model).__name__} of job "
-            f"{job.name!r}; use partition=none"
+            f"a model that is split must be a torch.nn.Sequential, got {type(model).__name__} of job {job.name!r}; use "
+            "partition=none"
         )
     del model
     release()
-    from flockstep.frameworks.torch_stages import split_torch
+    if isinstance(partition, Pipeline):
+        from flockstep.frameworks.torch_stages import split_torch
 
-    return split_torch(job, seed, pipeline)
+        return split_torch(job, seed, partition)
+    if isinstance(partition, TensorParallel | Product):
+        from flockstep.frameworks.torch_ways import split_layers
+
+        return split_layers(job, seed, partition)
+    raise CompositionError(f"torch models cannot be split by {partition}; use pipeline, tensor or partition=none")
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
-    """Return a model that `make_split` has cut, with the reason in `split.cut` if a process must build the whole model
-    to build one of its parts.
+    """Return a model that `make_split` has split, with the reason in `split.cut` if a process must build the whole
+    model to build one of its parts.
     """
+    if not isinstance(split, PipelineModel):
+        return split
     from flockstep.frameworks.torch_stages import with_obstacle
 
     return with_obstacle(job, seed, split)

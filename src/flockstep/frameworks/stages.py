@@ -1,8 +1,8 @@
-"""The interface between drivers and frameworks for a model that is cut into parts: passes over one part."""
+"""The interface between drivers and frameworks for a model in parts, and for the stages of a pipeline."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Engine, Indices, TrainedModel
+from flockstep.partitions.base import Partition
 from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 
@@ -43,14 +44,9 @@ class PassShares:
         return self.input_backward + self.weight_backward
 
 
-class ModelPart(TrainedModel):
-    """One part of a job's model, for any replica: the passes over its chunks of consecutive layers.
+class HeldPart(TrainedModel):
+    """One part of a job's model, for any replica."""
 
-    A forward pass keeps what the backward passes over the same micro-batch need, until the last of them.
-    """
-
-    shares: Sequence[PassShares]
-    """Work of each chunk."""
     held_bytes: int
     """Number of bytes that `values` returns."""
 
@@ -78,6 +74,16 @@ class ModelPart(TrainedModel):
     @abstractmethod
     def kept(self) -> int:
         """Number of forward passes whose activations are kept at present, over all replicas."""
+
+
+class ModelPart(HeldPart):
+    """One stage of a job's model, for any replica: the passes over its chunks of consecutive layers.
+
+    A forward pass keeps what the backward passes over the same micro-batch need, until the last of them.
+    """
+
+    shares: Sequence[PassShares]
+    """Work of each chunk."""
 
     @abstractmethod
     def forward(
@@ -112,20 +118,49 @@ class ModelPart(TrainedModel):
 
 
 @dataclass(frozen=True, eq=False)
-class SplitModel:
-    """A job whose model is cut into parts.
+class SplitModel(ABC):
+    """A job whose model is split into parts.
 
     `engine` evaluates whole models, whose flat array (K,) is the arrays of the parts one after another.
     """
 
     engine: Engine
-    pipeline: Pipeline
-    parts: tuple[ModelPart, ...]
+    parts: Sequence[HeldPart]
     layers: tuple[str, ...]
     """The layers of each part, in words."""
     cut: ModelCut
 
     @property
+    @abstractmethod
+    def partition(self) -> Partition:
+        """The partition that has split the model."""
+
+    @property
+    @abstractmethod
+    def microbatches(self) -> int:
+        """Number of micro-batches of a batch."""
+
+    def largest_message(self, batch: int) -> int:
+        """Return the size in bytes of the largest array between parts, for batches of `batch` samples."""
+        return -(-batch // self.microbatches) * self.cut.sample_bytes
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Number of elements of each part."""
         return tuple(part.schema.size for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineModel(SplitModel):
+    """A job whose model is cut into the stages of a pipeline."""
+
+    parts: tuple[ModelPart, ...]
+    pipeline: Pipeline
+
+    @property
+    def partition(self) -> Partition:
+        return self.pipeline
+
+    @property
+    def microbatches(self) -> int:
+        return self.pipeline.microbatches

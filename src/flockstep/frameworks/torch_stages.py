@@ -22,7 +22,7 @@ from flockstep.arrays.schema import FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
-from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, SplitModel
+from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
@@ -39,7 +39,7 @@ TRIAL_BATCHES = 16
 """Number of batches of targets with which the loss of micro-batches is compared with the loss of a batch."""
 
 
-def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
+def split_torch(job: Job, seed: int, pipeline: Pipeline) -> PipelineModel:
     """Build the job's model and cut it into the stages of `pipeline`.
 
     Dropout draws from a stream for each replica, step, micro-batch and chunk. Batch normalization uses the statistics
@@ -58,14 +58,14 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> SplitModel:
     starts = chunks_of(chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
     chunks = _cut_at(starts, chain)
     cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, _check(chunks, samples, whole, who))
-    _check_buffers(whole, chunks, who)
+    check_buffers(whole, chunks, who)
     split = _assembled(whole, chunks, cut, pipeline, _shares(chunks, shape, job.batch))
     _compare(split, split, who)
-    _check_loss(split, who)
+    check_loss(_engine_of(split), whole, pipeline.microbatches, who)
     return split
 
 
-def stage_torch(job: Job, seed: int, pipeline: Pipeline, cut: ModelCut) -> SplitModel:
+def stage_torch(job: Job, seed: int, pipeline: Pipeline, cut: ModelCut) -> PipelineModel:
     """Return the parts of a model that another process has cut, of which this process gives one part its values with
     `ModelPart.take`.
 
@@ -76,7 +76,7 @@ def stage_torch(job: Job, seed: int, pipeline: Pipeline, cut: ModelCut) -> Split
     return _assembled(whole, chunks, cut, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks))
 
 
-def with_obstacle(job: Job, seed: int, split: SplitModel) -> SplitModel:
+def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
     """Try to build the parts of `split` without the whole model, and return `split` with the reason why that is
     impossible, if it is.
     """
@@ -106,14 +106,16 @@ def _assembled(
     cut: ModelCut,
     pipeline: Pipeline,
     shares: Sequence[PassShares],
-) -> SplitModel:
+) -> PipelineModel:
     """Return the parts that hold the chunks."""
     count = len(chunks)
     owned = _names(whole, chunks)
     held = [chunks[part :: pipeline.stages] for part in range(pipeline.stages)]
-    buffers = [[name for chunk in part for name in _buffers_within(chunk, cut)] for part in held]
+    buffers = [[name for chunk in part for name in buffers_within(chunk, cut)] for part in held]
     names = [name for part in range(pipeline.stages) for name in _of_part(owned, part, pipeline)]
-    engine = PartsEngine(whole, names, [name for part in buffers for name in part])
+    entries, dtype = {entry.name: entry for entry in whole.schema.entries}, whole.schema.dtype
+    schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
+    engine = PartsEngine(whole, schema, [name for part in buffers for name in part])
     parts = tuple(
         TorchPart(
             engine,
@@ -127,7 +129,7 @@ def _assembled(
     )
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
     described = [" and ".join(words[part :: pipeline.stages]) for part in range(pipeline.stages)]
-    return SplitModel(engine, pipeline, parts, tuple(described), cut)
+    return PipelineModel(engine, parts, tuple(described), cut, pipeline)
 
 
 @dataclass(eq=False)
@@ -220,11 +222,11 @@ class TorchPart(ModelPart):
 
     def buffers(self, replica: int) -> FlatArray:
         held = self._engine.buffers_of(replica)
-        return _joined([held[name] for name in self._buffers])
+        return joined([held[name] for name in self._buffers])
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
         held = self._engine.buffers_of(replica)
-        _fill([held[name] for name in self._buffers], values)
+        fill([held[name] for name in self._buffers], values)
 
     def initial(self) -> FlatArray:
         whole, entries = self._engine.initial(), {entry.name: entry for entry in self._engine.schema.entries}
@@ -293,12 +295,10 @@ class TorchPart(ModelPart):
 class PartsEngine(Engine):
     """A torch engine whose flat array lists the parameters part by part, with buffers of its own for each replica."""
 
-    def __init__(self, whole: TorchEngine | SkeletonEngine, names: Sequence[str], buffers: Sequence[str]):
-        """`names`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise."""
-        entries = {entry.name: entry for entry in whole.schema.entries}
-        dtype = whole.schema.dtype
+    def __init__(self, whole: TorchEngine | SkeletonEngine, schema: Schema, buffers: Sequence[str]):
+        """`schema`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise."""
         self.whole = whole
-        self.schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
+        self.schema = schema
         self.optimizer, self.higher_is_better = whole.optimizer, whole.higher_is_better
         self.train_size, self.labels, self.classes = whole.train_size, whole.labels, whole.classes
         self._buffers: dict[int, Tensors] = {}
@@ -334,9 +334,9 @@ class PartsEngine(Engine):
             self._buffers[replica] = {n: b.detach().clone() for n, b in self.whole.changing_buffers.items()}
         return self._buffers[replica]
 
-    def stream(self, batch: MicroBatch, chunk: int) -> AbstractContextManager[None]:
-        """Seed torch's random numbers for one micro-batch in one chunk; not in a trial."""
-        return nullcontext() if self._trial else self.whole.stream(batch.replica, batch.step, batch.number, chunk)
+    def stream(self, batch: MicroBatch, *place: int) -> AbstractContextManager[None]:
+        """Seed torch's random numbers for one micro-batch at one place of the model; not in a trial."""
+        return nullcontext() if self._trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -372,11 +372,11 @@ class PartsEngine(Engine):
 
     def buffers(self, replica: int) -> FlatArray:
         held = self.buffers_of(replica)
-        return _joined([held[name] for name in self._buffer_names])
+        return joined([held[name] for name in self._buffer_names])
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
         held = self.buffers_of(replica)
-        _fill([held[name] for name in self._buffer_names], values)
+        fill([held[name] for name in self._buffer_names], values)
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         self._hand_over(replicas)
@@ -389,33 +389,36 @@ class PartsEngine(Engine):
     def _hand_over(self, replicas: Sequence[int]) -> None:
         """Give the whole engine the buffers of the replicas."""
         for replica in replicas:
-            self.whole.restore_buffers(replica, _joined(list(self.buffers_of(replica).values())))
+            self.whole.restore_buffers(replica, joined(list(self.buffers_of(replica).values())))
+
+    def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
+        return self.in_order(params), self.whole.schema
 
     def in_order(self, params: FlatArray) -> FlatArray:
-        """Return parameters (K,) in the order of the unsplit model."""
+        """Return parameters, (K,) or (M, K), in the order of the unsplit model."""
         if self._order is None:
             return params
         whole = np.empty_like(params)
-        whole[self._order] = params
+        whole[..., self._order] = params
         return whole
 
 
-def _fill(buffers: Sequence[torch.Tensor], values: FlatArray) -> None:
-    """Write what `_joined` returned into buffers."""
+def fill(buffers: Sequence[torch.Tensor], values: FlatArray) -> None:
+    """Write what `joined` returned into buffers."""
     start = 0
     for buffer in buffers:
         buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
         start += buffer.numel()
 
 
-def _joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
+def joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
     """The values of buffers, concatenated in float64."""
     values = [buffer.reshape(-1).to(torch.float64) for buffer in buffers]
     flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
     return flat
 
 
-def _compare(split: SplitModel, known: SplitModel, who: str) -> None:
+def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
     """Compare loss and gradient of one batch, computed by the chunks of `split` and by the unsplit model of `known`.
 
     Raises:
@@ -448,31 +451,30 @@ def _compare(split: SplitModel, known: SplitModel, who: str) -> None:
         )
 
 
-def _engine_of(split: SplitModel) -> PartsEngine:
+def _engine_of(split: PipelineModel) -> PartsEngine:
     assert isinstance(split.engine, PartsEngine)
     return split.engine
 
 
-def _built(split: SplitModel) -> TorchEngine:
+def _built(split: PipelineModel) -> TorchEngine:
     """The whole model of a process that has built it."""
     whole = _engine_of(split).whole
     assert isinstance(whole, TorchEngine)
     return whole
 
 
-def _check_loss(split: SplitModel, who: str) -> None:
-    """Compare the loss of batches with the mean loss of their micro-batches, at outputs of the whole model.
+def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str) -> None:
+    """Compare the loss of batches with the mean loss of their `count` micro-batches, at outputs of the whole model.
 
     The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches.
 
     Raises:
         ConfigurationError: they differ by more than rounding.
     """
-    whole, count = _built(split), split.pipeline.microbatches
     batch = whole.trial_samples
     if not 1 < count <= len(batch):
         return
-    with torch.no_grad(), _engine_of(split).trial():
+    with torch.no_grad(), engine.trial():
         outputs = whole.module(whole.samples(batch)[0])
         for number in range(TRIAL_BATCHES):
             targets = whole.samples((batch + number) % whole.train_size)[1]
@@ -523,13 +525,13 @@ def _names(whole: Engine, chunks: Sequence[Sequence[ChainLayer]]) -> list[list[s
     ]
 
 
-def _buffers_within(chunk: Sequence[ChainLayer], cut: ModelCut) -> list[str]:
+def buffers_within(chunk: Sequence[ChainLayer], cut: ModelCut) -> list[str]:
     """Names of the changing buffers of a chunk."""
     found = [layer.named(name) for layer in chunk for name, _ in layer.module.named_buffers()]
     return [name for name in dict.fromkeys(found) if name in cut.changing]
 
 
-def _check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], who: str) -> None:
+def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], who: str) -> None:
     """Check that every buffer that changes in training is in one chunk.
 
     Raises:

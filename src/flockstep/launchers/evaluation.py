@@ -179,7 +179,7 @@ def _evaluate(record: RunFolder, own: OwnData | None, feed: socket.socket) -> No
     release()
 
     def keep(tick: SnapshotTick, params: FlatArray) -> None:
-        record.write_result(params, engine.schema)
+        record.write_result(*engine.as_saved(params))
         events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
 
     with EventWriter(record.node_events_file(None)) as events:

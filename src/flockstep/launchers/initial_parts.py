@@ -37,7 +37,7 @@ class InitialParts:
             whole = np.asarray(np.memmap(file, np.uint8, "r"))
         stops = np.cumsum([part.held_bytes for part in split.parts])[:-1]
         lengths = tuple(part.schema.nbytes for part in split.parts)
-        delayed = split.pipeline.delays is not None
+        delayed = split.partition.delays is not None
         return cls(split.cut, split.sizes, tuple(np.split(whole, stops)), delayed, lengths)
 
     def of_node(self, address: Address, servers: int) -> npt.NDArray[np.uint8]:

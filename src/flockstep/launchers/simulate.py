@@ -67,7 +67,7 @@ def simulate(
         run.stop()
         record.check_whole([None])
         if run.tracker.result is not None:
-            record.write_result(run.tracker.result, engine.schema)
+            record.write_result(*engine.as_saved(run.tracker.result))
         run.close()
     return record.read_summary()
 

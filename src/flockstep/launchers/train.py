@@ -74,7 +74,7 @@ def train(
     jobs = _Jobs(test)
     built = jobs.built(config)
     plan, config = prepare(config, test, built)[1:]
-    require_open_files(len(plan.cluster.processes) * (1 if plan.split is None else plan.split.pipeline.parts))
+    require_open_files(len(plan.cluster.processes) * (1 if plan.split is None else plan.split.partition.parts))
     if config.checkpoint_every is not None:
         require_checkpoints(plan.strategy)
     require_changes(config, plan.strategy)

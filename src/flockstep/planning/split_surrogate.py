@@ -18,7 +18,7 @@ from flockstep.drivers.part_group import PartGroup, groups_of
 from flockstep.errors import ConfigurationError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
-from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, SplitModel
+from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel
 from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
@@ -87,7 +87,7 @@ class SplitShape:
                 total += 2 * self.pipeline.microbatches * codec.wire_bytes(count, dtype)
         return total
 
-    def model(self, engine: SurrogateEngine) -> SplitModel:
+    def model(self, engine: SurrogateEngine) -> PipelineModel:
         """Return the surrogate `engine`, whose tensors are those of this shape, cut into parts."""
         counts = [sum(len(chunk.tensors) for chunk in part) for part in self.parts]
         entries, sizes = list(engine.schema.entries), []
@@ -97,7 +97,7 @@ class SplitShape:
         groups = groups_of(sizes, 0)
         parts = tuple(SurrogatePart(engine, self, group) for group in groups)
         cut = ModelCut(tuple(range(len(self.chunks))), (), False, 0)
-        return SplitModel(engine, self.pipeline, parts, tuple(part[0].first for part in self.parts), cut)
+        return PipelineModel(engine, parts, tuple(part[0].first for part in self.parts), cut, self.pipeline)
 
 
 def split_shape(task: JobProfile, pipeline: Pipeline) -> SplitShape:

@@ -1,0 +1,167 @@
+"""The all-reduces of a transformer layer that is split over ways: their number, their elements, their result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.collectives.ring import Ring
+from flockstep.drivers.plan import Plan
+from flockstep.drivers.virtual import Simulation
+from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.frameworks.base import Data, Engine, Job
+from flockstep.partitions.tensor import TensorParallel
+from flockstep.records.events import Event, NodeEvent
+from flockstep.simulation.compute import Lognormal
+from flockstep.simulation.network import Link
+from flockstep.strategies.local_sgd import LocalSGD
+from flockstep.workloads.split import Iid
+
+if TYPE_CHECKING:
+    import torch
+
+WORDS, LENGTH, WIDTH, HEADS, BATCH = 24, 6, 16, 4, 8
+STEPS, LR, SEED = 3, 0.5, 0
+FEW, MANY = 1, 2
+"""Numbers of layers of the two networks whose traffic is compared."""
+PASSES = 4
+"""Published all-reduces of a layer in a step: two forward and two backward."""
+CLOSE, FAR = 1e-12, 1e-3
+"""Largest relative distance that is rounding, and least distance of a network that has learned."""
+
+
+@dataclass(frozen=True)
+class WayTraffic:
+    """What each worker of a run has sent in a step, on average."""
+
+    messages: list[float]
+    elements: list[float]
+    """Sent elements of sums, without the copies of parameters that every way computes with."""
+    params: FlatArray
+
+
+@dataclass(frozen=True)
+class MegatronSums(Claim):
+    """A transformer layer that is split over ways takes four all-reduces in a step."""
+
+    statement = (
+        "A transformer layer that is split over ways takes two all-reduces in the forward pass and two in the backward "
+        "pass, each of the activations of the batch, and computes what the layer computes unsplit"
+    )
+    source = "Shoeybi et al. 2019 (Megatron-LM), section 3 and figure 4"
+    setting = (
+        f"an embedding, {FEW} or {MANY} layers of {HEADS} heads and width {WIDTH}, and a cross entropy over {WORDS} "
+        f"words, float64, batches of {BATCH} sentences of {LENGTH} words, {STEPS} steps in virtual time, links of 1 "
+        "Gbit/s; figures per layer are differences between both networks. Besides, and unlike Megatron, norms and "
+        "biases of sums are trained by one way each and copied to the others once in a step"
+    )
+    tolerance = (
+        f"numbers of messages and bytes exact for a ring; parameters equal up to {CLOSE:g} relative; with fewer heads "
+        "than ways there must be no all-reduce"
+    )
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        rows, (whole, start) = [], _unsplit(MANY, HEADS)
+        for ways in (2, 4):
+            few, many = _trained(FEW, HEADS, ways), _trained(MANY, HEADS, ways)
+            sums = _per_layer(few.messages, many.messages)[0] / Ring().rounds(ways)
+            elements = _per_layer(few.elements, many.elements)
+            ring = [Ring().sent_elements(ways, BATCH * LENGTH * WIDTH, way) for way in range(ways)]
+            found = [each / one for each, one in zip(elements, ring, strict=True)]
+            apart = _distance(many.params, whole)
+            rows += [
+                ClaimRow(f"{ways} ways: all-reduces of a layer in a step", PASSES, sums, sums == PASSES),
+                ClaimRow(
+                    f"{ways} ways: their elements, relative to the activations of the batch",
+                    str([float(PASSES)] * ways),
+                    str(found),
+                    found == [PASSES] * ways,
+                ),
+                ClaimRow(f"{ways} ways: distance from the unsplit network", 0.0, apart, apart < CLOSE),
+            ]
+            say(f"{ways} ways: {sums:g} all-reduces a layer and step, {apart:.2g} from the unsplit network")
+        alone = _per_layer(_trained(FEW, 1, 2).messages, _trained(MANY, 1, 2).messages)[0]
+        moved = _distance(start, whole)
+        rows += [
+            ClaimRow("control: messages of a layer with one head for two ways", 0.0, alone, alone == 0),
+            ClaimRow("control: distance of the unsplit network from its start", "not 0", moved, moved > FAR),
+        ]
+        return Verdict(tuple(rows))
+
+
+def _per_layer(few: list[float], many: list[float]) -> list[float]:
+    """What one layer adds, for each way."""
+    return [(more - less) / (MANY - FEW) for less, more in zip(few, many, strict=True)]
+
+
+def _network(layers: int, heads: int) -> torch.nn.Sequential:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        blocks = [
+            torch.nn.TransformerEncoderLayer(WIDTH, heads, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        ]
+        embedding, last = torch.nn.Embedding(WORDS, WIDTH), torch.nn.Linear(WIDTH, WORDS)
+        return torch.nn.Sequential(embedding, *blocks, torch.nn.LayerNorm(WIDTH), last).double()
+
+
+def _job(layers: int, heads: int) -> Job:
+    from flockstep.workloads.models import cross_entropy, nats_per_character
+
+    words = np.random.default_rng(SEED).integers(0, WORDS, (96, LENGTH + 1))
+    data = Data(words[:80, :-1], words[:80, 1:], words[80:, :-1], words[80:, 1:])
+    return Job(
+        lambda: _network(layers, heads),
+        lambda: data,
+        f"sgd(lr={LR})",
+        cross_entropy,
+        nats_per_character,
+        higher_is_better=False,
+        batch=BATCH,
+        name="sentences",
+    )
+
+
+def _plan(engine: Engine) -> Plan:
+    strategy = LocalSGD(period=STEPS + 1)
+    parts = Iid().assign(engine.labels, engine.train_size, 1, SEED)
+    return Plan(strategy, strategy.cluster(1), engine.optimizer, parts, BATCH, STEPS, SEED, "mean", STEPS)
+
+
+def _trained(layers: int, heads: int, ways: int) -> WayTraffic:
+    """Train one replica that is split over ways; return its traffic and its parameters, as those of the whole model."""
+    from flockstep.frameworks.torch_ways import split_layers
+
+    model, events = split_layers(_job(layers, heads), SEED, TensorParallel(ways)), list[Event]()
+    run = PipelineSimulation(model, _plan(model.engine), Lognormal(0.01), Link("1gbit", "50us"), events.append)
+    run.run()
+    run.stop()
+    nodes = sorted((one for one in events if isinstance(one, NodeEvent)), key=lambda one: one.node)
+    copied = [len(part.copied(part.initial())) for part in model.parts]
+    passed = [sum(copied) - copied[(way + 1) % ways] for way in range(ways)]
+    elements = [one.sent_bytes / 8 / STEPS - extra for one, extra in zip(nodes, passed, strict=True)]
+    assert run.tracker.result is not None
+    params = model.engine.as_saved(run.tracker.result)[0]
+    return WayTraffic([one.messages_sent / STEPS for one in nodes], elements, params)
+
+
+def _unsplit(layers: int, heads: int) -> tuple[FlatArray, FlatArray]:
+    """Parameters at the end, and at the start, of the same run of the unsplit network."""
+    from flockstep.frameworks.torch import TorchEngine
+
+    engine = TorchEngine(_job(layers, heads), SEED)
+    run = Simulation(engine, _plan(engine), Lognormal(0.01), Link("1gbit", "50us"), lambda event: None)
+    run.run()
+    assert run.tracker.result is not None
+    return run.tracker.result, engine.initial()
+
+
+def _distance(one: FlatArray, other: FlatArray) -> float:
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))

@@ -1,0 +1,168 @@
+"""What the programs of a split model's parts have in common, and what runs them in every driver.
+
+A part belongs to a worker. Its program answers the requests for a gradient of the worker's strategy, by passes whose
+time a driver lets go by, and by messages to the other parts of the same replica.
+"""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import CompositionError, RunError
+from flockstep.frameworks.base import Indices
+from flockstep.frameworks.stages import HeldPart
+from flockstep.messages import Mailbox, Message, Wanted
+from flockstep.partitions.base import Partition
+from flockstep.programs import NeedGradient
+from flockstep.strategies.base import Strategy
+
+STREAM = 0x57A6E
+"""Part of the seed of the parts' generators, which separates them from the nodes' generators."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedPass:
+    """A part's request for the time of a pass; the driver resumes the part when the pass has ended."""
+
+    step: int
+    """Number of the step of which the pass is a part."""
+    share: float
+    """Work of the pass over a whole batch, as a share of the work of a gradient of the whole model."""
+    samples: int
+    """Number of samples of the pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedRequest:
+    """A part's wait for the next request for a gradient; it has answered the one before, if there was one."""
+
+
+PartEffect = Wanted | NeedPass | NeedRequest
+Send = Callable[[int, Message], None]
+
+
+class PartProgram(ABC):
+    """The program of one part of one replica; messages between parts have the numbers of the parts as addresses."""
+
+    def __init__(self, rank: int, number: int, part: HeldPart, batch: Callable[[], Indices], send: Send):
+        """Create a program whose parameters are given by the first call of `requested`.
+
+        Args:
+            rank: number of the replica.
+            number: number of the part in its replica.
+            part: the framework's side of the part.
+            batch: function that returns the samples of the replica's next batch; equal for all parts of a replica.
+            send: function (part, message) that sends a message to another part of this replica.
+        """
+        self.rank, self.number = rank, number
+        self.mailbox = Mailbox()
+        self.gradient: FlatArray = np.zeros(part.schema.size, part.schema.dtype)
+        """Gradient (K,) of the current step; complete when the program waits for a request."""
+        self.loss = 0.0
+        """Mean loss of the batch of the current step."""
+        self._batch, self._send = batch, send
+
+    @abstractmethod
+    def requested(self, params: FlatArray) -> None:
+        """Take in the worker's parameters (K,) at a request for a gradient; they may change afterwards."""
+
+    @abstractmethod
+    async def program(self) -> None:
+        """Compute all passes of the run."""
+
+
+class PartRunner:
+    """Runs the program of a part; a driver delivers its messages, ends its passes and passes on its gradients."""
+
+    def __init__(
+        self, part: PartProgram, begin: Callable[[NeedPass], None], answer: Callable[[FlatArray, float], None]
+    ) -> None:
+        """`begin`: called when a pass begins; `passed` must be called at its end, after `begin` has returned. `answer`:
+        called with the gradient and the loss of each step.
+        """
+        self.part = part
+        self.waiting: PartEffect | None = None
+        self._begin, self._answer = begin, answer
+        self._program: Coroutine[PartEffect, Message | None, None] = part.program()
+        self.done = False
+        self._resume(None)
+
+    def request(self, params: FlatArray) -> None:
+        """Begin the next step, at the parameters (K,) of the part's worker.
+
+        Raises:
+            RunError: the part has computed all its steps.
+        """
+        if isinstance(self.waiting, NeedRequest) and not self.done:
+            self.part.requested(params)
+            self._resume(None)
+            if not self.done:
+                return
+        raise RunError(f"stage {self.part.number} has no further step; start the run again")
+
+    def deliver(self, message: Message) -> None:
+        """Handle a message of another part."""
+        self.part.mailbox.put(message)
+        if isinstance(self.waiting, Wanted):
+            self._look()
+
+    def passed(self) -> None:
+        """End the current pass."""
+        self._resume(None)
+
+    def close(self) -> None:
+        """End the part at its current point."""
+        self._program.close()
+        self.waiting, self.done = None, True
+
+    def _look(self) -> None:
+        """Resume the part if the message that it waits for has arrived."""
+        assert isinstance(self.waiting, Wanted)
+        found = self.part.mailbox.take(self.waiting)
+        if found is not None:
+            self._resume(found)
+
+    def _resume(self, value: Message | None) -> None:
+        began = self.waiting is not None
+        try:
+            self.waiting = effect = self._program.send(value)
+        except StopIteration:
+            self.done = True
+            return
+        if isinstance(effect, Wanted):
+            self._look()
+        elif isinstance(effect, NeedPass):
+            self._begin(effect)
+        elif began:
+            self._answer(self.part.gradient, self.part.loss)
+
+
+def part_random(seed: int, replica: int, number: int, step: int) -> np.random.Generator:
+    """Return the generator of a part for codecs with random choices in one step, equal for every driver."""
+    return np.random.default_rng(np.random.SeedSequence((seed, STREAM, replica, number, step)))
+
+
+def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) -> None:
+    """Check that a worker's program asks for nothing but the gradient of its next batch.
+
+    Raises:
+        CompositionError: the parts of a split model do not compute what the program asks for.
+    """
+    if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
+        raise CompositionError(
+            f"{strategy} asks for more than the gradient of the worker's next batch, which the parts of {partition} do "
+            "not compute; use partition=none, or a strategy such as local_sgd"
+        )
+
+
+@types.coroutine
+def resumed(effect: PartEffect) -> Generator[PartEffect, Any, Any]:
+    """Pass an effect to the part's runner, and return the value with which it resumes the part."""
+    return (yield effect)

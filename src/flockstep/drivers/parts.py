@@ -1,0 +1,53 @@
+"""The program of each kind of part of a split model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from flockstep.drivers.part_program import PartProgram, Send, part_random
+from flockstep.drivers.plan import Plan
+from flockstep.drivers.stage import PipelineStage, stage_notes
+from flockstep.drivers.tensor_way import TensorWay
+from flockstep.errors import CompositionError
+from flockstep.frameworks.base import Indices
+from flockstep.frameworks.stages import PipelineModel, SplitModel
+from flockstep.frameworks.ways import TensorModel
+from flockstep.messages import NO_NOTES, Notes
+
+
+def program_of(
+    model: SplitModel,
+    part: int,
+    replica: int,
+    plan: Plan,
+    batch: Callable[[], Indices],
+    send: Send,
+    taken: int = 0,
+) -> PartProgram:
+    """Return the program of one part of one replica.
+
+    Args:
+        model: the split model.
+        part: number of the part.
+        replica: number of the replica.
+        plan: plan of the part's data-parallel group.
+        batch: function that returns the samples of the replica's next batch.
+        send: function (part, message) that sends a message to another part of the replica.
+        taken: number of steps that the part has taken before, in a run that continues.
+
+    Raises:
+        CompositionError: no program computes the parts of such a model.
+    """
+    facts = plan.steps, batch, send, partial(part_random, plan.seed, replica, part), taken
+    match model:
+        case PipelineModel():
+            return PipelineStage(replica, part, model.pipeline, model.parts[part], *facts)
+        case TensorModel():
+            return TensorWay(replica, part, model, *facts)
+    raise CompositionError(f"no program computes the parts of {model.partition}; use partition=none")
+
+
+def notes_between(model: SplitModel) -> Notes:
+    """Return the kinds of notes of the messages between the parts of a replica, by tag."""
+    return stage_notes(model.pipeline.schedule) if isinstance(model, PipelineModel | TensorModel) else NO_NOTES

@@ -1,0 +1,232 @@
+"""A torch module as blocks: layers that every way computes, then layers that are split over the ways."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from flockstep.frameworks.torch_call import called
+from flockstep.frameworks.torch_chain import ChainLayer
+from flockstep.frameworks.torch_split_layers import (
+    ELEMENTWISE,
+    ColumnAndRow,
+    Heads,
+    SplitLayers,
+    VocabularyOfInputs,
+    VocabularyOfOutputs,
+)
+
+Tensors = Mapping[int, torch.Tensor]
+"""The tensors to compute with, by the identity of the module's parameter or buffer that each replaces."""
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What one computation hands to the next: the activations, and the inputs of a residual connection, if any."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+
+
+class Replicated(ABC):
+    """A computation that every way does alike."""
+
+    @property
+    def name(self) -> str:
+        """Name of the layer in the model; empty if there is none."""
+        return ""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that the computation reads."""
+        return ()
+
+    @abstractmethod
+    def run(self, given: Passing, tensors: Tensors) -> Passing:
+        """Return the outputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Whole(Replicated):
+    """A layer that is not split."""
+
+    layer: ChainLayer
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return list(self.layer.module.parameters())
+
+    def run(self, given: Passing, tensors: Tensors) -> Passing:
+        module = self.layer.module
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        values = {name: tensors[id(one)] for name, one in named if id(one) in tensors}
+        return Passing(called(module, values, given.x), given.residual)
+
+
+@dataclass(frozen=True, eq=False)
+class AddBias(Replicated):
+    """Adds the bias of split layers to the sum of their terms."""
+
+    bias: nn.Parameter
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return (self.bias,)
+
+    def run(self, given: Passing, tensors: Tensors) -> Passing:
+        return Passing(given.x + tensors.get(id(self.bias), self.bias), given.residual)
+
+
+class BeginResidual(Replicated):
+    """Keeps the activations for the end of a residual connection."""
+
+    def run(self, given: Passing, tensors: Tensors) -> Passing:
+        return Passing(given.x, given.x)
+
+
+class EndResidual(Replicated):
+    """Adds the activations that were kept at the beginning of a residual connection."""
+
+    def run(self, given: Passing, tensors: Tensors) -> Passing:
+        assert given.residual is not None
+        return Passing(given.residual + given.x)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBlock:
+    """Computations that every way does alike, then split layers; None behind the last."""
+
+    whole: Sequence[Replicated]
+    split: SplitLayers | None
+
+
+def uses_of(chain: Sequence[ChainLayer]) -> Counter[int]:
+    """Return the number of layers that use each parameter, by its identity."""
+    return Counter(id(one) for layer in chain for one in set(layer.module.parameters()))
+
+
+@dataclass
+class BlocksOfChain:
+    """Divides consecutive layers of a chain into blocks."""
+
+    ways: int
+    uses: Counter[int]
+    """Number of layers of the whole chain that use each parameter, by its identity."""
+    classifies: bool
+    """Whether the mean cross entropy of the outputs follows."""
+    blocks: list[LayerBlock] = field(default_factory=list)
+    _whole: list[Replicated] = field(default_factory=list)
+
+    def of(self, chain: Sequence[ChainLayer]) -> list[LayerBlock]:
+        """Return the blocks of the layers; the last has no split layers."""
+        at = 0
+        while at < len(chain):
+            layer = chain[at]
+            if not self._can_split(layer.module):
+                self._whole.append(Whole(layer))
+            elif isinstance(layer.module, nn.TransformerEncoderLayer):
+                self._encoder(layer.name, layer.module)
+            elif isinstance(layer.module, nn.Embedding):
+                self._split(VocabularyOfInputs(layer.name, layer.module, self.ways))
+            elif isinstance(layer.module, nn.Linear):
+                at += self._linear(chain, at)
+            at += 1
+        self.blocks.append(LayerBlock(self._whole, None))
+        return self.blocks
+
+    def _can_split(self, module: nn.Module) -> bool:
+        """Whether a layer is of a kind that can be split, and does nothing besides."""
+        alone = all(one.requires_grad and self.uses[id(one)] == 1 for one in module.parameters())
+        if _hooked(module) or not alone:
+            return False
+        match module:
+            case nn.Linear():
+                return type(module) is nn.Linear
+            case nn.Embedding():
+                plain = module.padding_idx is None and module.max_norm is None and not module.scale_grad_by_freq
+                return type(module) is nn.Embedding and plain and module.num_embeddings >= self.ways
+            case nn.TransformerEncoderLayer():
+                attention = module.self_attn
+                return (
+                    type(module) is nn.TransformerEncoderLayer
+                    and attention.batch_first
+                    and attention.num_heads >= self.ways
+                    and module.activation_relu_or_gelu in (1, 2)
+                    and not any(map(_hooked, module.modules()))
+                )
+        return False
+
+    def _split(self, layers: SplitLayers) -> None:
+        """End the current block with split layers."""
+        self.blocks.append(LayerBlock(self._whole, layers))
+        self._whole = []
+
+    def _pair(
+        self,
+        layers: Sequence[str],
+        first: nn.Linear,
+        between: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+        second: nn.Linear,
+    ) -> None:
+        self._split(ColumnAndRow(layers, first, between, second, self.ways))
+        self._add(second.bias)
+
+    def _add(self, bias: nn.Parameter | None) -> None:
+        if bias is not None:
+            self._whole.append(AddBias(bias))
+
+    def _linear(self, chain: Sequence[ChainLayer], at: int) -> int:
+        """Take in a fully connected layer, with the layers up to the next one if the two are a pair; return the number
+        of further layers that were taken in.
+        """
+        layer, end = chain[at], at + 1
+        assert isinstance(layer.module, nn.Linear)
+        while end < len(chain) and type(chain[end].module) in ELEMENTWISE and not _hooked(chain[end].module):
+            end += 1
+        wide = layer.module.out_features >= self.ways
+        second = chain[end].module if end < len(chain) and wide else None
+        if isinstance(second, nn.Linear) and self._can_split(second):
+            between = [one.module for one in chain[at + 1 : end]]
+            self._pair([one.name for one in chain[at : end + 1]], layer.module, between, second)
+            return end - at
+        if at == len(chain) - 1 and wide and self.classifies:
+            self._split(VocabularyOfOutputs(layer.name, layer.module, self.ways))
+        else:
+            self._whole.append(Whole(layer))
+        return 0
+
+    def _encoder(self, name: str, module: nn.TransformerEncoderLayer) -> None:
+        """Take in a layer of a transformer: attention and two fully connected layers, each with a residual."""
+        norms = [_inside(f"{name}.norm1", module.norm1), _inside(f"{name}.norm2", module.norm2)]
+        dropouts = [_inside(f"{name}.dropout1", module.dropout1), _inside(f"{name}.dropout2", module.dropout2)]
+        for number in (0, 1):
+            self._whole.append(BeginResidual())
+            if module.norm_first:
+                self._whole.append(norms[number])
+            if number == 0:
+                self._split(Heads(f"{name}.self_attn", module.self_attn, self.ways))
+                self._add(module.self_attn.out_proj.bias)
+            else:
+                layers = [f"{name}.linear1", f"{name}.dropout", f"{name}.linear2"]
+                self._pair(layers, module.linear1, [module.activation, module.dropout], module.linear2)
+            self._whole += [dropouts[number], EndResidual()]
+            if not module.norm_first:
+                self._whole.append(norms[number])
+
+
+def _inside(name: str, module: nn.Module) -> Whole:
+    """A layer inside another one, with its name in the model."""
+    return Whole(ChainLayer(name, module, name, (name,)))
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))

@@ -1,0 +1,659 @@
+"""A torch module whose layers are split over ways: the passes of one way between the sums over all ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from flockstep.arrays.namespace import as_tensor
+from flockstep.arrays.schema import Entry, FlatArray, Schema
+from flockstep.costs.layers import Layer, ModelShape
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Job
+from flockstep.frameworks.stages import MicroBatch
+from flockstep.frameworks.torch import Tensors, TorchEngine
+from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, uses_of
+from flockstep.frameworks.torch_chain import chain_of, chunks_of, is_chain
+from flockstep.frameworks.torch_flat import native
+from flockstep.frameworks.torch_layers import shape_of
+from flockstep.frameworks.torch_split_layers import VocabularyOfOutputs
+from flockstep.frameworks.torch_stages import (
+    FLOATS,
+    PartsEngine,
+    buffers_within,
+    check_buffers,
+    check_loss,
+    fill,
+    joined,
+)
+from flockstep.frameworks.ways import BlockShares, ModelWay, TensorModel, WayWeights
+from flockstep.partitions.model_cut import ModelCut
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.tensor import Product, TensorParallel
+
+Places = npt.NDArray[np.int64]
+TRIALS = 64
+"""Largest number of batches of targets with which a loss is compared with the cross entropy."""
+
+
+def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> TensorModel:
+    """Build the job's model, cut it into stages if `partition` has any, and split its layers over ways.
+
+    Dropout between split layers draws from a stream for each replica, step, micro-batch, block and way; dropout
+    elsewhere draws the same on every way.
+
+    Raises:
+        ConfigurationError: the model is not an `nn.Sequential`, cannot be cut, no layer can be split, or the parts
+            together do not compute what the model computes.
+    """
+    pipeline = partition.pipeline if isinstance(partition, Product) else Pipeline(1, GPipe())
+    tensor = partition.tensor if isinstance(partition, Product) else partition
+    whole = TorchEngine(job, seed)
+    who = f"job {job.name!r}"
+    if not is_chain(whole.module):
+        raise ConfigurationError(
+            f"the model of {who} must be an nn.Sequential for its layers to be split, got "
+            f"{type(whole.module).__name__}; build the model as an nn.Sequential, or use a pipeline or partition=none"
+        )
+    layers = chain_of(whole.module, who)
+    shape = shape_of(whole.module, whole.samples(whole.trial_samples)[0], name=job.name)
+    count = pipeline.stages * pipeline.schedule.chunks
+    starts = chunks_of(layers, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
+    chains = [layers[start:end] for start, end in pairwise([*starts, len(layers)])]
+    check_buffers(whole, chains, who)
+    uses, last = uses_of(layers), count - 1
+    chunks = [
+        WayChunk(number, BlocksOfChain(tensor.ways, uses, number == last and _classifies(whole)).of(chain), last)
+        for number, chain in enumerate(chains)
+    ]
+    if all(len(chunk.blocks) == 1 for chunk in chunks):
+        raise ConfigurationError(
+            f"no layer of the model of {who} can be split over {tensor.ways} ways, got "
+            f"{', '.join(dict.fromkeys(type(one.module).__name__ for one in layers))}; two nn.Linear with activations "
+            "between them, an nn.Embedding, an nn.TransformerEncoderLayer(batch_first=True) or an nn.Linear before a "
+            "cross entropy can; use fewer ways, or partition=none"
+        )
+    cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, "single layers are split")
+    stages = [chunks[stage :: pipeline.stages] for stage in range(pipeline.stages)]
+    held = [_held([chunk.blocks for chunk in stage], whole, tensor.ways) for stage in stages]
+    every = [one for stage in held for one in stage]
+    buffers = [
+        [name for chain in chains[stage :: pipeline.stages] for name in buffers_within(chain, cut)]
+        for stage in range(pipeline.stages)
+    ]
+    engine = WaysEngine(whole, every, [name for one in buffers for _ in range(tensor.ways) for name in one])
+    parts = tuple(
+        TorchWay(
+            WayPlace(stage, way, tensor.ways),
+            engine,
+            stages[stage],
+            every,
+            buffers[stage],
+            [_shares(chunk.blocks, shape, job.batch, way, held[stage]) for chunk in stages[stage]],
+        )
+        for stage in range(pipeline.stages)
+        for way in range(tensor.ways)
+    )
+    itemsize = np.dtype(engine.schema.dtype).itemsize
+    copied = max(sum(one.size for one in each.copied) for each in every) * itemsize
+    words = tuple(word for stage in stages for word in _described(stage, tensor.ways))
+    model = TensorModel(engine, parts, words, cut, partition, pipeline, tensor, copied)
+    with engine.trial(), _without_dropout(whole.module):
+        largest = _compare(model, engine, whole, who)
+    for part in parts:
+        part.forget()
+    check_loss(engine, whole, pipeline.microbatches, who)
+    return replace(model, cut=replace(cut, sample_bytes=largest))
+
+
+class WaysEngine(PartsEngine):
+    """An engine whose flat array lists parts of parameters, part by part."""
+
+    def __init__(self, whole: TorchEngine, held: Sequence[WayTensors], buffers: Sequence[str]):
+        """`held`: the tensors of each part; `buffers`: names of the changing buffers, part by part, so that those of a
+        stage appear once for each way.
+        """
+        super().__init__(whole, _schema(held, whole.schema), buffers)
+        self._held = held
+
+    @cached_property
+    def _order(self) -> Places:
+        return _order(self._held)
+
+
+@dataclass(frozen=True)
+class WayPlace:
+    """Where a part is in a replica."""
+
+    stage: int
+    way: int
+    ways: int
+
+    @property
+    def number(self) -> int:
+        """Number of the part."""
+        return self.stage * self.ways + self.way
+
+    @property
+    def of_stage(self) -> slice:
+        """The parts of the same stage."""
+        return slice(self.stage * self.ways, (self.stage + 1) * self.ways)
+
+
+@dataclass(frozen=True)
+class WayChunk:
+    """Consecutive layers of the model, as blocks."""
+
+    number: int
+    """Number of the chunk in the model."""
+    blocks: Sequence[LayerBlock]
+    last: int
+    """Number of the model's last chunk."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that one way holds."""
+
+    name: str
+    """Name of the parameter in the model."""
+    identity: int
+    """Identity of the module's parameter."""
+    places: Places
+    """Elements of the parameter, in the shape of the tensor."""
+    offset: int
+    """First element of the parameter in the flat array of the unsplit model."""
+    dtype: str
+    """Name of the parameter's dtype."""
+    role: tuple[int, int, str] = (0, 0, "")
+    """Chunk of the stage and block of the chunk whose split layers have the parameter, and its role there."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.places.size
+
+
+@dataclass
+class WayTensors:
+    """The tensors that one way holds: parts of split layers first, then parameters that all ways compute with."""
+
+    split: list[Held] = field(default_factory=list)
+    copied: list[Held] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return sum(one.size for one in [*self.split, *self.copied])
+
+
+def _held(chunks: Sequence[Sequence[LayerBlock]], whole: TorchEngine, ways: int) -> list[WayTensors]:
+    """Divide the trained parameters of a stage among its ways.
+
+    A layer that every way computes is held by the way that holds the fewest elements so far, largest layers first.
+    """
+    entries = {entry.name: entry for entry in whole.schema.entries}
+    names = {id(one): name for name, one in whole.module.named_parameters() if name in entries}
+    dtypes = {name: entry.dtype or whole.schema.dtype for name, entry in entries.items()}
+
+    def held(parameter: torch.Tensor, places: Places, role: tuple[int, int, str] = (0, 0, "")) -> Held:
+        name = names[id(parameter)]
+        return Held(name, id(parameter), places, entries[name].offset, dtypes[name], role)
+
+    found = [WayTensors() for _ in range(ways)]
+    layers: list[list[Held]] = []
+    known: set[int] = set()
+    numbered = [(at, number, block) for at, chunk in enumerate(chunks) for number, block in enumerate(chunk)]
+    for at, number, block in numbered:
+        if block.split is not None:
+            for role, parameter in block.split.parameters.items():
+                for way in range(ways):
+                    found[way].split.append(held(parameter, block.split.places(role, way), (at, number, role)))
+        for one in block.whole:
+            new = {id(each): each for each in one.parameters if id(each) in names and id(each) not in known}
+            known.update(new)
+            layers.append([held(each, np.arange(each.numel()).reshape(tuple(each.shape))) for each in new.values()])
+    for layer in sorted(layers, key=lambda layer: -sum(one.size for one in layer)):
+        min(found, key=lambda way: way.size).copied.extend(layer)
+    return found
+
+
+def _schema(held: Sequence[WayTensors], whole: Schema) -> Schema:
+    """Return the tensors of all parts, one part after another."""
+    named = [
+        pair
+        for part, tensors in enumerate(held)
+        for pair in [
+            *((f"{one.name} (part {part})", one) for one in tensors.split),
+            *((one.name, one) for one in tensors.copied),
+        ]
+    ]
+    return Schema.of({name: one.places.shape for name, one in named}, {name: one.dtype for name, one in named})
+
+
+def _order(held: Sequence[WayTensors]) -> Places:
+    """Return the place of each element of the ways' arrays in the flat array of the unsplit model."""
+    return np.concatenate(
+        [one.offset + one.places.reshape(-1) for tensors in held for one in [*tensors.split, *tensors.copied]]
+    )
+
+
+Key = tuple[int, int, int, int, int]
+"""Replica, step, micro-batch, chunk and block of a pass."""
+
+
+@dataclass(eq=False)
+class BlockPass:
+    """What the forward pass of a block keeps for its backward passes."""
+
+    inputs: list[torch.Tensor]
+    """Sum of the terms of the block before, and the residual connection that goes on from there; for the first block of
+    a chunk its inputs, if they are not data.
+    """
+    outputs: list[torch.Tensor]
+    """Inputs of the split layers and the residual connection; for the last block of a chunk its outputs, or the loss.
+    """
+    trained: list[tuple[Held, torch.Tensor]]
+    """The parameters of layers that every way computes, of which this way holds the gradient."""
+    into: torch.Tensor | None = None
+    """Inputs of the split layers."""
+    term: torch.Tensor | None = None
+    split: list[tuple[Held, torch.Tensor]] = field(default_factory=list)
+    residual_error: torch.Tensor | None = None
+    """Gradient of the residual connection behind the block."""
+
+
+class TorchWay(ModelWay):
+    """One way of one stage of a torch module; autograd keeps the activations of each forward pass."""
+
+    def __init__(
+        self,
+        place: WayPlace,
+        engine: PartsEngine,
+        chunks: Sequence[WayChunk],
+        held: Sequence[WayTensors],
+        buffers: Sequence[str],
+        shares: Sequence[Sequence[BlockShares]],
+    ):
+        """Create a way.
+
+        Args:
+            place: stage and way.
+            engine: the engine of all parts.
+            chunks: the chunks of the stage.
+            held: the tensors of each part of the model.
+            buffers: names in the model of the changing buffers of the stage.
+            shares: this way's work for each block of each chunk.
+        """
+        own = held[place.number]
+        self.schema = _part_of(engine.schema, place.number, held)
+        self.train_size = engine.train_size
+        self.held_bytes = self.schema.nbytes
+        self.shares = shares
+        self.copies = any(one.copied for one in held[place.of_stage])
+        self._start = sum(one.size for one in held[: place.number])
+        self._place, self._engine, self._chunks, self._own = place, engine, chunks, own
+        self._ways = held[place.of_stage]
+        self._offsets = dict(zip(map(id, [*own.split, *own.copied]), _starts([*own.split, *own.copied]), strict=True))
+        self._kept: dict[Key, BlockPass] = {}
+        self._names, self._buffers = buffers, dict[int, dict[str, torch.Tensor]]()
+
+    @property
+    def kept(self) -> int:
+        return len({key[:4] for key in self._kept})
+
+    def values(self) -> npt.NDArray[np.uint8]:
+        return self.initial().view(np.uint8)
+
+    def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
+        params: FlatArray = values.copy().view(self.schema.dtype)
+        return params
+
+    def buffers(self, replica: int) -> FlatArray:
+        held = self._held_buffers(replica)
+        return joined([held[name] for name in self._names])
+
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        held = self._held_buffers(replica)
+        fill([held[name] for name in self._names], values)
+
+    def forget(self) -> None:
+        """Forget the buffers of all replicas."""
+        self._buffers.clear()
+
+    def initial(self) -> FlatArray:
+        return self._engine.initial()[self._start : self._start + self.schema.size].copy()
+
+    def copied(self, params: FlatArray) -> FlatArray:
+        return params[sum(one.size for one in self._own.split) :]
+
+    def forward(
+        self, chunk: int, block: int, weights: WayWeights, batch: MicroBatch, given: FlatArray | None
+    ) -> tuple[FlatArray | None, float]:
+        of, engine = self._chunks[chunk], self._engine
+        one, way = of.blocks[block], self._place.way
+        samples, targets = engine.whole.samples(batch.indices)
+        before = self._kept[_key(chunk, block - 1, batch)] if block else None
+        begun = _begun(samples, before, given)
+        copies = self._copies(one, weights)
+        tensors = {held.identity: tensor for held, tensor in copies} | self._buffers_of(batch.replica)
+        with engine.stream(batch, of.number, block, 0):
+            passing = begun
+            for computation in one.whole:
+                passing = computation.run(passing, tensors)
+        loss = None
+        if one.split is None and of.number == of.last:
+            loss = self._loss(of, passing.x, targets) * batch.share
+        mine = {id(held) for held in self._own.copied}
+        kept = self._kept[_key(chunk, block, batch)] = BlockPass(
+            [one for one in (begun.x, begun.residual) if one is not None and one.is_leaf and one.requires_grad],
+            [one for one in (passing.x, passing.residual) if one is not None] if loss is None else [loss],
+            [(held, tensor) for held, tensor in copies if id(held) in mine],
+        )
+        if loss is not None:
+            return None, float(loss.item())
+        if one.split is None:
+            return self._floats(passing.x, of, len(samples)), 0.0
+        kept.into = passing.x.detach().requires_grad_(passing.x.requires_grad)
+        kept.split = [
+            (held, self._leaf(held, weights.own)) for held in self._own.split if held.role[:2] == (chunk, block)
+        ]
+        with engine.stream(batch, of.number, block, 1 + way):
+            kept.term = one.split.term(way, kept.into, {held.role[2]: tensor for held, tensor in kept.split}, targets)
+        return self._floats(kept.term, of), 0.0
+
+    def backward(
+        self, chunk: int, block: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray
+    ) -> FlatArray | None:
+        kept = self._kept.pop(_key(chunk, block, batch))
+        slopes = self._replicated_slopes(kept, errors)
+        inputs = slopes[: len(kept.inputs)]
+        self._add(kept.trained, slopes[len(inputs) :], out)
+        if not block:
+            return native(inputs[0]) if inputs else None
+        before = self._kept[_key(chunk, block - 1, batch)]
+        assert before.term is not None
+        assert before.into is not None
+        if len(inputs) > 1:
+            before.residual_error = inputs[1]
+        below = [before.into] if before.into.requires_grad else []
+        slopes = _grad([before.term], [*below, *(tensor for _, tensor in before.split)], [inputs[0]])
+        self._add(before.split, slopes[len(below) :], out)
+        return native(slopes[0]) if below else None
+
+    def _floats(self, tensor: torch.Tensor, chunk: WayChunk, samples: int | None = None) -> FlatArray:
+        """The values of a tensor that travels to other parts; `samples`: length that its first axis must have.
+
+        Raises:
+            ConfigurationError: it is not a tensor of floats with that first axis.
+        """
+        if tensor.dtype not in FLOATS or (samples is not None and tensor.shape[:1] != (samples,)):
+            raise ConfigurationError(
+                "what travels between the parts of a split model must be one tensor of floats, between stages with the "
+                f"samples on its first axis, got shape {tuple(tensor.shape)} of {tensor.dtype} in chunk "
+                f"{chunk.number}; cut elsewhere with split_at, or use partition=none"
+            )
+        return native(tensor.detach())
+
+    def _replicated_slopes(self, kept: BlockPass, errors: FlatArray | None) -> list[torch.Tensor]:
+        """Gradients of a block's inputs, and of the parameters that this way holds among those of all ways."""
+        wanted = [*kept.inputs, *(tensor for _, tensor in kept.trained)]
+        if kept.into is None and errors is None:  # the outputs are the loss
+            return _grad(kept.outputs, wanted, [None])
+        given = [None if errors is None else torch.from_numpy(errors.copy()), kept.residual_error]
+        pairs = [
+            (output, error)
+            for output, error in zip(kept.outputs, given, strict=False)
+            if error is not None and output.requires_grad
+        ]
+        return _grad([output for output, _ in pairs], wanted, [error for _, error in pairs])
+
+    def _loss(self, chunk: WayChunk, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss, from the outputs of the model or from the terms of its last layer."""
+        if len(chunk.blocks) > 1 and isinstance(chunk.blocks[-2].split, VocabularyOfOutputs):
+            return VocabularyOfOutputs.cross_entropy(outputs)
+        loss: torch.Tensor = self._engine.whole.loss(outputs, targets)
+        return loss
+
+    def _copies(self, block: LayerBlock, weights: WayWeights) -> list[tuple[Held, torch.Tensor]]:
+        """The tensors of the parameters that every way computes with in a block, whichever way holds them."""
+        wanted = {id(one) for computation in block.whole for one in computation.parameters}
+        return [
+            (one, _leaf_of(one, copied, start))
+            for tensors, copied in zip(self._ways, weights.copied, strict=False)
+            for one, start in zip(tensors.copied, _starts(tensors.copied), strict=True)
+            if one.identity in wanted
+        ]
+
+    def _leaf(self, held: Held, flat: FlatArray) -> torch.Tensor:
+        return _leaf_of(held, flat, self._offsets[id(held)])
+
+    def _add(
+        self, trained: Sequence[tuple[Held, torch.Tensor]], slopes: Sequence[torch.Tensor], out: FlatArray
+    ) -> None:
+        flat = as_tensor(out)
+        for (held, _), slope in zip(trained, slopes, strict=True):
+            start = self._offsets[id(held)]
+            flat[start : start + held.size].view(held.places.shape).add_(slope)
+
+    def _held_buffers(self, replica: int) -> Tensors:
+        """The replica's changing buffers, by their names in the model; every way has its own, all of equal values."""
+        if not self._place.way:
+            return self._engine.buffers_of(replica)
+        if replica not in self._buffers:
+            first = self._engine.whole.changing_buffers
+            self._buffers[replica] = {name: one.detach().clone() for name, one in first.items()}
+        return self._buffers[replica]
+
+    def _buffers_of(self, replica: int) -> dict[int, torch.Tensor]:
+        """The replica's changing buffers, by the identity of the module's buffer."""
+        module = self._engine.whole.module
+        return {id(module.get_buffer(name)): one for name, one in self._held_buffers(replica).items()}
+
+
+def _key(chunk: int, block: int, batch: MicroBatch) -> Key:
+    return batch.replica, batch.step, batch.number, chunk, block
+
+
+def _begun(samples: torch.Tensor, before: BlockPass | None, given: FlatArray | None) -> Passing:
+    """What a block begins with: the samples, the outputs of the chunk before, or the sum and the residual connection of
+    the block before.
+    """
+    if given is None:
+        return Passing(samples)
+    x = torch.from_numpy(given.copy()).requires_grad_()
+    residual = before.outputs[1].detach().requires_grad_() if before is not None and len(before.outputs) > 1 else None
+    return Passing(x, residual)
+
+
+def _leaf_of(held: Held, flat: FlatArray, start: int) -> torch.Tensor:
+    """The tensor of a parameter at its place in a flat array, with the dtype in which the model computes."""
+    view = as_tensor(flat)[start : start + held.size].view(held.places.shape)
+    leaf: torch.Tensor = view.detach().to(getattr(torch, held.dtype)).requires_grad_()
+    return leaf
+
+
+def _starts(held: Sequence[Held]) -> list[int]:
+    return list(accumulate((one.size for one in held[:-1]), initial=0)) if held else []
+
+
+def _grad(
+    outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Gradients of outputs with respect to `wanted`; zeros for what they do not depend on."""
+    if not outputs or not wanted:
+        return [torch.zeros_like(one) for one in wanted]
+    return list(torch.autograd.grad(outputs, wanted, given, allow_unused=True, materialize_grads=True))
+
+
+def _part_of(whole: Schema, number: int, held: Sequence[WayTensors]) -> Schema:
+    """The tensors of one part, from the schema of all parts.
+
+    Raises:
+        ConfigurationError: the part holds no parameter of the widest dtype.
+    """
+    first = sum(len(one.split) + len(one.copied) for one in held[:number])
+    entries = whole.entries[first : first + len(held[number].split) + len(held[number].copied)]
+    if not any(not entry.dtype for entry in entries):
+        raise ConfigurationError(
+            f"every part of a split model must hold a parameter of the widest dtype {whole.dtype}, and part {number} "
+            "holds none; use fewer ways, or convert the model with model.float()"
+        )
+    start = entries[0].offset
+    return Schema(whole.dtype, tuple(Entry(e.name, e.shape, e.offset - start, e.dtype) for e in entries))
+
+
+def _classifies(whole: TorchEngine) -> bool:
+    """Whether the loss is the mean cross entropy of the outputs, tried on the outputs of a batch with many classes."""
+    samples, targets = whole.samples(whole.trial_samples)
+    if targets.dtype != torch.int64:
+        return False
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _kept_buffers(whole):
+        outputs = whole.module(samples)
+        if not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != targets.shape:
+            return False
+        size, classes = targets.numel(), outputs.shape[-1]
+        for trial in range(min(TRIALS, -(-classes // size))):
+            tried = (torch.arange(size) + trial * size).reshape(targets.shape) % classes
+            mean = float(nn.functional.cross_entropy(outputs.flatten(0, -2), tried.flatten()))
+            if not math.isclose(float(whole.loss(outputs, tried)), mean, rel_tol=whole.tolerance):
+                return False
+    return True
+
+
+@contextmanager
+def _kept_buffers(whole: TorchEngine) -> Iterator[None]:
+    """Restore the buffers of replica 0 at the end."""
+    before = whole.buffers(0)
+    try:
+        yield
+    finally:
+        whole.restore_buffers(0, before)
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """Let no unit drop out inside the context."""
+    drops: list[tuple[nn.Module, str]] = [(one, "p") for one in module.modules() if isinstance(one, _DropoutNd)]
+    drops += [(one, "dropout") for one in module.modules() if isinstance(one, nn.MultiheadAttention)]
+    before = [getattr(one, name) for one, name in drops]
+    try:
+        for one, name in drops:
+            setattr(one, name, 0.0)
+        yield
+    finally:
+        for (one, name), value in zip(drops, before, strict=True):
+            setattr(one, name, value)
+
+
+def _shares(
+    blocks: Sequence[LayerBlock], shape: ModelShape, batch: int, way: int, held: Sequence[WayTensors]
+) -> list[BlockShares]:
+    """Work of one way for each block, relative to the work W of the model; of equal size if W is unknown.
+
+    All ways compute the outputs of layers that are not split, and the gradients of their inputs; the way that holds the
+    weights computes the gradient of the weights.
+    """
+    total = float(shape.work(batch))
+    if not total:
+        return [BlockShares(*[1 / (2 * len(blocks))] * 2) for _ in blocks]
+    mine = {one.identity for one in held[way].copied}
+    forward, backward = [0.0] * len(blocks), [0.0] * (len(blocks) + 1)
+    for number, block in enumerate(blocks):
+        for one in block.whole:
+            layers = _layers_of(shape, [one.name] if one.name else [])
+            forward[number] += sum(layer.work_forward(batch) for layer in layers)
+            backward[number] += sum(layer.by_input.work(batch) for layer in layers)
+            if any(id(each) in mine for each in one.parameters):
+                backward[number] += sum(layer.by_weight.work(batch) for layer in layers)
+        if block.split is not None:
+            layers, share = _layers_of(shape, block.split.layers), block.split.share(way)
+            forward[number] += share * sum(layer.work_forward(batch) for layer in layers)
+            backward[number + 1] += share * sum(layer.work_backward(batch) for layer in layers)
+    return [BlockShares(forward[n] / total, backward[n] / total) for n in range(len(blocks))]
+
+
+def _layers_of(shape: ModelShape, names: Sequence[str]) -> list[Layer]:
+    """Return the counted layers that have these names or are inside them."""
+    inside = tuple(start for name in names for start in (f"{name}.", f"{name} ("))
+    return [one for one in shape.layers if one.name in names or one.name.startswith(inside)]
+
+
+def _described(chunks: Sequence[WayChunk], ways: int) -> list[str]:
+    """The layers of each way of a stage, in words."""
+    blocks = [block for chunk in chunks for block in chunk.blocks]
+    split = ", ".join(name for block in blocks if block.split is not None for name in block.split.layers)
+    return [f"part {way} of {split}" for way in range(ways)]
+
+
+def _compare(model: TensorModel, engine: PartsEngine, whole: TorchEngine, who: str) -> int:
+    """Compare loss and gradient of one batch, computed by all parts and by the unsplit model, without dropout.
+
+    Returns:
+        Size in bytes of the largest array between parts, for one sample.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding.
+    """
+    batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
+    expected = np.empty_like(engine.initial())
+    loss = engine.gradient(engine.initial(), batch.indices, expected)
+    ways, stages = model.tensor.ways, model.pipeline.stages
+    found = [np.zeros_like(part.initial()) for part in model.parts]
+    given: FlatArray | None = None
+    largest, own = 0, math.nan
+    order = [
+        (range(stage * ways, stage * ways + ways), chunk, block)
+        for chunk, stage in (divmod(number, stages) for number in range(len(model.cut.starts)))
+        for block in range(len(model.parts[stage * ways].shares[chunk]))
+    ]
+    for group, chunk, block in order:
+        copied = [model.parts[one].copied(model.parts[one].initial()) for one in group]
+        terms = [
+            model.parts[one].forward(chunk, block, WayWeights(model.parts[one].initial(), copied), batch, given)
+            for one in group
+        ]
+        own = terms[0][1]
+        given = _joined([term for term, _ in terms], block == len(model.parts[group[0]].shares[chunk]) - 1)
+        largest = max(largest, 0 if given is None else given.nbytes // len(batch.indices))
+    errors: FlatArray | None = None
+    for group, chunk, block in reversed(order):
+        errors = _joined(
+            [model.parts[one].backward(chunk, block, batch, errors, found[one]) for one in group], block == 0
+        )
+    size = float(np.linalg.norm(expected.astype(np.float64)))
+    distance = float(np.linalg.norm(np.concatenate(found).astype(np.float64) - expected))
+    tolerance = whole.tolerance
+    if math.isfinite(size) and not (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
+        raise ConfigurationError(
+            f"the layers of {who}, split over {ways} ways, must compute what the model computes, got a loss of "
+            f"{own:.6g} instead of {loss:.6g} and a gradient at a distance of {distance:.2g} from one of size "
+            f"{size:.2g}; move what the model does besides running its layers (a forward method of its own, state that "
+            "layers share, random numbers other than dropout) into one layer, or use partition=none"
+        )
+    return largest
+
+
+def _joined(terms: Sequence[FlatArray | None], alike: bool) -> FlatArray | None:
+    """What all ways return together: one of their arrays if these are alike, otherwise their sum, or None."""
+    return terms[0] if alike else _total(terms)
+
+
+def _total(terms: Sequence[FlatArray | None]) -> FlatArray | None:
+    """The sum of the terms of all ways; None if there are none."""
+    total: FlatArray | None = None
+    for term in terms:
+        if term is not None:
+            total = term.copy() if total is None else total + term
+    return total

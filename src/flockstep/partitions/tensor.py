@@ -1,0 +1,84 @@
+"""Tensor parallelism: every worker computes a part of the same layers, also in the stages of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.partitions.base import Addressing, Division, Partition
+from flockstep.partitions.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class TensorParallel(Partition):
+    """Single layers split over `ways` workers, which compute the same batch (Shoeybi et al. 2019, Megatron-LM).
+
+    Of two fully connected layers the first is split by its outputs and the second by its inputs, attention is split by
+    heads, an embedding and the layer before a cross entropy by the vocabulary. Each pair takes one sum over the ways in
+    the forward pass and one in the backward pass. All other layers are computed by every way.
+    """
+
+    divides: ClassVar[Division] = "tensors"
+    addressing: ClassVar[Addressing] = "distributed array abstraction"
+
+    ways: int
+    collective: Collective = Ring()
+    """Collective that sums outputs, and gradients of inputs, over the ways."""
+
+    def __post_init__(self) -> None:
+        if self.ways < 2:
+            raise ConfigurationError(f"ways of tensor must be >= 2, got {self.ways}; use partition=none for one worker")
+
+    @property
+    def parts(self) -> int:
+        return self.ways
+
+    def copies(self, part: int) -> int:
+        """Return 1: a way keeps the parameters of the step that it computes."""
+        return 1
+
+    def __mul__(self, other: object) -> Product:
+        return Product(other, self) if isinstance(other, Pipeline) else NotImplemented
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Product(Partition):
+    """A model cut into stages, whose layers are split over ways: `pipeline(2) * tensor(2)` (Narayanan et al. 2021).
+
+    Way w of stage s of W ways is part s W + w of a replica.
+    """
+
+    divides: ClassVar[Division] = "tensors"
+    addressing: ClassVar[Addressing] = "distributed array abstraction"
+
+    pipeline: Pipeline
+    tensor: TensorParallel
+
+    def __post_init__(self) -> None:
+        schedule, facts = self.pipeline.schedule, (self.pipeline.stages, self.pipeline.microbatches, 1)
+        if any(work.kind == "input_backward" for work in schedule.passes(0, *facts)):
+            raise CompositionError(
+                f"the passes of {schedule} compute the gradients of inputs and of weights apart, which split layers do "
+                "not; use the schedule one_forward_one_backward"
+            )
+
+    @property
+    def parts(self) -> int:
+        return self.pipeline.parts * self.tensor.parts
+
+    @property
+    def delays(self) -> str | None:
+        return self.pipeline.delays
+
+    def batches_held(self, part: int) -> float:
+        """Return that of the part's stage."""
+        return self.pipeline.batches_held(part // self.tensor.ways)
+
+    def copies(self, part: int) -> int:
+        """Return that of the part's stage."""
+        return self.pipeline.copies(part // self.tensor.ways)
