@@ -103,7 +103,9 @@ def parse(text: str, base: type[C]) -> C:
         if re.fullmatch(r"[\w-]{1,40}", text.strip()):  # a misspelled name, such as 1gbit, that is not an identifier
             raise registry.unknown(base.noun, text.strip()) from None
         shown = repr(text if len(text) <= 80 else text[:80] + "…")
-        raise ConfigurationError(f"cannot read {shown} as a {base.noun}; write it like {_example(base)}") from None
+        open_ended = text.count("(") != text.count(")")
+        why = ", because a parenthesis has no counterpart" if open_ended else ""
+        raise ConfigurationError(f"cannot read {shown} as a {base.noun}{why}; write it like {_example(base)}") from None
     return typing.cast(C, component)
 
 

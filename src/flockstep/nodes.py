@@ -158,6 +158,10 @@ def one_host(workers: int) -> Hosts:
 class Node:
     """One node of a run. `params` is the live flat array: the whole model (K,), or a server's slice of it."""
 
+    address: Address
+    """Where other nodes send messages for this node: the rank of a worker, or -1 - i for server i."""
+    cluster: Cluster
+    """The numbers of workers and servers in the run: `cluster.workers` and `cluster.servers`."""
     params: Array
     """The live flat array: the whole model (K,), or a server's slice of it."""
     random: np.random.Generator
@@ -645,6 +649,11 @@ class Worker(Peer):
         return self._peers[1]
 
     @property
+    def server_addresses(self) -> list[Address]:
+        """Addresses of the servers, by index, for `send` and `request`; server i of k holds the i-th of k slices."""
+        return [*map(server, range(self.cluster.servers))]
+
+    @property
     def training(self) -> bool:
         """Whether there is another gradient to compute.
 
@@ -754,7 +763,7 @@ class Worker(Peer):
 
     def leave(self, peers: bool = False) -> None:
         """Announce that this worker sends no more messages: to the servers, and with `peers` to the other workers."""
-        self.send_all(map(server, range(self.cluster.servers)), LEAVE)
+        self.send_all(self.server_addresses, LEAVE)
         if peers:
             self.send_all(self.peers, LEAVE)
 

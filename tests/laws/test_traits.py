@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.drivers.plan import Batches
-from flockstep.errors import UnknownName
+from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.programs import NeedGradient
@@ -119,7 +119,16 @@ def test_deaths_by_number_of_workers() -> None:
     assert Traits("partial", False, ("mean",)).deaths(8) == 0
 
 
-@pytest.mark.parametrize("delivery", [1, "eventual"])
+@pytest.mark.parametrize("delivery", [1, "asynchronous"])
 def test_a_delivery_that_does_not_exist_is_refused(delivery):
     with pytest.raises(UnknownName, match=f"no delivery is called '{delivery}'; known: bounded delay, partial, sync"):
         Traits(delivery, survives=False, results=("rank0",))
+
+
+def test_values_that_do_not_exist_are_refused():
+    with pytest.raises(UnknownName, match="no result is called 'servers'; known: best, ensemble, mean, rank0, server"):
+        Traits("partial", survives=False, results=("mean", "servers"))
+    with pytest.raises(ConfigurationError, match=r"results must be a tuple, got 'mean'; write it like \('mean', "):
+        Traits("partial", survives=False, results="mean")
+    with pytest.raises(UnknownName, match="no memory is called 'momentum'; known: optimizer, own, slices, velocity"):
+        Traits("partial", survives=False, results=("mean",), memory="momentum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import to_text
-from flockstep.messages import Message, server
+from flockstep.messages import Message
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import Optimizer
 
@@ -15,7 +15,7 @@ OPTIMIZER = "optimizer"
 def tell_servers(me: Worker, optimizer: Optimizer) -> None:
     """Use other settings from the next step on, on the servers and for the slices that this worker steps itself."""
     me.optimizer = optimizer
-    me.send_all(map(server, range(me.cluster.servers)), OPTIMIZER, None, {"optimizer": to_text(optimizer)})
+    me.send_all(me.server_addresses, OPTIMIZER, None, {"optimizer": to_text(optimizer)})
 
 
 def taken_over(node: Node, message: Message) -> bool:

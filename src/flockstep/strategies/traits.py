@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from flockstep.errors import UnknownName
+from flockstep.errors import ConfigurationError, UnknownName
 
 Delivery = Literal["synchronous", "bounded delay", "unbounded delay", "partial"]
 ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
@@ -27,7 +27,10 @@ class Traits:
     survives: bool | int
     """Number of worker deaths after which the other workers still continue: False for none, True for any number."""
     results: tuple[ResultPolicy, ...]
-    """The policies for choosing the resulting model that the strategy allows; the first is the default."""
+    """The policies for choosing the resulting model that the strategy allows; the first is the default. `server` takes
+    the servers' parameters, `mean` the mean of the workers' replicas, `rank0` the replica of rank 0, `best` the replica
+    with the best evaluation, `ensemble` the mean of all replicas' predictions.
+    """
     server_optimizer: bool = False
     """Whether the servers (or the owners of slices) apply the gradients, with an optimizer rebuilt from the worker's
     optimizer.
@@ -92,8 +95,19 @@ class Traits:
     """
 
     def __post_init__(self) -> None:
-        if self.delivery not in get_args(Delivery):
-            raise UnknownName.among("delivery", str(self.delivery), get_args(Delivery))
+        if not isinstance(self.results, tuple):
+            raise ConfigurationError(f"results must be a tuple, got {self.results!r}; write it like ('mean', 'rank0')")
+        named = [
+            ("delivery", self.delivery, Delivery),
+            *(("result", result, ResultPolicy) for result in self.results),
+            ("samples", self.samples, Samples),
+            ("clips", self.clips, Clips),
+            ("memory", self.memory, Memory),
+            ("approximation", self.approximation, Approximation),
+        ]
+        for kind, name, values in named:
+            if name not in (known := sorted(get_args(values))):
+                raise UnknownName(f"no {kind} is called {str(name)!r}; known: {', '.join(known)}")
 
     @property
     def in_step(self) -> bool:

@@ -179,7 +179,8 @@ def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
         stepper.step(params, source.gradient(0, params))
     result = run_or_fail(strategy, 1, steps).result
     assert equal_bits(result, params), (
-        f"{strategy} with one worker gives another result than training without a strategy"
+        f"{strategy} with one worker gives another result than training without a strategy; if the strategy documents "
+        "this difference, call check_strategy with alone_is_plain=False"
     )
 
 
