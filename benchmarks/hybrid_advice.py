@@ -29,8 +29,9 @@ from flockstep.drivers.setup import load_job
 from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Job
+from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import make_engine, make_split
+from flockstep.frameworks.stages import SplitModel
 from flockstep.launchers.threads import limit_threads
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.planning.advice import advise
@@ -47,7 +48,7 @@ from flockstep.workloads.split import Iid
 
 STRATEGIES = ("all_reduce", "local_sgd(period=4)", "ps(shards=2)", "ps(consistency=asynchronous)", "easgd(period=4)")
 SCHEDULES = ("gpipe", "one_forward_one_backward", "zb_h1", "interleaved(2)")
-STEPS, LEFT_OUT = 16, 4
+STEPS, LEFT_OUT = 10, 2
 """Steps of a run, and steps at its beginning that are not counted."""
 RIGHT = 0.9
 """Least share of the best run's value at which the advice is right."""
@@ -130,17 +131,15 @@ def grid(workers: int, batch: int) -> Iterator[Pipeline | None]:
     yield None
     for stages in (one for one in range(2, workers + 1) if not workers % one):
         for schedule in SCHEDULES:
-            for count in (stages, 4 * stages):
+            for count in (stages, 2 * stages):
                 if count > batch or (schedule == "interleaved(2)" and 2 * stages > 8):
                     continue
                 yield Pipeline.parse(f"pipeline({stages}, {schedule}, {count})")
 
 
-def value(job: Job, site: Site, strategy: Strategy, pipeline: Pipeline | None) -> float:
+def value(job: Job, site: Site, strategy: Strategy, split: SplitModel | None, engine: Engine) -> float:
     """Samples per second of a run with real gradients, divided by the factor of samples that it needs more."""
-    workers = site.cluster.workers
-    split = None if pipeline is None else make_split(job, 0, pipeline)
-    engine = make_engine(job, 0) if split is None else split.engine
+    workers, pipeline = site.cluster.workers, None if split is None else split.pipeline
     replicas, parts = (workers, 1) if pipeline is None else (pipeline.replicas(workers), pipeline.stages)
     work = site.work(strategy, replicas)
     data = Iid().assign(engine.labels, engine.train_size, replicas, 0)
@@ -170,6 +169,14 @@ def value(job: Job, site: Site, strategy: Strategy, pipeline: Pipeline | None) -
     return rate / relative_samples(found, site)
 
 
+def made(job: Job, pipeline: Pipeline | None, whole: Engine) -> tuple[SplitModel | None, Engine]:
+    """Return the model as `pipeline` cuts it, and its engine; None and `whole` for whole replicas."""
+    if pipeline is None:
+        return None, whole
+    split = make_split(job, 0, pipeline)
+    return split, split.engine
+
+
 def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     """Advise on a pair, run the grid, and compare."""
     job, site = pair.site(folder)
@@ -180,12 +187,14 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     found = advise_hybrid(outlook, advice, (), strategies)
     took = time.perf_counter() - begun
     runs: dict[str, float] = {}
+    whole = make_engine(job, 0)
     for pipeline in grid(workers, pair.batch):
+        split, engine = made(job, pipeline, whole)
         for strategy in strategies:
             if pipeline is not None and pipeline.stages == workers and strategy != strategies[0]:
                 continue  # a single replica exchanges nothing
             try:
-                runs[f"{pipeline or 'none'} with {strategy}"] = value(job, site, strategy, pipeline)
+                runs[f"{pipeline or 'none'} with {strategy}"] = value(job, site, strategy, split, engine)
             except ConfigurationError as error:
                 print(f"  left out: {pipeline} with {strategy}: {error}", flush=True)
     assert found.choice is not None
@@ -194,7 +203,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     if found.choice.strategy is None:  # one worker alone
         runs[mine] = outlook.alone.samples_per_second
     elif mine not in runs:
-        runs[mine] = value(job, site, found.choice.strategy, chosen)
+        runs[mine] = value(job, site, found.choice.strategy, *made(job, chosen, whole))
     best = max(runs, key=runs.__getitem__)
     result: dict[str, Any] = {
         "widths": pair.widths,
@@ -208,7 +217,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
         "runs": runs,
     }
     if found.planner is not None:
-        worth = value(job, site, strategies[0], found.planner.pipeline)
+        worth = value(job, site, strategies[0], *made(job, found.planner.pipeline, whole))
         result["pipedream"] = {"partition": str(found.planner.pipeline), "share_of_best": worth / runs[best]}
     return result
 
