@@ -37,7 +37,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
 from flockstep.strategies.base import Optimization, Scheduling, Strategy, Traits
-from flockstep.systems.catalog import NOT_YET, System, systems
+from flockstep.systems.catalog import System, systems
 from flockstep.testing import failure_matrix
 from flockstep.testing.strategies import Sent, run_strategy
 
@@ -373,8 +373,6 @@ def systems_list() -> str:
 
 def _system_section(known: System) -> str:
     lines = [f"### {known.name}", "", f"{known.algorithm} {known.differs}".strip(), "", f"*{known.citation}*", ""]
-    if not known.modes:
-        return "\n".join([*lines, f"Splitting single layers is {NOT_YET} possible here."])
     lines += [
         f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.runs)}"
         + ("" if mode.partition == "none" else f" with `--partition {shlex.quote(mode.partition)}`")

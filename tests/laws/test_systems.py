@@ -16,7 +16,7 @@ from flockstep.errors import CompositionError, UnknownName
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.systems import catalog
-from flockstep.systems.catalog import NOT_YET, system, systems
+from flockstep.systems.catalog import system, systems
 from flockstep.systems.published import COLUMNS, differences, table_1
 from flockstep.testing.strategies import GradientSource, run_strategy
 from support.matrix import few
@@ -24,9 +24,6 @@ from support.matrix import few
 ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}
 """In the catalog, but not in the survey's table."""
 MODES = [(known.name, mode.name) for known in systems() for mode in known.modes if mode.partition == "none"]
-BETWEEN_LAYERS = {"MXNet", "Parameter Server", "PyTorch", "TensorFlow"}
-"""Systems that split a model between its layers, as a pipeline of stages does."""
-EMPTY = ("optimization", "scheduling", "exchange", "topology")
 
 
 def test_every_row_of_the_table_and_four_more_are_there():
@@ -37,30 +34,30 @@ def test_every_row_of_the_table_and_four_more_are_there():
 
 @pytest.mark.parametrize("printed", table_1(), ids=lambda row: row.system)
 def test_each_derived_cell_is_the_printed_one(printed):
-    known = system(printed.system)
-    wrong = differences(known.row(), printed)
-    parallel = wrong.pop("parallelism", None)
-    there = "MP" not in printed.parallelism or printed.system in BETWEEN_LAYERS
-    assert (parallel is None) == there  # what is not here yet does not count as agreed
-    if known.modes:
-        assert wrong == {}
-    else:  # splits the model only: says so, and claims nothing else
-        assert set(wrong) == set(EMPTY)
-        assert {here for here, _ in wrong.values()} == {NOT_YET}
+    assert differences(system(printed.system).row(), printed) == {}
 
 
-def test_the_claim_about_the_table_falls_short_where_model_parallelism_is_missing():
-    """Eight of the 17 rows have MP in the survey; four of them split single layers or parameters."""
+def test_the_claim_about_the_table_holds_in_every_row():
+    """Every mode of every system runs, those that split the model too, and all 17 rows are as printed."""
+    verdict = Taxonomy().check(lambda line: None)
+    assert verdict.holds
+    assert {row.what: row.ours for row in verdict.rows} == {row.system: "as printed" for row in table_1()}
+
+
+def test_the_claim_falls_short_without_the_modes_that_split_the_model(monkeypatch):
+    """Negative control: the eight rows with MP take it from a partition and from nothing else."""
+    from flockstep.claims import a22_taxonomy
+
+    def unsplit(name):
+        known = system(name)
+        return msgspec.structs.replace(known, modes=tuple(one for one in known.modes if one.partition == "none"))
+
+    monkeypatch.setattr(a22_taxonomy, "system", unsplit)
+    monkeypatch.setattr(a22_taxonomy, "_failed", lambda known: "")
     verdict = Taxonomy().check(lambda line: None)
     short = {row.what for row in verdict.rows if not row.holds}
-    assert short == {printed.system for printed in table_1() if "MP" in printed.parallelism} - BETWEEN_LAYERS
-    assert len(short) == 4
-    assert all("MP missing" in str(row.ours) for row in verdict.rows if row.what in short)
-    assert not verdict.holds
-    assert "MP missing" in verdict.reason
-    printed = next(row for row in table_1() if row.system == "Petuum")
-    assert differences({**system("Petuum").row(), "parallelism": "DP, MP"}, printed) == {}
-    assert "parallelism" in differences(system("Petuum").row(), printed)
+    assert short == {printed.system for printed in table_1() if "MP" in printed.parallelism}
+    assert len(short) == 8
 
 
 def test_model_parallelism_follows_from_the_partition_of_a_mode():
@@ -105,16 +102,12 @@ def test_one_wrong_cell_is_noticed(printed, column):
 def test_a_strategy_that_states_another_cell_is_noticed(monkeypatch):
     """Negative control: the cell comes from the composition, not from the catalog."""
     printed = next(row for row in table_1() if row.system == "Petuum")
-    missing = {"parallelism": ("DP, MP: not yet", "MP + DP")}
-    assert differences(system("Petuum").row(), printed) == missing
+    assert differences(system("Petuum").row(), printed) == {}
     right = ParameterServer.taxonomy_entry.fget
     monkeypatch.setattr(
         ParameterServer, "taxonomy_entry", property(lambda self: dataclasses.replace(right(self), scheduling="async"))
     )
-    assert differences(system("Petuum").row(), printed) == {
-        **missing,
-        "scheduling": ("async", "bounded async"),
-    }
+    assert differences(system("Petuum").row(), printed) == {"scheduling": ("async", "bounded async")}
 
 
 def test_the_cell_of_a_parameter_server_follows_its_parts():
@@ -158,9 +151,7 @@ def test_names_are_forgiving_and_modes_have_names():
         Strategy.parse("MXNet: dist_asink")
     with pytest.raises(UnknownName, match="did you mean 'Petuum'"):
         Strategy.parse("Petum")
-    with pytest.raises(
-        CompositionError, match="COTS HPC splits single layers over machines, which flockstep cannot do yet"
-    ):
+    with pytest.raises(CompositionError, match=r"write --strategy 'all_reduce' --partition 'tensor\(4\)'"):
         Strategy.parse("COTS HPC")
 
 

@@ -13,8 +13,6 @@ from flockstep.errors import CompositionError, UnknownName
 from flockstep.partitions.base import Partition
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 
-NOT_YET = "not yet"
-"""Text in a system's row for a composition that flockstep cannot make yet."""
 ONE_REPLICA = "all_reduce"
 """Strategy that runs a single replica, of which the mode names no strategy."""
 
@@ -52,11 +50,8 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     citation: str
     algorithm: str
     """The system's algorithm, in one or two sentences."""
-    modes: tuple[Mode, ...] = ()
-    """The modes, the default first; empty for a system that only splits the model in a way that flockstep cannot yet.
-    """
-    splits_model: bool = False
-    """Whether the published system can (or can only) split one model over machines in a way that no mode has."""
+    modes: tuple[Mode, ...]
+    """The modes, the default first."""
     differs: str = ""
     """Differences between the composition and the published system."""
 
@@ -64,14 +59,9 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the composition of a mode; "" is the default mode.
 
         Raises:
-            CompositionError: the system has no modes, or the mode also needs a partition, which is no strategy.
+            CompositionError: the mode needs a partition, which is no strategy.
             UnknownName: the system has no mode of that name.
         """
-        if not self.modes:
-            raise CompositionError(
-                f"{self.name} splits single layers over machines, which flockstep cannot do yet; choose a "
-                "data-parallel system from flockstep systems"
-            )
         found = [known for known in self.modes if key(known.name) == key(mode)] if mode else [self.modes[0]]
         if not found:
             raise UnknownName.among(f"mode of {self.name}", mode, [known.name for known in self.modes])
@@ -85,11 +75,11 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parallelism(self) -> str:
-        """The kinds of parallelism of the system, with a note for the kinds that flockstep cannot run yet."""
+        """The kinds of parallelism of the system's modes."""
         here = ["DP"] if any(mode.strategy for mode in self.modes) else []
         if any(Partition.parse(mode.partition).splits_model for mode in self.modes):
             here.append("MP")
-        return ", ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
+        return ", ".join(here)
 
     def cells(self) -> list[TaxonomyEntry]:
         """Return the taxonomy cell of each listed mode, derived from its composition."""
@@ -159,4 +149,4 @@ def key(name: str) -> str:
 
 
 def _joined(values: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(values)) or NOT_YET
+    return "; ".join(dict.fromkeys(values))

@@ -33,8 +33,6 @@ def table_1() -> tuple[SurveyRow, ...]:
 def differences(derived: Mapping[str, str], published: SurveyRow) -> dict[str, tuple[str, str]]:
     """Return column → (derived, published) for the columns in which a system's derived row differs from the published
     one.
-
-    Model parallelism in the survey that flockstep cannot run yet counts as a difference.
     """
     found = {column: (derived[column], str(getattr(published, column))) for column in COLUMNS}
     return {
