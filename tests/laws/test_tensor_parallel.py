@@ -19,7 +19,7 @@ from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.stages import MicroBatch
-from flockstep.frameworks.torch_split_layers import VocabularyOfOutputs
+from flockstep.frameworks.torch_split_layers import VocabularyOfInputs, VocabularyOfOutputs
 from flockstep.frameworks.torch_ways import TorchWay, split_layers
 from flockstep.frameworks.ways import WayWeights
 from flockstep.partitions.base import Partition
@@ -251,6 +251,17 @@ def test_dropout_is_equal_where_the_ways_compute_alike_and_not_elsewhere(monkeyp
     assert [len(each) for each in losses.values()] == [1] * 5
     again = simulated(job_of(model), "local_sgd(period=100)", "tensor(2)", replicas=1, steps=5, network="1gbit")
     assert again.result.tobytes() == ran.result.tobytes(), "whatever the times"
+
+
+@pytest.mark.parametrize("word", [-1, 10])
+def test_a_word_that_a_split_embedding_does_not_have_is_refused(word: int) -> None:
+    """torch's embedding refuses it too; no way has the word, so that all terms would be zero."""
+    split, x = VocabularyOfInputs("words", nn.Embedding(10, 2), 3), torch.tensor([[0, word]])
+    for way in range(3):
+        weights = {"words": split.parameters["words"][split.spans[way]]}
+        split.term(way, x.clamp(0, 9), weights, x)
+        with pytest.raises(ConfigurationError, match="embedding words must be from 0 to 9, got "):
+            split.term(way, x, weights, x)
 
 
 def test_the_cross_entropy_over_a_split_vocabulary() -> None:

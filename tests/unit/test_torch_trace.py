@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.job import make_split, without_whole
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_trace import traced_chain
+from flockstep.partitions.pipeline import Pipeline
 from flockstep.workloads.models import Transformer
 
 
@@ -119,3 +125,93 @@ class ByValue(nn.Module):
 def test_what_cannot_be_cut_says_why(model: nn.Module, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         traced_chain(model, "job")
+
+
+class Effects(nn.Module):
+    """A running mean in a buffer, and a count in an attribute."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        self.calls += 1
+        out: Tensor = self.layer(x) / self.calls
+        return out
+
+
+def test_a_module_with_side_effects_has_them_in_every_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Effects(), nn.Linear(4, 2))
+    traced, effects = traced_chain(_Around(model), "job"), model[1]
+    assert isinstance(effects, Effects)
+    assert (effects.calls, effects.mean.tolist()) == (0, [1.0] * 4), "tracing leaves the module as it was"
+    x, expected = torch.rand(3, 4), torch.ones(4)
+    for call in range(1, 4):
+        between = x
+        for unit in traced:
+            between = unit.module(between)
+        assert effects.calls == call
+        expected = expected / 2 + model[0](x).mean(0)
+    assert torch.allclose(effects.mean, expected)
+
+
+class _Around(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, np.random.rand])
+def test_a_model_that_draws_random_numbers_itself_is_refused(draw: Callable[[], float]) -> None:
+    class LayerDrop(_Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inside(x) if draw() < 2 else x
+
+    with pytest.raises(ConfigurationError, match="forward of LayerDrop draws random numbers while it is traced"):
+        traced_chain(LayerDrop(nn.Linear(4, 4)), "job")
+
+
+X, Y = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), np.arange(32) % 2
+
+
+def _job(model: Callable[[], nn.Module], data: Callable[[], Data] = lambda: Data(X, Y, X, Y)) -> Job:
+    return Job(name="hooked", model=model, data=data, loss=nn.functional.cross_entropy, batch=8, optimizer="sgd")
+
+
+class Hooked(_Around):
+    """A hook, which only the whole model runs, changes a buffer."""
+
+    def __init__(self, buffer: str) -> None:
+        super().__init__(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_forward_hook(lambda *_: self.get_buffer(buffer).add_(1) and None)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        ("count", "must be used by a layer, got 'count' of job 'hooked', which the layers"),
+        ("inside.1.num_batches_tracked", "change the buffers as the model changes them, got values .* by 1;"),
+    ],
+)
+def test_buffers_that_only_the_whole_model_changes_are_refused(buffer: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_split(_job(lambda: Hooked(buffer)), 0, Pipeline(2))
+
+
+def test_data_that_depend_on_the_models_random_numbers_need_the_whole_model() -> None:
+    def data() -> Data:
+        noisy = torch.where(torch.rand(32) < 0.01, 1 - torch.tensor(Y), torch.tensor(Y)).numpy()
+        return Data(X, noisy, X, Y)
+
+    job = _job(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data)
+    cut = without_whole(job, 0, make_split(job, 0, Pipeline(2))).cut
+    assert cut.obstacle.startswith("data drawn with torch's random numbers")

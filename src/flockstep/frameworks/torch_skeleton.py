@@ -29,14 +29,21 @@ class SkeletonEngine(Engine):
         """Build the model without values, and load the data.
 
         Raises:
-            ConfigurationError: the model has parameters that are not built on torch's default device.
+            ConfigurationError: the model has parameters that are not built on torch's default device, or the data
+                are drawn from the random numbers that the model draws from.
         """
         assert job.loss is not None
         self._seed, self._cut = seed, cut
         with seeded(seed):
             with torch.device("meta"):
                 module: torch.nn.Module = job.model()
+            before = torch.get_rng_state()
             data = job.data()
+            if not torch.equal(torch.get_rng_state(), before):
+                raise ConfigurationError(
+                    "data drawn with torch's random numbers depend on the numbers that the model draws before; draw "
+                    "them with a torch.Generator of their own"
+                )
         for name, one in module.named_parameters():
             if not one.is_meta:
                 raise ConfigurationError(

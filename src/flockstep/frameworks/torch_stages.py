@@ -430,6 +430,7 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
     expected = np.empty_like(engine.initial())
     with engine.trial():
         loss = engine.gradient(engine.initial(), batch.indices, expected)
+        buffers = whole.buffers(0)
     found = [np.zeros_like(part.initial()) for part in known.parts]
     between: FlatArray | None = None
     with trial.trial():
@@ -439,6 +440,7 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
         for number in reversed(range(count)):
             local, of = divmod(number, len(split.parts))
             between = split.parts[of].backward(local, batch, between, found[of])
+        held = joined(list(trial.buffers_of(0).values()))
     size = float(np.linalg.norm(expected.astype(np.float64)))
     distance = float(np.linalg.norm(np.concatenate(found).astype(np.float64) - expected))
     tolerance = whole.tolerance
@@ -448,6 +450,12 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
             f"{own:.6g} instead of {loss:.6g} and a gradient at a distance of {distance:.2g} from one of size "
             f"{size:.2g}; move what the model does besides running its layers (a forward method of its own, state that "
             "layers share) into one layer, or use partition=none"
+        )
+    if not np.allclose(held, buffers, rtol=tolerance, atol=tolerance * np.abs(buffers).max(initial=0), equal_nan=True):
+        raise ConfigurationError(
+            f"the layers of {who}, run one after another, must change the buffers as the model changes them, got "
+            f"values that differ by {np.abs(held - buffers).max():.2g}; change buffers in the forward method of a "
+            "layer, not in a hook, or use partition=none"
         )
 
 
@@ -540,11 +548,17 @@ def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], wh
     for name in whole.changing_buffers:
         shared = whole.module.get_buffer(name)
         users = [[one for one in chunk if any(b is shared for b in one.module.buffers())] for chunk in chunks]
-        first, *others = [found[0].name for found in users if found]
-        if others:
+        names = [found[0].name for found in users if found]
+        if not names:
             raise ConfigurationError(
-                f"layers that share a buffer which changes in training must be in one stage, got {first} and "
-                f"{others[0]} of {who}, which share {name!r}; cut elsewhere with split_at, or use a layer for each"
+                f"a buffer that changes in training must be used by a layer, got {name!r} of {who}, which the layers, "
+                "run one after another, leave as it is; change it in the forward method of a layer, not in a hook, or "
+                "use partition=none"
+            )
+        if len(names) > 1:
+            raise ConfigurationError(
+                f"layers that share a buffer which changes in training must be in one stage, got {names[0]} and "
+                f"{names[1]} of {who}, which share {name!r}; cut elsewhere with split_at, or use a layer for each"
             )
 
 

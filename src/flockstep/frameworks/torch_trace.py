@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, pairwise
 from typing import Any
 
+import numpy as np
+import torch
 from torch import fx, nn
 
 from flockstep.errors import ConfigurationError
@@ -19,7 +23,7 @@ def traced_chain(module: nn.Module, who: str) -> list[ChainLayer]:
     """Return the units of a module, in order: consecutive operations with one tensor as input and one as output.
 
     `torch.fx` traces the forward pass in the module's current mode. A module inside that cannot be traced, for example
-    because its operations depend on values, is one operation.
+    because its operations depend on values, on random numbers or on what earlier calls have kept, is one operation.
 
     Raises:
         ConfigurationError: the module cannot be traced, needs several inputs, or has parameters that it does not use.
@@ -83,7 +87,8 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
         if fx.Tracer().is_leaf_module(one, name) and one is not module:
             continue
         try:
-            graph = _Tracer(opaque).trace(one)
+            with _without_effects(one):
+                graph = _Tracer(opaque).trace(one)
         except Exception as error:
             if one is module:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -94,6 +99,48 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
                 ) from error
             opaque.add(one)
     return graph
+
+
+@contextmanager
+def _without_effects(module: nn.Module) -> Iterator[None]:
+    """Raise `ConfigurationError` after tracing that has drawn random numbers or changed the module; undo the change.
+
+    What tracing computes is not in the graph: every call of the graph would have the random numbers of the trace, and
+    would leave the change out.
+    """
+    modules = list(module.modules())
+    kept = [(one, vars(one).copy(), one._buffers.copy()) for one in modules]
+    values = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    drawn, numpy_drawn = random.getstate(), np.random.get_state()  # noqa: NPY002 - a model may draw from it
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        try:
+            yield
+            if (
+                not torch.equal(torch.get_rng_state(), before)
+                or random.getstate() != drawn
+                or repr(np.random.get_state()) != repr(numpy_drawn)  # noqa: NPY002
+            ):
+                raise ConfigurationError(f"forward of {type(module).__name__} draws random numbers while it is traced")
+            changed = any(buffer._version != version for buffer, version, _ in values)
+            if changed or any(_differ(vars(one), own) or _differ(one._buffers, held) for one, own, held in kept):
+                raise ConfigurationError(f"forward of {type(module).__name__} changes the module while it is traced")
+        finally:
+            random.setstate(drawn)
+            np.random.set_state(numpy_drawn)  # noqa: NPY002
+            for one, own, held in kept:
+                vars(one).clear()
+                vars(one).update(own)
+                one._buffers.clear()
+                one._buffers.update(held)
+            with torch.no_grad():
+                for buffer, version, value in values:
+                    if buffer._version != version:
+                        buffer.copy_(value)
+
+
+def _differ(found: dict[str, Any], kept: dict[str, Any]) -> bool:
+    return found.keys() != kept.keys() or any(found[name] is not one for name, one in kept.items())
 
 
 def _places(nodes: Sequence[fx.Node], first: fx.Node) -> dict[int, fx.Node]:
