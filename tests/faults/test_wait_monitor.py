@@ -102,19 +102,7 @@ def test_that_nobody_has_joined_is_said_after_a_minute() -> None:
 
 
 def test_a_deadlock_names_everyone() -> None:
-    said = "every worker waits, and none has taken a step for 11 s: worker 0 at step 8 waits for"
-    assert Monitored(2).until(11, 0, 1)[0].startswith(said)
-
-
-def test_short_waits_after_a_long_pause_of_all_workers_are_no_deadlock() -> None:
-    """Between two steps all evaluate for half a minute; then each waits for the other within one sum."""
-    monitored = Monitored(2)
-    monitored.until(5, moving=(0, 1))
-    assert monitored.until(36) == []
-    assert monitored.until(39, 0, 1) == []
-    monitored.until(40, moving=(0, 1))
-    assert monitored.until(49, 0, 1) == []
-    assert len(monitored.until(52, 0, 1)) == 1
+    assert Monitored(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
 
 
 def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps() -> None:
@@ -125,9 +113,7 @@ def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps(
         monitored.until(now, 0, moving=(1, 2))
         for rank in (1, 2):
             monitored.waits.hear(rank, {"step": now})
-    with pytest.raises(
-        RunError, match=r"every worker waits, and none .* step for 9 s: worker 0 at step 8 waits .*; worker 1"
-    ):
+    with pytest.raises(RunError, match=r"every worker has waited for 9 s: worker 0 at step 8 waits .*; worker 1"):
         monitored.until(100, 0, 1, 2)
 
 
@@ -137,7 +123,7 @@ def test_a_worker_that_has_waited_and_now_computes_has_its_time_from_then_on() -
     monitored.until(7, 0, moving=(1, 2))
     monitored.until(15, 0, 1, 2)
     assert monitored.until(34, 1, 2)[-1].startswith(
-        "waiting for worker 0 (after step 8): no step for 13 s; worker 1 at"
+        "waiting for worker 0 (after step 8): no step for 12 s; worker 1 at"
     )
     with pytest.raises(RunError, match=r"^waiting for worker 0 \(after step 8\): no step for 20 s"):
         monitored.until(60, 1, 2)
@@ -197,27 +183,23 @@ STRICT = """
 import functools
 from flockstep.launchers import supervisor, wait_monitor
 class Strict(wait_monitor.WaitMonitor):
-    def __init__(self, *arguments, **settings):
-        super().__init__(*arguments, **settings)
-        self._given = self._limit
-    def look(self, joined, ended):
-        self._limit = self._given if {when} else None
-        super().look(joined, ended)
+    def begin(self, stepping=True):  # joining may take long where kernels are compiled first
+        super().begin(stepping)
+        self._limit = 8.0
 supervisor.WaitMonitor = functools.partial(Strict, period=2.0)
 """
-"""The limit holds from the fault on: until then a busy machine may take longer."""
 
 
 @pytest.mark.parametrize("strategy", few(["all_reduce", "dpsgd(ring)"], "all_reduce"))
 def test_a_worker_that_hangs_is_named_and_ends_the_run_in_time(strategy: str, tmp_path: Path) -> None:
-    arguments = ["train", "quadratic", "-s", strategy, *ENDLESS, "--step-timeout", "4", *MEMORY]
-    run = RealRun(arguments, tmp_path / "run", before=STRICT.format(when="{*self._waiting} == {0, 2}"))
+    arguments = ["train", "quadratic", "-s", strategy, *ENDLESS, "--step-timeout", "80", *MEMORY]
+    run = RealRun(arguments, tmp_path / "run", before=STRICT)
     run.wait_for_work()
     run.fault(signal.SIGSTOP, "worker-1")
     ended = run.end()
     assert ended.code == 1
     assert re.search(r"waiting for worker 1 \(after step \d+\): no step for \d+ s; worker [02] at step", ended.err)
-    assert "exceeds --step-timeout 4" in ended.err
+    assert "exceeds --step-timeout 8" in ended.err
     assert ended.summary is not None
     assert ended.summary["status"] == "failed"
     assert "worker 1" in ended.summary["error"]
@@ -243,11 +225,10 @@ def test_a_rank_that_never_joins_ends_the_run_in_time(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1':\n    signal.pause()\n"
         "import flockstep\nwith flockstep.join() as comm:\n    comm.barrier()\n"
     )
-    before = STRICT.format(when="{*joined} == {0}")
-    ended = RealRun(["launch", "-n", "2", "--step-timeout", "4", str(script)], tmp_path / "run", before=before).end()
+    ended = RealRun(["launch", "-n", "2", "--step-timeout", "6", str(script)], tmp_path / "run").end()
     assert ended.code == 1
     assert "worker 1 has not joined the run after" in ended.err
-    assert "exceeds --step-timeout 4" in ended.err
+    assert "exceeds --step-timeout 6" in ended.err
     assert ended.summary is None
 
 

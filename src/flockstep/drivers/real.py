@@ -454,8 +454,8 @@ class NodeConnection(Messenger):
             self.tell("leave", {})
 
     def _tell_waiting(self) -> None:
-        """Report to the supervisor, once per `WAIT_PERIOD`, what this worker has waited for since its last gradient."""
-        if self.node.address >= 0 and (now := self.now()) - max(self._moved, self.runner.given) >= WAIT_PERIOD:
+        """Report to the supervisor, once per `WAIT_PERIOD`, what this worker has waited for since its last step."""
+        if self.node.address >= 0 and (now := self.now()) - self._moved >= WAIT_PERIOD:
             self._moved = now
             self.reports.flush()
             self._member.tell("waiting", None, {"step": self.node.run_step, "for": str(self._wanted)})

@@ -147,8 +147,6 @@ class Runner:
         self._again: Callable[[], Program]
         self._since = clock()
         """Time at which the node began its current activity: computing, waiting or running."""
-        self.given = self._since
-        """Time at which the program last received a gradient, or a part of one."""
         self._checked = 0
         self._settle: Callable[[], None] | None = None
         self._checks: frozenset[str] = frozenset()
@@ -305,7 +303,6 @@ class Runner:
         need, node = self.waiting, self.node
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
-        self.given = self.clock()
         if self.recorded:
             self.lap("compute")
         reason = None if loss is None or math.isfinite(loss) or self.replaying else self._bad_loss(node, loss)

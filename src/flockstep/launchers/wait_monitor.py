@@ -8,7 +8,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 from flockstep.errors import RunError
 from flockstep.messages import Fields, node_name
@@ -59,15 +58,6 @@ JOINS_SCRIPT = "running the part of the script before flockstep.distribute or fl
 JOINS_JOB = "importing modules, or making the job's model and data"
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """A worker's reports that it waits: the times of the first and of the last one in a row, and what it waits for."""
-
-    since: float
-    heard: float
-    text: str
-
-
 class WaitMonitor:
     """The time of each worker's last step, and the reason that each waiting worker has reported."""
 
@@ -90,7 +80,7 @@ class WaitMonitor:
         self._now = now
         self._since = dict.fromkeys(range(workers), now())
         self._steps: dict[int, int] = {}
-        self._waiting: dict[int, _Wait] = {}
+        self._waiting: dict[int, tuple[float, str]] = {}
         self._said = now()
         self._interval = period
         """Seconds between the last report and the next one."""
@@ -105,9 +95,7 @@ class WaitMonitor:
         """Handle a worker's step, or its report of the reason for which it waits."""
         self._steps[rank] = int(note["step"])
         if "for" in note:
-            now, before = self._now(), self._waiting.get(rank)
-            since = before.since if before is not None and now - before.heard < FRESH else now
-            self._waiting[rank] = _Wait(since, now, str(note["for"]))
+            self._waiting[rank] = self._now(), str(note["for"])
         else:
             self._since[rank] = self._now()
             self._waiting.pop(rank, None)
@@ -126,7 +114,7 @@ class WaitMonitor:
         """
         now = self._now()
         there = [rank for rank in self._since if rank not in ended]
-        waiting = [r for r in there if r in self._waiting and now - self._waiting[r].heard < FRESH]
+        waiting = [r for r in there if r in self._waiting and now - self._waiting[r][0] < FRESH]
         patience = self._period if self._limit is None else min(self._period, self._limit)
         late = [r for r in there if r not in waiting and now - self._last_sign(r) >= patience]
         longest = max((now - self._last_sign(r) for r in late), default=0.0)
@@ -134,8 +122,6 @@ class WaitMonitor:
         if stuck:  # the run stands still since the last step of any of them
             longest = min((now - self._since[r] for r in there), default=0.0)
             late = there if longest >= patience else []
-        # Before a wait a script may compute for long between two steps, such as an evaluation.
-        waited = min((now - self._waiting[r].since for r in there), default=0.0) if stuck else longest
         if longest < STARTING * self._period:
             self._interval = self._period
         if not late:
@@ -147,8 +133,7 @@ class WaitMonitor:
                 f"{sentence}; this exceeds --step-timeout {self._limit:g}: fix the cause of the wait, or raise the "
                 "limit"
             )
-        due = min(waited, now - self._said) >= self._interval
-        if due and self._is_awaited(late, waiting, joined, ended):
+        if self._is_awaited(late, waiting, joined, ended) and min(longest, now - self._said) >= self._interval:
             self._said = now
             if longest >= STARTING * self._period:
                 self._interval = min(2 * self._interval, RAREST * self._period)
@@ -156,8 +141,7 @@ class WaitMonitor:
 
     def _last_sign(self, rank: int) -> float:
         """Time of a worker's last step, or of its last report that it waited, whichever is later."""
-        wait = self._waiting.get(rank)
-        return self._since[rank] if wait is None else max(self._since[rank], wait.heard)
+        return max(self._since[rank], self._waiting.get(rank, (0.0, ""))[0])
 
     def _is_awaited(self, late: list[int], waiting: list[int], joined: Collection[int], ended: Collection[int]) -> bool:
         """Whether any worker is known to wait for the late workers."""
@@ -177,13 +161,13 @@ class WaitMonitor:
             names = joined_and(map(node_name, missing))
             return f"{names} {have} not joined the run after {seconds:.0f} s: {are} still {self._joins}"
         if stuck:
-            return f"every worker waits, and none has taken a step for {seconds:.0f} s: {'; '.join(self._held(late))}"
+            return f"every worker has waited for {seconds:.0f} s: {'; '.join(self._held(late))}"
         names = joined_and(f"{node_name(r)} (after step {self._steps.get(r, 0)})" for r in late)
         return "; ".join([f"waiting for {names}: no step for {seconds:.0f} s", *self._held(waiting)])
 
     def _held(self, ranks: list[int]) -> list[str]:
         return [
-            f"{node_name(r)} at step {self._steps.get(r, 0)} waits for {self._waiting[r].text}" for r in ranks[:SHOWN]
+            f"{node_name(r)} at step {self._steps.get(r, 0)} waits for {self._waiting[r][1]}" for r in ranks[:SHOWN]
         ]
 
 
