@@ -71,7 +71,7 @@ SETTING = (4, 0.2, 1.3, 0.04, 0.1, 0.4)
 def test_equals_the_oracle(setting):
     period, alpha, factor, improvement, low, high = setting
     strategy = AdaptiveElasticAveraging(period, alpha, "survey", factor, improvement, low, high)
-    expected = oracle(3, *setting, 40)
+    expected = oracle(3, *setting, steps=40)
     assert len({rate for _, rate in expected[2]}) > 2
     assert agrees(strategy, expected)
 
@@ -155,7 +155,7 @@ class Unbounded(AdaptiveElasticAveraging):
 @pytest.mark.negative_control("strategy:deepspark")
 def test_the_oracle_notices_another_rule(broken):
     period, alpha, factor, improvement, low, high = SETTING
-    expected = oracle(3, *SETTING, 40)
+    expected = oracle(3, *SETTING, steps=40)
     assert not agrees(broken(period, alpha, "survey", factor, improvement, low, high), expected)
 
 

@@ -91,7 +91,7 @@ def test_equals_the_oracle(periods, optimizer, overlap):
     for n in (1, 3):
         text = "downpour({}, {}, overlap={})".format(*periods, overlap)
         run = run_strategy(text, n, STEPS, job=small_job(optimizer), network="ideal")
-        assert equal_bits(ends(run), oracle(n, *periods, optimizer, overlap=overlap))
+        assert equal_bits(ends(run), oracle(n, *periods, optimizer=optimizer, overlap=overlap))
 
 
 @dataclass(frozen=True)

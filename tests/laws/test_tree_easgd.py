@@ -73,7 +73,7 @@ def agrees(strategy, replicas, steps=20, **options):
 )
 @pytest.mark.oracle("strategy:tree_easgd")
 def test_equals_the_oracle(n, settings):
-    assert agrees(TreeElasticAveraging(*settings), oracle(n, *settings, 20))
+    assert agrees(TreeElasticAveraging(*settings), oracle(n, *settings, steps=20))
 
 
 def test_alpha_follows_from_the_number_of_neighbors():

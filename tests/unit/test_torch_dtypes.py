@@ -384,7 +384,7 @@ def test_what_a_hook_prunes_is_zero_in_the_master_copy():
 
 
 def trained_by_servers(
-    narrow: torch.dtype, kind: type[torch.optim.Optimizer], batches: range, saved: tuple[dict, dict] | None = None
+    narrow: torch.dtype, kind: Any, batches: range, saved: tuple[dict, dict] | None = None
 ) -> tuple[nn.Module, Any]:
     """Small gradients, whose squares are zero in float16."""
     model = Mixed(narrow)
