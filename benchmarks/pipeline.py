@@ -73,6 +73,7 @@ def measure(link: str, schedule: str, rounds: int, steps: int, encrypt: bool) ->
                         else ours(hosts, out, schedule, steps, encrypt)
                     )
                     times[name].append(statistics.median(seconds[WARM_UP:]))
+                    print(f"{link} {schedule} {name} {times[name][-1]:.3f} s", file=sys.stderr)
     ratios = [own / theirs for own, theirs in zip(times["flockstep"], times["torch"], strict=True)]
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {"link": link, "schedule": schedule, **medians, "ratio": statistics.median(ratios)}

@@ -9,7 +9,7 @@ from torch.nn import functional
 from flockstep.frameworks.base import Data, Job
 from flockstep.workloads.models import seeded
 
-SYMBOLS, CONTEXT, WIDTH, LAYERS, HEADS = 4096, 64, 512, 8, 8
+SYMBOLS, CONTEXT, WIDTH, LAYERS, HEADS = 4096, 32, 512, 8, 8
 BATCH = 8
 
 

@@ -83,6 +83,39 @@ def test_asynchronous_stages_and_running_statistics(tmp_path: Path) -> None:
     assert np.abs(model(tmp_path / "real") - model(tmp_path / "whole")).max() > 1e-3
 
 
+NEEDS_VALUES = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from torch import nn
+from support.split_jobs import chain, job_of
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6, dtype=torch.float64)
+        self.scale = self.weight.mean().item()
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(Scaled(), *chain())
+
+def job():
+    return job_of(model)
+"""
+
+
+@FULL
+def test_a_model_that_needs_values_to_be_built_is_built_by_every_process(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(NEEDS_VALUES.format(tests=str(Path(__file__).parents[1])))
+    real = trained(str(tmp_path / "job.py"), "all_reduce", "pipeline(2, 1f1b, 3)", tmp_path / "real", 2)
+    virtual = simulated(str(tmp_path / "job.py"), "all_reduce", "pipeline(2, 1f1b, 3)", tmp_path / "virtual", 2)
+    assert real.hashes == virtual.hashes
+    assert real.notes[0].startswith("every process built the whole model before it kept its part, because the parts")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -257,10 +257,10 @@ class TorchPart(ModelPart):
 
     def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
         kept = self._kept.pop(self._key(chunk, batch))
-        below = [] if kept.inputs is None else [kept.inputs]
-        slopes = _slopes(kept, [*below, *kept.weights], errors)
-        self._add(chunk, slopes[len(below) :], out)
-        return native(slopes[0]) if below else None
+        self._add(chunk, kept, errors, out, [] if kept.inputs is None else [kept.inputs])
+        if kept.inputs is None:
+            return None
+        return native(torch.zeros_like(kept.inputs) if kept.inputs.grad is None else kept.inputs.grad)
 
     def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         kept = self._kept[self._key(chunk, batch)]
@@ -271,11 +271,22 @@ class TorchPart(ModelPart):
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         kept = self._kept.pop(self._key(chunk, batch))
-        self._add(chunk, _slopes(kept, kept.weights, None if kept.errors is None else kept.errors.numpy()), out)
+        self._add(chunk, kept, None if kept.errors is None else kept.errors.numpy(), out, [])
 
-    def _add(self, chunk: int, slopes: Sequence[torch.Tensor], out: FlatArray) -> None:
-        for (place, _), slope in zip(self._places(self._chunks[chunk], as_tensor(out)), slopes, strict=True):
-            place.add_(slope)
+    def _add(
+        self, chunk: int, kept: ForwardPass, errors: FlatArray | None, out: FlatArray, below: Sequence[torch.Tensor]
+    ) -> None:
+        """Add the gradient of the weights to `out` (K,), tensor by tensor, and that of `below` to its `grad`."""
+        if not (wanted := [*below, *kept.weights]):
+            return
+        places = [place for place, _ in self._places(self._chunks[chunk], as_tensor(out))]
+        for place, weight in zip(places, kept.weights, strict=True):
+            weight.grad = place if place.dtype == weight.dtype else None
+        given = None if errors is None else torch.from_numpy(errors.copy())
+        torch.autograd.backward(kept.outputs, given, inputs=wanted)
+        for place, weight in zip(places, kept.weights, strict=True):
+            if weight.grad is not None and place.dtype != weight.dtype:
+                place.add_(weight.grad)
 
     def _places(self, chunk: Chunk, flat: torch.Tensor, typed: bool = False) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The tensors of a chunk's parameters inside a flat tensor (K,), and the dtype with which it computes."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.stages import SplitModel
 from flockstep.messages import Address
 from flockstep.partitions.model_cut import ModelCut
@@ -29,12 +30,22 @@ class InitialParts:
 
     @classmethod
     def of(cls, split: SplitModel) -> InitialParts:
-        """Write the values of all parts of a model to the file."""
-        with tempfile.TemporaryFile() as file:
-            for part in split.parts:
-                file.write(part.values().data)
-            file.flush()
-            whole = np.asarray(np.memmap(file, np.uint8, "r"))
+        """Write the values of all parts of a model to the file.
+
+        Raises:
+            ConfigurationError: the disk is full.
+        """
+        try:
+            with tempfile.TemporaryFile() as file:
+                for part in split.parts:
+                    file.write(part.values().data)
+                file.flush()
+                whole = np.asarray(np.memmap(file, np.uint8, "r"))
+        except OSError as error:
+            raise ConfigurationError(
+                f"the initial values of the parts could not be written to {tempfile.gettempdir()}: {error.strerror}; "
+                "free some space there, or set TMPDIR to another folder"
+            ) from None
         stops = np.cumsum([part.held_bytes for part in split.parts])[:-1]
         lengths = tuple(part.schema.nbytes for part in split.parts)
         delayed = split.partition.delays is not None
