@@ -39,6 +39,16 @@ from support.{name} import job
             2,
             marks=pytest.mark.full,
         ),
+        pytest.param("split_job", "ps(bsp)", "tensor(2)", "launcher", "manifest.renamed", 2, marks=pytest.mark.full),
+        pytest.param(
+            "split_jobs",
+            "local_sgd(3)",
+            "pipeline(2, 1f1b, 3) * tensor(2)",
+            "worker-3",
+            "gradient.computed",
+            33,
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "split_jobs",
             "all_reduce",
