@@ -47,6 +47,7 @@ from flockstep.launchers.meeting import Meeting
 from flockstep.records.events import Event, PromotedEvent, RefusedEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep.transports.handshake import Handshake
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
 from flockstep.transports.wire import PROTOCOL
 from support.hosts import PORT, SECRET, Ended, network
@@ -313,17 +314,17 @@ def answered(address: tuple[str, int], join: Join) -> tuple[float, str]:
 
 
 def closed(address: tuple[str, int], data: bytes, more: bytes = b"") -> float:
-    """Seconds until the coordinator closes the connection of a stranger, who sends `more` again and again."""
-    began = time.monotonic()
+    """Seconds until the coordinator closes the connection of a stranger, who sends a byte of `more` every 2 s."""
+    began, left = time.monotonic(), iter(more)
     with socket.create_connection(address) as stranger, contextlib.suppress(ConnectionError):
         stranger.sendall(data)
-        stranger.settimeout(0.5 if more else None)
+        stranger.settimeout(2.0 if more else None)
         while True:
             try:
                 if not stranger.recv(1 << 16):
                     break
             except TimeoutError:
-                stranger.sendall(more)
+                stranger.sendall(bytes([next(left)]))
     return time.monotonic() - began
 
 
@@ -412,9 +413,10 @@ def compressed() -> str:
 
 
 def slow() -> str:
-    with coordinator(1.0) as address:
-        seconds = [closed(address, b"\0", b"\0")]
-    return f"closed after {seconds[0]:.1f} s"
+    hello = bytes(Handshake(SECRET.encode(), connects=True, encrypts=True).out)
+    with coordinator() as address:
+        seconds = closed(address, hello[:1], hello[1:])
+    return f"closed {seconds:.1f} s after the connection was opened"
 
 
 MEASUREMENTS: dict[str, Callable[[], str]] = {

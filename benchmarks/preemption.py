@@ -216,7 +216,8 @@ class Torchrun(Way):
         where = ["--nproc-per-node", str(self.workers), "--max-restarts", "1000", "--standalone"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *where]
         more = map(str, (self.folder, CHECKPOINTS, EVALUATIONS, self.target, self.step))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        settings = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment = {**os.environ, **settings}  # in the shared store workers would find addresses of dead ones
         command = [*torchrun, "--monitor-interval", "0.1", str(SCRIPT), *more]
         self.killed = -1
         with (self.folder / "log").open("wb") as log:
