@@ -176,8 +176,8 @@ def test_a_host_that_cannot_join_is_told_and_the_run_continues(two: list[Host], 
     changed = Path(paced(tmp_path / "other"))
     changed.write_text(changed.read_text() + "\n")
     refused = Ended.of(join(two, "--job", changed))
-    assert refused.code == 1
-    assert f"{changed} has changed since the run began" in refused.err
+    assert refused.code == 2
+    assert f"this host cannot join: job is {changed.name} (SHA-256" in refused.err
     stranger = Ended.of(two[1].start("join", f"{two[0].address}:{PORT}", FLOCKSTEP_SECRET="another secret of tests"))
     assert stranger.code == 2
     assert "did not admit this host" in stranger.err

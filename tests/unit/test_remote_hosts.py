@@ -18,12 +18,16 @@ from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError, Interrupted, PeerLost, RunError
 from flockstep.launchers.children import HOST_LOST
+from flockstep.launchers.gathering import settings_of
 from flockstep.launchers.host_agent import HostAgent
 from flockstep.launchers.host_messages import Accepted, Heard, Join, Over, Refused, Stopped, decoded, encoded
 from flockstep.launchers.hosts import STRANGERS, RemoteHosts
+from flockstep.launchers.joining_host import _JoiningHost
 from flockstep.launchers.meeting import Meeting, meeting_at, read_secret
+from flockstep.launchers.newcomers import Newcomers
 from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.messages import server
+from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
 from flockstep.transports.wire import PROTOCOL
@@ -535,3 +539,42 @@ def test_a_secret_is_long_and_nobody_else_may_read_it(tmp_path: Path, monkeypatc
     assert read_secret(file) == read_secret(None)
     with pytest.raises(ConfigurationError, match="cannot read the secret"):
         read_secret(tmp_path / "missing")
+
+
+def test_a_host_that_joins_must_have_the_files_of_the_run(tmp_path: Path) -> None:
+    job, component, changed = (tmp_path / name for name in ("job.py", "component.py", "changed/component.py"))
+    changed.parent.mkdir()
+    for file in (job, component, changed):
+        file.write_text("# " * (file == changed))
+    config = RunConfig(kind="train", job=str(job), strategy="gossip", workers=2, imports=(str(component),))
+    accepted = Accepted(config.to_toml(), 2, settings_of(config))
+    _JoiningHost(str(job), (str(component),)).invite(0, accepted)
+    for named, imports, wrong in [
+        (None, (str(changed),), r"import 0 is component.py \(SHA-256 \w+\) on that host and component.py \(SHA-256"),
+        (None, (str(component), str(changed)), "import 1 is component.py .+ and missing at the coordinator"),
+        ("softmax", (), "job is softmax on that host and job.py"),
+    ]:
+        with pytest.raises(ConfigurationError, match=f"this host cannot join: {wrong}"):
+            _JoiningHost(named, imports).invite(0, accepted)
+
+
+def test_the_coordinator_hears_that_a_host_that_joins_has_other_files(hosts: RemoteHosts) -> None:
+    hosts.why_not_join = lambda workers: ""
+    hosts._config = RunConfig(kind="train", job="softmax", strategy="gossip", workers=2).to_toml()
+    channel, sent = knock(hosts), SentMessages()
+    accepted = answer(hosts, channel, msgspec.structs.replace(JOIN, node=0, ranks=(), settings={}, joining=1))
+    assert isinstance(accepted, Accepted)
+    assert accepted.settings == {"seed": "0"}
+    assert hosts.joining == 1
+
+    def refuse(accepted: Accepted) -> Newcomers:
+        raise ConfigurationError("other files")
+
+    agent = agent_with(EndedProcess(0), sent)
+    agent._invite = refuse
+    with pytest.raises(ConfigurationError, match="other files"):
+        agent._follow(accepted)
+    channel.send(encoded(sent.messages[-1]))
+    wait_until(lambda: channel.flush() or hosts.pump() or not hosts.joining, PATIENCE, "it is turned back")  # type: ignore[func-returns-value]
+    assert hosts.said[-1].endswith("does not join: other files")  # type: ignore[attr-defined]
+    channel.close()

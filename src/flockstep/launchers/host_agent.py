@@ -163,7 +163,11 @@ class HostAgent:
         self._join = msgspec.structs.replace(self._join, node=accepted.node)
         self._link_timeout = LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
         self._heartbeat = self._channel.heartbeat = config.heartbeat or self._heartbeat
-        self._newcomers = self._invite(accepted)
+        try:
+            self._newcomers = self._invite(accepted)
+        except FlockstepError as error:
+            self._send(Prepared(str(error)))
+            raise
 
     def _leave(self, reason: str) -> None:
         """Tell the coordinator that this host's user stops the run, and wait for its end, or until the run continues

@@ -76,6 +76,8 @@ class Accepted(HostMessage, frozen=True):
     config: str
     node: int = 0
     """Number of the host."""
+    settings: dict[str, str] = {}
+    """The run's settings, for a host that joins a run that is going on: its files must be those of the run."""
 
 
 class Prepared(HostMessage, frozen=True):

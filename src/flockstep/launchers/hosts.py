@@ -611,7 +611,7 @@ class RemoteHosts(OtherHosts):
             self._say(f"node {message.node} ({message.name}) is about to join with {message.joining} workers")
         host = self._hosts[message.node] = Host(message, channel, waits=joins)
         self._where.update(dict.fromkeys(() if joins else self._ranks_of(message), host))
-        host.send(Accepted(self._config, message.node))
+        host.send(Accepted(self._config, message.node, dict(self._settings) if joins else {}))
         channel.keep_alive()
 
     def _resume(self, begun: float, channel: HostChannel, message: Resume) -> None:

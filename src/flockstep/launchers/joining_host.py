@@ -12,8 +12,8 @@ from flockstep.drivers.member import NodeSpec
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import start_server, worker_main
-from flockstep.launchers.gathering import HEARTBEAT
-from flockstep.launchers.host_agent import HostAgent
+from flockstep.launchers.gathering import HEARTBEAT, files_in, settings_of
+from flockstep.launchers.host_agent import HostAgent, differing
 from flockstep.launchers.host_messages import Accepted, Join
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.newcomers import Newcomer, Newcomers
@@ -52,8 +52,17 @@ class _JoiningHost:
         self._newcomers = Newcomers()
 
     def invite(self, workers: int, accepted: Accepted) -> Newcomers:
-        """Start the processes of the workers, which build the job while the others train."""
+        """Start the processes of the workers, which build the job while the others train.
+
+        Raises:
+            ConfigurationError: the files of this host are not those of the run.
+        """
         config = self._named_here(accepted)
+        wrong = differing(files_in(accepted.settings), files_in(settings_of(config)))
+        if wrong is not None:
+            raise ConfigurationError(
+                f"this host cannot join: {wrong}; join with the files of the run, named by --job and --import"
+            )
         kernels = Transport.parse(config.transport or "tcp").zero_copy
         self._newcomers = Newcomers(partial(Newcomer, config, kernels))
         self._newcomers.invite(workers)
