@@ -336,7 +336,7 @@ def test_a_killed_worker_ends_a_run_by_ssh(hosts: tuple[Host, ...], ssh_config: 
         ),
         ("d0:x", (), "--hosts must list hosts, each with its number of workers, got 'd0:x'"),
         ("d0:1,d0:1", (), "--hosts must name every host once"),
-        ("d0:2", ("-n", "3"), "-n must equal the number of workers in --hosts d0:2, 2, got 3; leave -n out"),
+        ("d0:2", ("-n", "3"), "-n must be 2, the number of workers in --hosts d0:2, got 3; leave -n out"),
         ("d0:2", ("--nodes", "2"), "--nodes 2 cannot be combined with --hosts; leave one of them out"),
     ],
 )

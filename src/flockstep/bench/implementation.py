@@ -1,4 +1,4 @@
-"""The interface of an implementation that is measured among processes of one host."""
+"""The interface of an implementation that a benchmark runs in several processes of one host."""
 
 from __future__ import annotations
 

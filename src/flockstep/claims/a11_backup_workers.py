@@ -70,7 +70,7 @@ def _ends(n: int, b: int, steps: int) -> Seconds:
 
 
 def _order_statistics(n: int, b: int, steps: int) -> Seconds:
-    """The same times computed from the random draws alone: each step begins when the previous one has ended."""
+    """The times of the steps, from the random draws alone: each step begins when the previous step has ended."""
     streams = [ComputeModel.parse(LAW).stream(0, rank) for rank in range(n + b)]
     draws = np.array([list(itertools.islice(stream, steps)) for stream in streams])
     ends, t = [], 0.0

@@ -125,7 +125,7 @@ class DeepGradientCompression(Claim):
         return Verdict(tuple(rows), reason, figures)
 
     def _higher(self, say: Say) -> str:
-        """The same comparison at a higher learning rate, as text."""
+        """Text that compares deep gradient compression with dense gradients at a higher learning rate."""
         dense = self._outcome("dense", ("identity", "none", RECEIVER), say, HIGHER)
         whole = self._outcome("DGC", WHOLE, say, HIGHER)
         said = []

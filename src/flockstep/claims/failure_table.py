@@ -211,7 +211,10 @@ FAMILIES = (
             Expectation(
                 "no effect: the update is kept until acknowledged",
                 (f.NO_EFFECT,),
-                Short("the sender drops a residual when it sends the residual", (f.UPDATES_LOST,)),
+                Short(
+                    "the sender deletes a residual when it sends the residual, without waiting for an acknowledgment",
+                    (f.UPDATES_LOST,),
+                ),
             ),
         ),
         NONE,

@@ -646,7 +646,7 @@ def _by_ssh(
         for _, value in given_options(context, ("workers",)):
             if value != sum(found.shares):
                 raise ConfigurationError(
-                    f"-n must equal the number of workers in --hosts {where.hosts}, {sum(found.shares)}, got {value}; "
+                    f"-n must be {sum(found.shares)}, the number of workers in --hosts {where.hosts}, got {value}; "
                     "leave -n out"
                 )
         yield found

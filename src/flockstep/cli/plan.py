@@ -376,7 +376,7 @@ def _print(
 
 
 def _seconds(hours: float | None) -> float | None:
-    """The same in seconds."""
+    """`hours` in seconds; None for None."""
     if hours is not None and not 0 < hours < float("inf"):
         raise ConfigurationError(
             f"--hours must be > 0 and finite, got {hours:g}; leave it out for the length of the job"

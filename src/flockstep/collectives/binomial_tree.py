@@ -32,5 +32,5 @@ class BinomialTree(Collective):
         return (len(children(rank, workers)) + (rank > 0)) * size
 
     def rounds(self, workers: int) -> int:
-        """Return 2 ⌈log2 P⌉: the depth of the tree, up and down."""
+        """Return the number of rounds among P workers: 2 ⌈log2 P⌉, the depth of the tree up and down."""
         return 2 * costs.halvings(workers)

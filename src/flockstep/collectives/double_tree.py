@@ -86,7 +86,7 @@ class DoubleTree(Collective):
         return sum(half * count for half, count in zip(halves, links, strict=True))
 
     def rounds(self, workers: int) -> int:
-        """Return 2 ⌊log2 P⌋: the depth of the trees, up and down."""
+        """Return the number of rounds among P workers: 2 ⌊log2 P⌋, the depth of the trees up and down."""
         return 2 * costs.doublings(workers)
 
 

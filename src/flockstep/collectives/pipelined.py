@@ -50,5 +50,5 @@ class Pipelined(Collective):
         return size * ((rank < workers - 1) + (rank > 0))
 
     def rounds(self, workers: int) -> int:
-        """Return 2 (P-1): the length of the chain, up and down."""
+        """Return the number of rounds among P workers: 2 (P-1), the length of the chain up and down."""
         return 2 * (workers - 1)

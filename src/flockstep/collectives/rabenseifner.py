@@ -61,7 +61,7 @@ class Rabenseifner(Collective):
         return inner + sent_in_folds(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """Return 2 ⌊log2 P⌋, and two more if P is not a power of two."""
+        """Return the number of rounds among P workers: 2 ⌊log2 P⌋, and two more if P is not a power of two."""
         return rounds_with_folds(workers, 2)
 
 

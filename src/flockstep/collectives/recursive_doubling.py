@@ -48,7 +48,7 @@ class RecursiveDoubling(Collective):
         return inner + sent_in_folds(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """Return ⌊log2 P⌋, and two more if P is not a power of two."""
+        """Return the number of rounds among P workers: ⌊log2 P⌋, and two more if P is not a power of two."""
         return rounds_with_folds(workers, 1)
 
 

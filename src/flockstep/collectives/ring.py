@@ -65,7 +65,7 @@ class Ring(Collective):
         return 2 * size - spared if workers > 1 else 0
 
     def rounds(self, workers: int) -> int:
-        """Return 2 (P-1): P-1 rounds of reduce-scatter and P-1 of all-gather."""
+        """Return the number of rounds among P workers: P-1 of reduce-scatter and P-1 of all-gather."""
         return 2 * (workers - 1)
 
 

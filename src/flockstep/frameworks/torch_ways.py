@@ -164,7 +164,7 @@ class WayChunk:
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor that one way holds."""
+    """A parameter, or a slice of a parameter, that one way holds."""
 
     name: str
     """Name of the parameter in the model."""

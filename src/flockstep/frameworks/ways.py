@@ -1,5 +1,6 @@
 """The interface between drivers and frameworks for a model whose layers are split over several ways.
 
+A way is one of the workers that share the layers of a stage (a tensor-parallel rank in Megatron-LM).
 Such a model may also be cut into stages of consecutive layers.
 """
 

@@ -1,4 +1,4 @@
-"""Connects the communicators of a run: the sockets that scripts open in addition to their node."""
+"""Connects the communicators of a run: the sockets that scripts open in addition to the sockets of their strategy."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Pipeline(Partition):
     schedule: PipelineSchedule = field(default=OneForwardOneBackward(), metadata=SHOWN)
     microbatches: int = field(default=1, metadata=SHOWN)
     split_at: tuple[int | str, ...] = ()
-    """Names of the layers at which the second and every later chunk begins; empty for the cut with the least work of
-    the slowest chunk.
+    """Names of the layers at which the second and every later chunk begins; empty for the cut whose slowest chunk has
+    the least work.
     """
     codec: Codec = Identity()
     """Encoding of the activations, and of their gradients, that travel between stages."""

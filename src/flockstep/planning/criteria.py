@@ -33,7 +33,9 @@ With more steps, a delay of a fixed number of steps counts less.
 APART = 0.5
 """Share of the noise that remains in local models that hardly ever synchronize."""
 HALF = 4.0
-"""Number of steps between synchronizations at which half of `APART` is reached, without momentum."""
+"""Number of local steps between two synchronizations at which half of `APART`, the share of the noise that remains in
+local models, is reached without momentum.
+"""
 USUAL = 0.9
 """Assumed momentum of optimizers that have momentum under another name."""
 NEVER = 1e6

@@ -33,7 +33,7 @@ class FlightEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An event of one process: it sent or received a message, began to wait for one, or finished a step."""
 
     seconds: float
-    """Time of the run, in seconds."""
+    """Seconds from the start of the run to the event."""
     kind: Kind
     peer: int | None
     """The other node of a message; None for the launcher, for steps, and if any node may send the awaited message."""

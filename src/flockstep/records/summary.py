@@ -70,11 +70,12 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `Summary.completeness`.
     """
     loss: float | None = None
-    """Test loss of the worker's own replica at its end; None if the replica was not evaluated or the loss is not
-    finite.
+    """Test loss of the worker's own replica when the worker ends; None if the replica was not evaluated or the loss is
+    not finite.
     """
     metric: float | None = None
-    """Metric of the worker's own replica at its end; None if the replica was not evaluated or the metric is not finite.
+    """Metric of the worker's own replica when the worker ends; None if the replica was not evaluated or the metric is
+    not finite.
     """
     gradient_weight: GradientWeight | None = None
     """Weights at which servers applied this worker's gradients, as multiples of the learning rate (1/n under `bsp`, 1
@@ -127,10 +128,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     error: str | None
     """Reason why the run did not finish, or why its model must not be relied on."""
     seconds: float
-    """Time of the last event, in seconds."""
+    """Seconds from the start of the run to its last event."""
     seconds_to_target: float | None
-    """Time of the first evaluation whose metric reaches the target, in seconds; None if no evaluation does, or there is
-    no target.
+    """Seconds from the start of the run to the first evaluation whose metric reaches the target; None if no evaluation
+    does, or there is no target.
     """
     seconds_to_target_range: tuple[float, float] | None = None
     """Time of the last evaluation before the target was reached, or 0, and time of the evaluation that reached it, in

@@ -98,7 +98,7 @@ def require_skippable(strategy: Strategy, bad_gradients: BadGradients, workers: 
     """Raise `CompositionError` if zeros cannot stand for a gradient, or if a worker in quarantine would end the run."""
     if bad_gradients.action != "stop" and strategy.traits.curvature:
         raise CompositionError(
-            f"{strategy} searches along sums of losses and gradients, of which none may be left out; use "
+            f"{strategy} searches with the losses and gradients of all workers, of which none may be left out; use "
             "on_bad_gradient=stop"
         )
     if bad_gradients.action == "quarantine" and not strategy.traits.deaths(workers):

@@ -103,7 +103,7 @@ class GradientPush(Strategy):
         return former.params, former.state.mass / UNIT
 
     def worker_state(self, me: Worker) -> PushSumState:
-        """Return omega = 1 and a copy of the initial parameters."""
+        """Return the initial state of push-sum: x = a copy of the initial parameters, with the weight omega = 1."""
         return PushSumState(copied(me.params))
 
     def mass(self, states: Iterable[PushSumState], waiting: Iterable[Message]) -> tuple[int, int]:
@@ -178,6 +178,6 @@ def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
 
 
 def debiased(state: PushSumState) -> FlatArray:
-    """Return z = x / omega."""
+    """Return the worker's de-biased parameters z = x / omega: the pushed sum x over its weight omega."""
     z: FlatArray = state.x / (state.mass / UNIT)
     return z

@@ -88,6 +88,6 @@ class OverlapLocalSGD(Strategy):
         state.model += state.velocity
 
     async def finish(self, me: Worker) -> None:
-        """Wait for the last average, which the other workers need this worker for, then leave."""
+        """Wait for the last average, in which every worker takes part, then leave."""
         await self._arrive(me, me.state)
         me.leave()

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 TRIED = 8
-"""Number of successive steps for which each of the two ways is timed."""
+"""Number of successive steps that are timed with messages during the backward pass, and then with messages after it."""
 AGAIN = 2000
-"""Number of steps after which both ways are timed again."""
+"""Number of steps after which exchange during and exchange after the backward pass are timed again."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class OverlapTrial:
 
     @property
     def complete(self) -> bool:
-        """Whether both ways have been timed."""
+        """Whether exchange during the backward pass and exchange after it have both been timed."""
         return self.steps >= 2 * TRIED
 
     def stepped(self, seconds: float) -> bool:

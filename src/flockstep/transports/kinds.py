@@ -93,7 +93,7 @@ class Tcp(Transport):
 
     @property
     def encrypts(self) -> bool:
-        """The field `encrypt`, unless the address is a loopback address."""
+        """Whether messages are encrypted: never on a loopback address, otherwise as the field `encrypt` says."""
         return self.encrypt and not is_loopback(self._address)
 
     def listen(self, directory: Path, name: str) -> str:
