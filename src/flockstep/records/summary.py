@@ -56,15 +56,25 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     rank: int
+    """Rank of the worker, from 0."""
     steps: int
+    """Number of gradients that the worker used."""
     compute_seconds: float
+    """Seconds from the request of a gradient until the worker had the gradient."""
     wait_seconds: float
+    """Seconds blocked for messages; in virtual time, only for messages that had not been sent yet."""
     comm_seconds: float
+    """Seconds of sending, receiving, adding and optimizer steps; in virtual time, blocked for messages in transit."""
     sent_bytes: int
+    """Bytes of the payloads of sent messages."""
     received_bytes: int
+    """Bytes of the payloads of received messages."""
     messages_sent: int
+    """Number of sent messages."""
     messages_received: int
+    """Number of received messages."""
     header_bytes: int
+    """Bytes of message headers, which the payload bytes do not include."""
     completeness: float | None = None
     """Updates of other workers that took effect on this worker ÷ steps of the other workers; see
     `Summary.completeness`.
