@@ -1,8 +1,9 @@
 """Is the advice on partition and strategy right? Ten pairs of model and cluster, drawn by a seed.
 
 For each pair `flockstep plan --hybrid` chooses a partition and one of five strategies before anything runs. Then every
-partition of a grid runs with every strategy in virtual time, with real gradients of the digits: whole replicas, and for
-each number of stages four schedules with several numbers of micro-batches. The value of a run is its samples per second
+partition of a grid runs with every strategy in virtual time: whole replicas, and for each number of stages four
+schedules with two numbers of micro-batches. Models have their full size there, and so have all messages, but gradients
+are those of a quadratic function, because only the time counts. The value of a run is its samples per second
 divided by the factor by which it needs more samples (the planner's model, evaluated at the run's own figures). The
 advice is right if its own run is worth at least 90 % of the best run.
 
@@ -29,9 +30,6 @@ from flockstep.drivers.setup import load_job
 from flockstep.drivers.virtual import Simulation
 from flockstep.drivers.virtual_pipeline import PipelineSimulation
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Engine, Job
-from flockstep.frameworks.job import make_engine, make_split
-from flockstep.frameworks.stages import SplitModel
 from flockstep.launchers.threads import limit_threads
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.planning.advice import advise
@@ -41,10 +39,10 @@ from flockstep.planning.job_profile import Site, task_of
 from flockstep.planning.plan import plan
 from flockstep.planning.split_surrogate import split_shape
 from flockstep.planning.step_prediction import StepPrediction, has_versions
+from flockstep.planning.surrogate import SurrogateBatches, SurrogateEngine
 from flockstep.records.events import Event, StepEvent, UpdateEvent
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.strategies.base import Strategy, choose_result
-from flockstep.workloads.split import Iid
 
 STRATEGIES = ("all_reduce", "local_sgd(period=4)", "ps(shards=2)", "ps(consistency=asynchronous)", "easgd(period=4)")
 SCHEDULES = ("gpipe", "one_forward_one_backward", "zb_h1", "interleaved(2)")
@@ -99,12 +97,12 @@ class Pair:
     batch: int
     cluster: str
 
-    def site(self, folder: Path) -> tuple[Job, Site]:
-        """Return the job, and the job's task on the cluster."""
+    def site(self, folder: Path) -> Site:
+        """Return the job's task on the cluster."""
         file = folder / "model.py"
         file.write_text(JOB.format(widths=self.widths, batch=self.batch))
         job = load_job(str(file), 0)
-        return job, Site(task_of(str(file), None, job), read_cluster(self.cluster, name="drawn"))
+        return Site(task_of(str(file), None, job), read_cluster(self.cluster, name="drawn"))
 
 
 def drawn(seed: int, count: int) -> list[Pair]:
@@ -137,49 +135,47 @@ def grid(workers: int, batch: int) -> Iterator[Pipeline | None]:
                 yield Pipeline.parse(f"pipeline({stages}, {schedule}, {count})")
 
 
-def value(job: Job, site: Site, strategy: Strategy, split: SplitModel | None, engine: Engine) -> float:
-    """Samples per second of a run with real gradients, divided by the factor of samples that it needs more."""
-    workers, pipeline = site.cluster.workers, None if split is None else split.pipeline
-    replicas, parts = (workers, 1) if pipeline is None else (pipeline.replicas(workers), pipeline.stages)
-    work = site.work(strategy, replicas)
-    data = Iid().assign(engine.labels, engine.train_size, replicas, 0)
+def value(site: Site, strategy: Strategy, pipeline: Pipeline | None) -> float:
+    """Samples per second of a run in virtual time, divided by the factor of samples that it needs more.
+
+    The model has its full size, so that every message has; its gradient is that of a quadratic function.
+    """
+    workers, task = site.cluster.workers, site.task
+    shape = None if pipeline is None else split_shape(task, pipeline)
+    replicas = workers if pipeline is None else pipeline.replicas(workers)
+    tensors = task.tensors if shape is None else shape.tensors
+    batches = SurrogateBatches(task.batch)
+    engine = SurrogateEngine(tensors, task.nbytes, task.itemsize, batches, replicas, task.optimizer, 0)
+    assert engine.factor == 1
+    work, parts = site.work(strategy, replicas), np.array_split(np.arange(engine.train_size), replicas)
     policy, cluster = choose_result(strategy, None), strategy.cluster(replicas)
-    todo = Plan(strategy, cluster, engine.optimizer, data, job.batch, STEPS, 0, policy, STEPS)
+    todo = Plan(strategy, cluster, engine.optimizer, parts, task.batch, STEPS, 0, policy, STEPS)
     network = Handled(site.cluster.network(workers), work.message, work.receive, work.serve)
     compute, events = Longer(site.compute(workers), work.step), list[Event]()
     run: Simulation | PipelineSimulation
-    if split is None:
+    if shape is None:
         run = Simulation(engine, todo, compute, network, events.append)
     else:
-        run = PipelineSimulation(split, todo, compute, network, events.append)
+        run = PipelineSimulation(shape.model(engine), todo, compute, network, events.append)
     run.run()
+    run.close()
     steps = [one for one in events if isinstance(one, StepEvent) and one.step > LEFT_OUT]
     took = [one.compute_seconds + one.wait_seconds + one.comm_seconds for one in steps]
     late = [one.staleness for one in events if isinstance(one, UpdateEvent) and one.staleness is not None]
     seconds, sent = statistics.fmean(took), statistics.fmean(one.sent_bytes for one in steps)
-    rate = replicas * job.batch / seconds
+    rate = replicas * task.batch / seconds
     staleness = statistics.fmean(late) if late and has_versions(strategy) else None
-    if pipeline is not None:
-        shape = split_shape(site.task, pipeline)
+    if shape is not None:
         return rate / samples_needed(strategy, shape, site, replicas, seconds, sent, rate, staleness)
-    assert parts == 1
     found = StepPrediction(
         str(strategy), strategy, workers, seconds, 1.0, sent, 0.0, staleness, None, rate, 0.0, "rehearsal"
     )
     return rate / relative_samples(found, site)
 
 
-def made(job: Job, pipeline: Pipeline | None, whole: Engine) -> tuple[SplitModel | None, Engine]:
-    """Return the model as `pipeline` cuts it, and its engine; None and `whole` for whole replicas."""
-    if pipeline is None:
-        return None, whole
-    split = make_split(job, 0, pipeline)
-    return split, split.engine
-
-
 def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     """Advise on a pair, run the grid, and compare."""
-    job, site = pair.site(folder)
+    site = pair.site(folder)
     workers, strategies = site.cluster.workers, [Strategy.parse(text) for text in STRATEGIES]
     begun = time.perf_counter()
     outlook = plan(site.task, site.cluster, strategies=STRATEGIES, further=False)
@@ -187,23 +183,21 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
     found = advise_hybrid(outlook, advice, (), strategies)
     took = time.perf_counter() - begun
     runs: dict[str, float] = {}
-    whole = make_engine(job, 0)
     for pipeline in grid(workers, pair.batch):
-        split, engine = made(job, pipeline, whole)
         for strategy in strategies:
             if pipeline is not None and pipeline.stages == workers and strategy != strategies[0]:
                 continue  # a single replica exchanges nothing
             try:
-                runs[f"{pipeline or 'none'} with {strategy}"] = value(job, site, strategy, split, engine)
+                runs[f"{pipeline or 'none'} with {strategy}"] = value(site, strategy, pipeline)
             except ConfigurationError as error:
                 print(f"  left out: {pipeline} with {strategy}: {error}", flush=True)
     assert found.choice is not None
     chosen = found.choice.pipeline if isinstance(found.choice, SplitPrediction) else None
-    mine = f"{chosen or 'none'} with {found.choice.strategy}"
+    mine = f"{chosen or 'none'} with {found.choice.strategy}" if found.choice.strategy else "one worker"
     if found.choice.strategy is None:  # one worker alone
         runs[mine] = outlook.alone.samples_per_second
     elif mine not in runs:
-        runs[mine] = value(job, site, found.choice.strategy, *made(job, chosen, whole))
+        runs[mine] = value(site, found.choice.strategy, chosen)
     best = max(runs, key=runs.__getitem__)
     result: dict[str, Any] = {
         "widths": pair.widths,
@@ -217,7 +211,7 @@ def tried(pair: Pair, folder: Path) -> dict[str, Any]:
         "runs": runs,
     }
     if found.planner is not None:
-        worth = value(job, site, strategies[0], *made(job, found.planner.pipeline, whole))
+        worth = value(site, strategies[0], found.planner.pipeline)
         result["pipedream"] = {"partition": str(found.planner.pipeline), "share_of_best": worth / runs[best]}
     return result
 
