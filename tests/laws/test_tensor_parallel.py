@@ -281,6 +281,24 @@ def test_the_cross_entropy_over_a_split_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(ignore_index=1999),
+        nn.CrossEntropyLoss(weight=(1 + torch.arange(2000) // BATCH).double()),
+    ],
+)
+def test_no_class_of_a_split_cross_entropy_is_untried(loss: nn.Module) -> None:
+    """The batch with which the parts are compared has none of the classes that the loss treats differently."""
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((60, 6)), random.integers(0, BATCH, 60)
+    job = Job(
+        lambda: nn.Sequential(nn.Linear(6, 2000)).double(), lambda: Data(x, y, x, y), "sgd(lr=0.1)", loss, batch=BATCH
+    )
+    with pytest.raises(ConfigurationError, match="no layer of the model of job 'job' can be split over 2 ways"):
+        split_layers(job, 0, TensorParallel(2))
+
+
+@pytest.mark.parametrize(
     ("loss", "split"),
     [
         (nn.CrossEntropyLoss(), True),

@@ -44,7 +44,9 @@ from flockstep.partitions.tensor import Product, TensorParallel
 
 Places = npt.NDArray[np.int64]
 TRIALS = 64
-"""Largest number of batches of targets with which a loss is compared with the cross entropy."""
+"""Largest number of batches of targets with which a loss is compared with the cross entropy; an output layer with more
+classes than they have is not split.
+"""
 
 
 def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> TensorModel:
@@ -515,7 +517,10 @@ def _part_of(whole: Schema, number: int, held: Sequence[WayTensors]) -> Schema:
 
 
 def _classifies(whole: TorchEngine) -> bool:
-    """Whether the loss is the mean cross entropy of the outputs, tried on the outputs of a batch with many classes."""
+    """Whether the loss is the mean cross entropy of the outputs, tried on the outputs of a batch with every class.
+
+    Each trial has class 0 besides others, so that a loss in which classes have different weights is noticed.
+    """
     samples, targets = whole.samples(whole.trial_samples)
     if targets.dtype != torch.int64:
         return False
@@ -523,9 +528,13 @@ def _classifies(whole: TorchEngine) -> bool:
         outputs = whole.module(samples)
         if not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != targets.shape:
             return False
-        size, classes = targets.numel(), outputs.shape[-1]
-        for trial in range(min(TRIALS, -(-classes // size))):
-            tried = (torch.arange(size) + trial * size).reshape(targets.shape) % classes
+        others, classes = targets.numel() - 1, outputs.shape[-1]
+        if classes > TRIALS * others:
+            return False
+        for trial in range(-(-classes // others)):
+            tried = torch.zeros(targets.numel(), dtype=torch.int64)
+            tried[1:] = (torch.arange(others) + trial * others) % classes
+            tried = tried.reshape(targets.shape)
             mean = float(nn.functional.cross_entropy(outputs.flatten(0, -2), tried.flatten()))
             if not math.isclose(float(whole.loss(outputs, tried)), mean, rel_tol=whole.tolerance):
                 return False
