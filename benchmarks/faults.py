@@ -164,7 +164,7 @@ def link(fault: str, encrypt: bool) -> Callable[[], str]:
                 done = subprocess.run([*COMMAND, *map(str, words)], check=True, capture_output=True, text=True)
                 away += map(float, re.findall(r"is connected to worker \d again after ([0-9.]+) s", done.stderr))
                 fired += len(log.read_text().splitlines())
-        return f"connected again after {text(away)}; no step was lost ({fired} faults, heartbeat 2 s)"
+        return f"connected again within {max(away) + 0.1:.1f} s; no step was lost ({fired} faults, heartbeat 2 s)"
 
     return measured
 
