@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 
 import numpy as np
@@ -12,6 +13,7 @@ from flockstep.errors import ProtocolError
 from flockstep.messages import Message, server
 from flockstep.transports.copies import BufferPool
 from flockstep.transports.shared_heap import FRONT, SLOTS, PeerMemory, SharedHeap
+from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import SenderIdentity, decode, encode
 
 ROOM = 1 << 20
@@ -181,6 +183,21 @@ def test_released_memory_of_free_slots_returns_to_the_system(heaps):
     again, view = carried(heaps, np.full(20_000, 2.0))
     assert heap.place(again) == place
     assert (view == 2).all()
+
+
+@pytest.mark.parametrize("page", [mmap.PAGESIZE, 16 * mmap.PAGESIZE])
+def test_only_whole_pages_of_the_system_are_returned(page, monkeypatch):
+    """Pages of the system may be larger than those of the heap, as those of 64 KiB of some processors."""
+    monkeypatch.setattr(mmap, "PAGESIZE", page)
+    memory = SharedMemory.create(4 * page)
+    array = memory.array(np.uint8, 4 * page)
+    array[:] = 1
+    memory.discard(100, 100)
+    assert array.all()
+    memory.discard(page - 100, 2 * page + 200)
+    assert array[:page].all()
+    assert array[3 * page :].all()
+    assert not array[page : 3 * page].any()
 
 
 def allocated(heap):

@@ -87,9 +87,10 @@ class SharedMemory:
         return np.frombuffer(self._map, dtype, count, offset)
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Return whole pages of the segment to the system; afterwards they hold zeros."""
-        if sys.platform == "linux":
-            self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
+        """Return the whole pages of the system inside a part of the segment; afterwards they hold zeros."""
+        first, last = -(-start // mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE
+        if sys.platform == "linux" and first < last:
+            self._map.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
     @contextmanager
     def lock_byte(self, number: int) -> Iterator[None]:
