@@ -713,7 +713,8 @@ def continued(
 
     if not any(given_options(context, ("out",))):
         raise ConfigurationError("--resume needs the folder of the run; add --out")
-    found = continuation(config, place)
+    named = any(given_options(context, ("transport",)))
+    found = continuation(config if named else dataclasses.replace(config, transport=None), place)
     if found.resumes:
         resume_one(place, as_json, None, gathering)
     return found

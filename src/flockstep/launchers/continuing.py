@@ -10,6 +10,8 @@ from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.records import checkpoints as disk
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.folder import RunFolder
+from flockstep.transports.base import Transport
+from flockstep.transports.kinds import Tcp
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Continuation:
 
 def continuation(config: RunConfig, folder: Path) -> Continuation:
     """How a command with a configuration, in which all defaults are filled in, goes on with the run in a folder.
+
+    The transport is None if the command does not name one.
 
     Raises:
         ConfigurationError: the folder holds another run, or one that has ended.
@@ -54,10 +58,22 @@ def _kept(record: RunFolder, config: RunConfig) -> list[RunConfig]:
     return [RunConfig.from_toml(file.read_text(), str(file)) for file in files]
 
 
-def _same(a: RunConfig, b: RunConfig) -> bool:
-    """Whether two configurations are of one run, whose hosts may have other addresses."""
-    return same_run(replace(a, transport=None), replace(b, transport=None))
+def _same(command: RunConfig, held: RunConfig) -> bool:
+    """Whether two configurations are of one run, whose hosts may have other addresses; a command without a transport
+    takes that of the run.
+    """
+    transport = None if command.transport is None else _anywhere(held)
+    return same_run(replace(command, transport=_anywhere(command)), replace(held, transport=transport))
+
+
+def _anywhere(config: RunConfig) -> str | None:
+    """The transport of a configuration, without the address of the host."""
+    if config.transport is None:
+        return None
+    found = Transport.parse(config.transport)
+    return str(replace(found, host=Tcp.host) if isinstance(found, Tcp) else found)
 
 
 def _names() -> list[str]:
-    return [field.name for field in fields(RunConfig) if field.name not in ("versions", "transport")]
+    """Names of the settings, of which the transport is the last, as it may differ."""
+    return [*(field.name for field in fields(RunConfig) if field.name not in ("versions", "transport")), "transport"]
