@@ -164,7 +164,8 @@ def link(fault: str, encrypt: bool) -> Callable[[], str]:
                 done = subprocess.run([*COMMAND, *map(str, words)], check=True, capture_output=True, text=True)
                 away += map(float, re.findall(r"is connected to worker \d again after ([0-9.]+) s", done.stderr))
                 fired += len(log.read_text().splitlines())
-        return f"connected again within {max(away) + 0.1:.1f} s; no step was lost ({fired} faults, heartbeat 2 s)"
+        when = f"connected again within {max(away) + 0.1:.1f} s after a fault was noticed"
+        return f"{when}; no step was lost ({fired} faults, heartbeat 2 s)"
 
     return measured
 
@@ -215,11 +216,11 @@ def resumed() -> str:
             words = ["train", paced(place), "-s", "all_reduce", "-n", "2", "--steps", "120", "--checkpoint-every", "20"]
             subprocess.run([*COMMAND, *words, "--import", kill, "--out", run], check=False, capture_output=True)
             go_on(place)
-            file, began = run / "events" / "worker-0.jsonl", time.monotonic()
+            file, began, before = run / "events" / "worker-0.jsonl", time.monotonic(), time.time_ns()
             with subprocess.Popen(
                 [*COMMAND, "resume", run], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             ) as again:
-                wait(lambda file=file: file.exists() and b'"step"' in file.read_bytes())
+                wait(lambda file=file, before=before: new_step(file, before))
                 seconds.append(time.monotonic() - began)
                 again.communicate()
             repeated.append(int(re.findall(r"; (\d+) recorded", RunFolder(run).read_summary().notes[0])[0]))
@@ -227,6 +228,13 @@ def resumed() -> str:
         f"`flockstep resume` trained after {text(seconds)}, start of the processes included; "
         f"{statistics.median(repeated):g} steps of both workers were repeated, with a checkpoint every 20 steps"
     )
+
+
+def new_step(file: Path, since: int) -> bool:
+    """Whether a worker has written a step to its events after a time, in nanoseconds of the wall clock."""
+    with contextlib.suppress(FileNotFoundError):
+        return file.stat().st_mtime_ns > since and b'"step"' in file.read_bytes()
+    return False
 
 
 def bad_gradient() -> str:
