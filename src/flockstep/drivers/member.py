@@ -638,7 +638,7 @@ def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failu
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error, or one that led to it, says that there is no memory left."""
-    if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+    if isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error))):
         return True
     return error.__cause__ is not None and lacks_memory(error.__cause__)
 
