@@ -13,7 +13,7 @@ from flockstep.errors import FlockstepError
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
-from support import split_job, split_jobs
+from support import shuffled_job, split_job, split_jobs
 
 CHAIN, NORMS = split_jobs.__file__, split_job.__file__
 FULL = pytest.mark.full
@@ -27,6 +27,13 @@ def trained(job: str, strategy: str, partition: str | None, out: Path, workers: 
 def simulated(job: str, strategy: str, partition: str | None, out: Path, workers: int, steps: int = 6) -> Summary:
     given = {"workers": workers, "steps": steps, "evaluate_every": 2, "out": out}
     return flockstep.simulate(job, strategy, partition=partition, **given).summary
+
+
+@pytest.mark.parametrize("partition", ["pipeline(2, 1f1b, 3)", pytest.param("tensor(2)", marks=FULL)])
+def test_processes_that_read_other_samples_are_refused(tmp_path: Path, partition: str) -> None:
+    """Otherwise the last stage would compare the outputs for some samples with the targets of others."""
+    with pytest.raises(FlockstepError, match=r"the data has changed: inputs is .* in every process"):
+        trained(shuffled_job.__file__, "all_reduce", partition, tmp_path / "run", 2)
 
 
 def model(folder: Path) -> np.ndarray:

@@ -258,7 +258,7 @@ def prepare(
         if facts.get(fact) != value:
             raise ConfigurationError(
                 f"the data has changed: {fact} is {facts.get(fact)}, but the record says {value}; train with "
-                "the data of the record, and read them in the same order each time"
+                "the data of the record, and read them in the same order each time and in every process"
             )
     if config.until_target and job.target is None:
         raise ConfigurationError(f"until_target needs a target, and {job.name} has none; give one with --target")

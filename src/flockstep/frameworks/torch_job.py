@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from flockstep.frameworks.base import Data, Indices, Job
 from flockstep.frameworks.streams import SampleColumn
 from flockstep.frameworks.torch_optimizers import from_torch
 from flockstep.optimizers.base import Optimizer
+
+CHECKED = 64
+"""Number of training samples, at even distances, that processes of a split model compare."""
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -75,6 +79,24 @@ def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor
     """Return inputs and targets of the training samples `indices`, from data that `tensors_of` has returned."""
     index = as_tensor(indices)
     return data.train_x.index_select(0, index), data.train_y.index_select(0, index)
+
+
+def sample_facts(samples: Callable[[Indices], tuple[torch.Tensor, torch.Tensor]], size: int) -> dict[str, str]:
+    """Return digests of the inputs and the targets of up to `CHECKED` of `size` training samples.
+
+    Inputs that differ each time they are read have no digest.
+    """
+    indices = np.unique(np.linspace(0, size - 1, CHECKED).astype(np.int64))
+    (x, y), (again, _) = samples(indices), samples(indices)
+    found = {"inputs": _digest(x), "targets": _digest(y)}
+    if _digest(again) != found["inputs"]:
+        del found["inputs"]
+    return found
+
+
+def _digest(values: torch.Tensor) -> str:
+    plain = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tuple(values.shape)} {values.dtype}".encode() + plain.tobytes()).hexdigest()[:16]
 
 
 def classes_of(data: Data) -> npt.NDArray[np.int64] | None:

@@ -27,6 +27,7 @@ from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
 from flockstep.frameworks.torch_flat import native
+from flockstep.frameworks.torch_job import sample_facts
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_trace import traced_chain
@@ -330,9 +331,10 @@ class PartsEngine(Engine):
         """Name → value of tensors that the modules of the chunks do not have themselves."""
         return self.whole.constants if isinstance(self.whole, SkeletonEngine) else {}
 
-    @property
+    @cached_property
     def facts(self) -> dict[str, str]:
-        return self.whole.facts
+        """Facts of the data, with digests of samples: inputs and targets are read by different processes."""
+        return self.whole.facts | sample_facts(self.whole.samples, self.train_size)
 
     @property
     def batching(self) -> str:

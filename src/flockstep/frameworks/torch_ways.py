@@ -95,6 +95,11 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         for stage in range(pipeline.stages)
     ]
     engine = WaysEngine(whole, every, [name for one in buffers for _ in range(tensor.ways) for name in one])
+    if "inputs" not in engine.facts:
+        raise ConfigurationError(
+            f"all ways of a replica read the same inputs, but those of {who} differ each time they are read; let the "
+            "inputs depend on the sample's index only, or use a pipeline or partition=none"
+        )
     parts = tuple(
         TorchWay(
             WayPlace(stage, way, tensor.ways),
