@@ -82,16 +82,9 @@ def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor
 
 
 def sample_facts(samples: Callable[[Indices], tuple[torch.Tensor, torch.Tensor]], size: int) -> dict[str, str]:
-    """Return digests of the inputs and the targets of up to `CHECKED` of `size` training samples.
-
-    Inputs that differ each time they are read have no digest.
-    """
-    indices = np.unique(np.linspace(0, size - 1, CHECKED).astype(np.int64))
-    (x, y), (again, _) = samples(indices), samples(indices)
-    found = {"inputs": _digest(x), "targets": _digest(y)}
-    if _digest(again) != found["inputs"]:
-        del found["inputs"]
-    return found
+    """Return digests of the inputs and the targets of up to `CHECKED` of `size` training samples."""
+    x, y = samples(np.unique(np.linspace(0, size - 1, CHECKED).astype(np.int64)))
+    return {"inputs": _digest(x), "targets": _digest(y)}
 
 
 def _digest(values: torch.Tensor) -> str:

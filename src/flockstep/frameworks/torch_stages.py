@@ -454,15 +454,12 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
             local, of = divmod(number, len(split.parts))
             between = split.parts[of].backward(local, batch, between, found[of])
         held = joined(list(trial.buffers_of(0).values()))
-    size = float(np.linalg.norm(expected.astype(np.float64)))
-    distance = float(np.linalg.norm(np.concatenate(found).astype(np.float64) - expected))
     tolerance = whole.tolerance
-    if math.isfinite(size) and not (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
+    if got := difference(own, loss, np.concatenate(found), expected, tolerance):
         raise ConfigurationError(
-            f"the layers of {who}, run one after another, must compute what the model computes, got a loss of "
-            f"{own:.6g} instead of {loss:.6g} and a gradient at a distance of {distance:.2g} from one of size "
-            f"{size:.2g}; move what the model does besides running its layers (a forward method of its own, state that "
-            "layers share) into one layer, or use partition=none"
+            f"the layers of {who}, run one after another, must compute what the model computes, got {got}; move what "
+            "the model does besides running its layers (a forward method of its own, state that layers share) into one "
+            "layer, or use partition=none"
         )
     if not np.allclose(held, buffers, rtol=tolerance, atol=tolerance * np.abs(buffers).max(initial=0), equal_nan=True):
         raise ConfigurationError(
@@ -470,6 +467,19 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
             f"values that differ by {np.abs(held - buffers).max():.2g}; change buffers in the forward method of a "
             "layer, not in a hook, or use partition=none"
         )
+
+
+def difference(own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float) -> str | None:
+    """Describe how the loss `own` and the gradient `found` (K,) of parts differ from those of the unsplit model.
+
+    None if they agree up to `tolerance`, relative to the model's, or if the model's gradient is not finite.
+    """
+    size = float(np.linalg.norm(expected.astype(np.float64)))
+    distance = float(np.linalg.norm(found.astype(np.float64) - expected))
+    if not math.isfinite(size) or (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
+        return None
+    apart = f"a gradient at a distance of {distance:.2g} from one of size {size:.2g}"
+    return f"a loss of {own:.6g} instead of {loss:.6g} and {apart}"
 
 
 def _engine_of(split: PipelineModel) -> PartsEngine:

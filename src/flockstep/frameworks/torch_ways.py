@@ -23,7 +23,7 @@ from flockstep.frameworks.base import Job
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_blocks import BlocksOfChain, LayerBlock, Passing, uses_of
-from flockstep.frameworks.torch_chain import chain_of, chunks_of, is_chain
+from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_split_layers import VocabularyOfOutputs
@@ -33,6 +33,7 @@ from flockstep.frameworks.torch_stages import (
     buffers_within,
     check_buffers,
     check_loss,
+    difference,
     fill,
     joined,
 )
@@ -79,13 +80,7 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         WayChunk(number, BlocksOfChain(tensor.ways, uses, number == last and _classifies(whole)).of(chain), last)
         for number, chain in enumerate(chains)
     ]
-    if all(len(chunk.blocks) == 1 for chunk in chunks):
-        raise ConfigurationError(
-            f"no layer of the model of {who} can be split over {tensor.ways} ways, got "
-            f"{', '.join(dict.fromkeys(type(one.module).__name__ for one in layers))}; two nn.Linear with activations "
-            "between them, an nn.Embedding, an nn.TransformerEncoderLayer(batch_first=True) or an nn.Linear before a "
-            "cross entropy can; use fewer ways, or partition=none"
-        )
+    _require_split(chunks, layers, tensor.ways, who)
     cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, "single layers are split")
     stages = [chunks[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     held = [_held([chunk.blocks for chunk in stage], whole, tensor.ways) for stage in stages]
@@ -95,11 +90,6 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         for stage in range(pipeline.stages)
     ]
     engine = WaysEngine(whole, every, [name for one in buffers for _ in range(tensor.ways) for name in one])
-    if "inputs" not in engine.facts:
-        raise ConfigurationError(
-            f"all ways of a replica read the same inputs, but those of {who} differ each time they are read; let the "
-            "inputs depend on the sample's index only, or use a pipeline or partition=none"
-        )
     parts = tuple(
         TorchWay(
             WayPlace(stage, way, tensor.ways),
@@ -122,6 +112,17 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         part.forget()
     check_loss(engine, whole, pipeline.microbatches, who)
     return replace(model, cut=replace(cut, sample_bytes=largest))
+
+
+def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], ways: int, who: str) -> None:
+    """Raise `ConfigurationError` if no layer is split."""
+    if all(len(chunk.blocks) == 1 for chunk in chunks):
+        raise ConfigurationError(
+            f"no layer of the model of {who} can be split over {ways} ways, got "
+            f"{', '.join(dict.fromkeys(type(one.module).__name__ for one in layers))}; two nn.Linear with activations "
+            "between them, an nn.Embedding, an nn.TransformerEncoderLayer(batch_first=True) or an nn.Linear before a "
+            "cross entropy can; use fewer ways, or partition=none"
+        )
 
 
 class WaysEngine(PartsEngine):
@@ -646,15 +647,11 @@ def _compare(model: TensorModel, engine: PartsEngine, whole: TorchEngine, who: s
         errors = _joined(
             [model.parts[one].backward(chunk, block, batch, errors, found[one]) for one in group], block == 0
         )
-    size = float(np.linalg.norm(expected.astype(np.float64)))
-    distance = float(np.linalg.norm(np.concatenate(found).astype(np.float64) - expected))
-    tolerance = whole.tolerance
-    if math.isfinite(size) and not (distance <= tolerance * size and abs(own - loss) <= tolerance * abs(loss)):
+    if got := difference(own, loss, np.concatenate(found), expected, whole.tolerance):
         raise ConfigurationError(
-            f"the layers of {who}, split over {ways} ways, must compute what the model computes, got a loss of "
-            f"{own:.6g} instead of {loss:.6g} and a gradient at a distance of {distance:.2g} from one of size "
-            f"{size:.2g}; move what the model does besides running its layers (a forward method of its own, state that "
-            "layers share, random numbers other than dropout) into one layer, or use partition=none"
+            f"the layers of {who}, split over {ways} ways, must compute what the model computes, got {got}; move what "
+            "the model does besides running its layers (a forward method of its own, state that layers share, random "
+            "numbers other than dropout) into one layer, or use partition=none"
         )
     return largest
 
