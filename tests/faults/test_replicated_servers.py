@@ -254,7 +254,11 @@ from pathlib import Path
 from flockstep.launchers.children import Forked
 
 def kill(self, whole=Forked.kill):
-    if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    try:
+        state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended by itself
+        state = "X"
+    if state != "T":
         whole(self)
 
 Forked.kill = kill
