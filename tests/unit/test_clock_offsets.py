@@ -60,7 +60,7 @@ def test_times_of_a_host_with_another_clock_are_recorded_on_the_supervisors(tmp_
         node.join()
     supervisor.forget()
     assert outcome.error is None
-    went = supervisor._went
+    went = supervisor._state.went
     assert went is not None
     events = RunFolder(tmp_path).read_events()
     clocks = {event.node: event for event in events if isinstance(event, ClockEvent)}

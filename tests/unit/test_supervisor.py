@@ -30,7 +30,7 @@ def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None
     links: dict[int, Any] = {address: Link() for address in (0, 1, -1)}
     result = np.arange(5.0)
     supervisor._links = links
-    supervisor._hashes = {0: fingerprint(result), 1: fingerprint(result + 1), -1: fingerprint(result[:2])}
+    supervisor._records.hashes = {0: fingerprint(result), 1: fingerprint(result + 1), -1: fingerprint(result[:2])}
     supervisor._dismiss(result)
     assert [links[address].result is result for address in (0, 1, -1)] == [False, True, False]
     assert links[0].result is None
@@ -41,10 +41,10 @@ def test_a_worker_puts_no_other_node_in_quarantine(tmp_path: Path) -> None:
     for by, node in ((0, 1), (1, -1), (-1, -2)):
         with pytest.raises(ProtocolError, match="in quarantine, but only a server or the worker itself may do that"):
             supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
-    assert supervisor._condemned == {}
+    assert supervisor._state.condemned == {}
     for by, node in ((-1, 1), (0, 0)):
         supervisor._handle(Message(by, "quarantine", note={"address": node, "reason": "bad"}))
-    assert supervisor._condemned == {0: "bad", 1: "bad"}
+    assert supervisor._state.condemned == {0: "bad", 1: "bad"}
 
 
 def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,20 +52,20 @@ def test_who_asks_to_leave_and_cannot_is_named(tmp_path: Path, capfd: pytest.Cap
     checkpoints = Checkpointer(tmp_path)
     start = lambda node_spec: None, lambda *given: None
     supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
-    supervisor._went = 0.0
+    supervisor._state.went = 0.0
     checkpoints.begin({}, Strategy.parse("all_reduce"), Cluster(0, 0))
     supervisor._handle(Message(1, "leave"))
-    supervisor._look_for_change()
+    supervisor._changes.look()
     said = "worker 1 did not leave, although SIGTERM asked it to: "
     assert [text.startswith(said) for text in supervisor.outcome.warnings] == [True]
     assert len(supervisor.outcome.warnings[0]) > len(said), "the reason"
     assert said in capfd.readouterr().err
     assert supervisor.outcome.change is None
-    supervisor._look_for_change()
+    supervisor._changes.look()
     assert not checkpoints.busy, "the next attempt is not due"
     (tmp_path / "checkpoints").unlink()
-    supervisor._leave_again = 0.0
-    supervisor._look_for_change()
+    supervisor._changes._leave_again = 0.0
+    supervisor._changes.look()
     assert checkpoints.busy, "the worker tries to leave again, because the process was asked only once"
 
 
@@ -73,14 +73,14 @@ def test_who_could_not_leave_leaves_at_once_after_a_loss_that_the_run_survives(t
     """A run with a loss takes no more checkpoints, so the worker leaves as if it were lost."""
     checkpoints, start = Checkpointer(tmp_path), (lambda node_spec: None, lambda *given: None)
     supervisor = Supervisor(3, Ipc(), 5.0, tmp_path, *start, checkpoints=checkpoints, least=1)
-    supervisor._went = 0.0
+    supervisor._state.went = 0.0
     checkpoints.begin({}, Strategy.parse("gossip"), Cluster(0, 0))
     supervisor._handle(Message(1, "leave"))
-    supervisor._gone.add(0)
+    supervisor._state.gone.add(0)
     checkpoints.lose(0)
-    supervisor._look_for_change()
-    assert supervisor._condemned == {1: "worker 1 left, as SIGTERM asked"}
-    assert supervisor._leavers == set()
+    supervisor._changes.look()
+    assert supervisor._state.condemned == {1: "worker 1 left, as SIGTERM asked"}
+    assert supervisor._changes._leavers == set()
     assert supervisor.outcome.warnings == []
 
 

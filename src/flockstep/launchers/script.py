@@ -30,8 +30,9 @@ from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.open_files import require_open_files
 from flockstep.launchers.output import SHOWN, Output, Sink, to_terminal
 from flockstep.launchers.resizing import config_of, moved
+from flockstep.launchers.run_state import Outcome
 from flockstep.launchers.script_forker import ScriptForker
-from flockstep.launchers.supervisor import Outcome, Supervisor
+from flockstep.launchers.supervisor import Supervisor
 from flockstep.launchers.threads import JAX_THREADS
 from flockstep.messages import Address
 from flockstep.records import owner

@@ -21,7 +21,8 @@ from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.newcomers import Newcomer, Newcomers
 from flockstep.launchers.node_progress import NodeProgress
 from flockstep.launchers.parking import ParkedWorkers, Part
-from flockstep.launchers.supervisor import Change, Supervisor
+from flockstep.launchers.run_state import Change
+from flockstep.launchers.supervisor import Supervisor
 from flockstep.messages import Address
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint

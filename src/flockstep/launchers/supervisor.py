@@ -9,24 +9,20 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-import numpy as np
 
-from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.arrays.schema import FlatArray
 from flockstep.communicator.joining import rule_of
-from flockstep.drivers.event_sender import MOST, events_in
+from flockstep.drivers.event_sender import events_in
 from flockstep.drivers.member import AGAIN, WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short, run_of_call
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.part_group import groups_of
 from flockstep.drivers.plan import whole_cluster
 from flockstep.drivers.replication import ProgramEvents
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
-from flockstep.drivers.tracker import FINAL
-from flockstep.drivers.whole_model import held_by_servers
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.expression import from_data
 from flockstep.launchers.backups import is_replaced, replaced
@@ -37,27 +33,27 @@ from flockstep.launchers.duplicate_batches import DataDigests, GradientFingerpri
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.health import Health
 from flockstep.launchers.host_messages import ServerSpec
-from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
+from flockstep.launchers.hosts import OtherHosts
 from flockstep.launchers.initial_parts import InitialParts
 from flockstep.launchers.join_requests import JoinRequests
 from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.newcomers import Newcomers
+from flockstep.launchers.node_changes import NodeChanges
 from flockstep.launchers.node_progress import NodeProgress
+from flockstep.launchers.node_records import NodeRecords
 from flockstep.launchers.open_files import require_open_files
+from flockstep.launchers.run_state import Change, Outcome, RunState
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.signals import undisturbed
 from flockstep.launchers.wait_monitor import JOINS_JOB, JOINS_SCRIPT, WaitMonitor, on_stderr
 from flockstep.messages import Address, AnyNote, Fields, Message, node_name
-from flockstep.nodes import BadGradients, Cluster, Hosts, View
+from flockstep.nodes import BadGradients, Cluster, View
 from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.checkpoints import Checkpoint
-from flockstep.records.events import Event, HostsEvent, LostEvent, NodeEvent, StepEvent
+from flockstep.records.events import Event, LostEvent, StepEvent
 from flockstep.records.failpoints import reach
-from flockstep.records.flight import FlightEvent, FlightRecorder, append, decoded
-from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
-from flockstep.strategies.base import Strategy
+from flockstep.records.flight import decoded
 from flockstep.transports.base import Transport
 from flockstep.transports.links import Control, Frames
 from flockstep.transports.session import LINK_TIMEOUT
@@ -72,87 +68,21 @@ supervisor.
 """
 LAST_CHECKPOINT = 10.0
 """Longest time in seconds for the checkpoint that is taken when a signal stops the run."""
-LEAVE_AGAIN = 10.0
-"""Seconds after which workers try again to leave the run, if no checkpoint could be written."""
 LAST_POLL = 0.005
 """Seconds between two polls of processes that are about to end."""
 POLL = 0.05
 """Seconds between two polls of the processes."""
 
 
-@dataclass
-class Outcome:
-    """The result of a supervised run."""
-
-    workers: int = 0
-    schema: Schema | None = None
-    strategy: Strategy | None = None
-    newest: NewestSnapshots = field(default_factory=NewestSnapshots)
-    warnings: list[str] = field(default_factory=list)
-    hosts: Hosts = ()
-    """The workers of each host; empty before all nodes have joined."""
-    lost: dict[Address, LostEvent] = field(default_factory=dict)
-    error: FlockstepError | None = None
-    replaced: set[Address] = field(default_factory=set)
-    """Lost processes of servers of which other processes continue."""
-    change: Change | None = None
-    """How the workers change while the run continues, whose processes still run; None if the run has ended."""
-    nodes: set[Address] = field(default_factory=set)
-    """Nodes whose events are written to files."""
-    sizes: tuple[int, ...] = ()
-    """Number of elements of each part of a split model; empty if every worker holds a whole replica."""
-
-    @property
-    def held(self) -> list[slice]:
-        """Slice of the model that each server holds, once the nodes have joined."""
-        assert self.strategy is not None
-        assert self.schema is not None
-        sizes = self.sizes or (self.schema.size,)
-        return held_by_servers(self.strategy, self.workers // len(sizes), sizes)
-
-    @property
-    def events(self) -> list[Event]:
-        """Events of the record that the supervisor alone knows: the hosts if there are several, and the lost nodes."""
-        hosts = [HostsEvent(0.0, self.hosts)] if len(self.hosts) > 1 else []
-        return [*hosts, *self.lost.values()]
-
-
-@dataclass
-class Change:
-    """Workers that leave a run, are lost, or join it, while the other workers continue; no rank is gone if a server is
-    lost.
-    """
-
-    gone: set[int]
-    reason: str
-    joined: int = 0
-    """Number of workers that join."""
-    since: float = field(default_factory=time.monotonic)
-    """Time at which the nodes had stopped, in seconds of the monotonic clock."""
-
-
 class Supervisor:
     """Supervises one run of `workers` processes and the servers that their strategy needs."""
 
-    _over = False
-    """Whether all nodes have been dismissed."""
     _released = False
     """Whether a later call has ended, and its sockets and files are closed."""
     _memory: SharedMemory | None = None
     """Segment of the workers, until all of them have attached to it."""
     _cluster = Cluster(0)
     """The nodes of the run; none until the strategy is known."""
-    _program_events = ProgramEvents(_cluster)
-    _renewing = ""
-    """Sentence on the lost process of a server, in whose place another is to be started; empty if there is none."""
-    _condemned: dict[Address, str]
-    """Workers to remove from the run, with the reason."""
-    _went: float | None = None
-    """Time at which all nodes were ready, in seconds of the monotonic clock, less the seconds of the run before."""
-    _cutting = False
-    """Whether all nodes are asked to stop with their states, so that workers can leave and join."""
-    _leave_again: float | None = None
-    """Time of the monotonic clock at which workers that could not leave the run try again; None: no attempt failed."""
     began: float | None = None
     """Time at which all nodes were ready, in seconds of the monotonic clock."""
 
@@ -207,6 +137,7 @@ class Supervisor:
         self.outcome = Outcome(workers, sizes=sizes, newest=NewestSnapshots(max(1, len(sizes))))
         self.requests, self.newcomers = requests or JoinRequests(record), newcomers or Newcomers()
         self.standings: dict[Address, NodeProgress] = {rank: NodeProgress() for rank in range(workers)}
+        self._state = RunState(workers, self.outcome, View(epoch, tuple(range(workers))), self.standings)
         self.children: dict[Address, Child] = {}
         self._workers, self._transport = workers, transport
         self._heartbeat, self._link_timeout = heartbeat, link_timeout
@@ -216,10 +147,11 @@ class Supervisor:
         self._patience = patience
         self._hosts = hosts or OtherHosts()
         self._seed, self._imports = seed, imports
-        self._condemned, self._leavers = dict[Address, str](), set[int]()
         self._bad_gradients = bad_gradients or BadGradients()
-        self._every, self._back_to, self._joining = every, back_to, frozenset(joining)
-        self._begin_call, self._checkpoints, self._least, self._most = begin_call, checkpoints, least, most
+        self._every, self._begin_call, self._checkpoints = every, begin_call, checkpoints
+        self._changes = NodeChanges(
+            self._state, checkpoints, self._hosts, self.requests, self.newcomers, least, most, back_to, joining
+        )
         self._calls: list[Supervisor] = [self] if within is None else within._calls
         """Supervisors of the calls of `distribute` that the scripts have begun; the first one watches the processes."""
         self._number = 1 if within is None else len(self._calls) + 1
@@ -228,19 +160,14 @@ class Supervisor:
         self._ended = ended
         self._run: str = secrets.token_hex(8) if within is None else run_of_call(within._run, self._number)
         self._secret: bytes = secrets.token_bytes(32) if within is None else within._secret
-        self._evaluation, self._places = evaluation or SnapshotHandler(), snapshot_folders(record, self._run)
+        self._evaluation = evaluation or SnapshotHandler()
+        self._records = NodeRecords(self._state, record, self._run, self._evaluation)
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, ProcessLink] = {}
-        self._writers: dict[Address, EventWriter] = {}
-        self._arriving: dict[Address, SnapshotWriter] = {}
-        self._flight = FlightRecorder()
         self._health = Health(self.children, self._links, heartbeat)
-        self._hashes: dict[Address, str] = {}
-        self._ready, self._done, self._gone = set[Address](), set[Address](), set[Address]()
         self._wait_monitor = WaitMonitor(workers, step_timeout, joins=JOINS_SCRIPT if patience is None else JOINS_JOB)
-        self._view = View(epoch, tuple(range(workers)))
         self._losses: dict[Address, NodeLost] = {}
-        self._communicators = Communicators(workers, self._losses, self._done)
+        self._communicators = Communicators(workers, self._losses, self._state.done)
         self._draws: dict[str, GradientFingerprints | DataDigests] = {
             "gradient": GradientFingerprints(workers),
             "data": DataDigests(workers),
@@ -280,7 +207,7 @@ class Supervisor:
             many = f"{self._hosts.rejected} connections to the coordinator's port were rejected"
             self.outcome.warnings.append(many)
         self._clean_up()
-        self._refuse_joiners("the run ended before the workers took part")
+        self._changes.refuse_joiners("the run ended before the workers took part")
         return self.outcome
 
     def reaches(self, rank: int) -> bool:
@@ -310,9 +237,9 @@ class Supervisor:
         """Take a checkpoint, because a signal ends the run; return where the run goes on, for a sentence."""
         if self._checkpoints is None or self._checkpoints.unused:
             return ""
-        self._least = None  # no worker leaves a run that ends
+        self._changes.end()
         why, kept = self._why_no_checkpoint(self._checkpoints), self._checkpoints.newest
-        if kept is None and self._went is None:
+        if kept is None and self._state.went is None:
             return ""
         missing = f"; no checkpoint was taken at the end, because {why}" if why else ""
         if kept is None:
@@ -323,13 +250,13 @@ class Supervisor:
     def _why_no_checkpoint(self, checkpoints: Checkpointer) -> str:
         """Take a checkpoint, because a signal ends the run; return why there is none, and nothing if there is one."""
         began = time.monotonic()
-        if self._went is None:
+        if self._state.went is None:
             return "training had not begun"
         try:
             if self._finished():
                 return "all workers had taken their last step"
             checkpoints.stop()
-            stop = self._time_to_stop(began - self._went)
+            stop = self._time_to_stop(began - self._state.went)
             while checkpoints.busy:
                 most = stop if checkpoints.stopping else LAST_CHECKPOINT
                 if time.monotonic() >= began + most:
@@ -354,13 +281,13 @@ class Supervisor:
     def forget(self) -> None:
         """Remove the snapshots that nodes have sent."""
         self.outcome.newest = NewestSnapshots()
-        for place in self._places:
+        for place in self._records.places:
             shutil.rmtree(place, ignore_errors=True)
 
     @property
     def failed_later(self) -> bool:
         """Whether the run failed in a later call of `distribute`, after the first call had ended well."""
-        return self._over and not all(one._over for one in self._calls)
+        return self._state.over and not all(one._state.over for one in self._calls)
 
     def _start(self) -> None:
         self._directory = self._open.enter_context(scratch())
@@ -368,7 +295,7 @@ class Supervisor:
         self._transport.prepare(self._directory)
         self._control = Control(f"ipc://{self._directory / 'control'}", self._heartbeat)
         self._open.callback(self._control.close)
-        self._hosts.why_not_join, self._hosts.let_leave = self._why_no_host_joins, self._let_leave
+        self._hosts.why_not_join, self._hosts.let_leave = self._changes.why_no_host_joins, self._changes.let_leave
         self._hosts.meet()
         for rank in range(self._workers):
             self._keep_child(rank, self._start_worker(self._node_spec(rank)))
@@ -427,7 +354,7 @@ class Supervisor:
     def _may_release(self) -> bool:
         """Whether this is a later call whose nodes have been dismissed and have left."""
         servers = [child for address, child in self.children.items() if address < 0]
-        over = self._number > 1 and self._over and all(child.exit_code() is not None for child in servers)
+        over = self._number > 1 and self._state.over and all(child.exit_code() is not None for child in servers)
         return over and all(map(self._health.left, self.standings))
 
     def _release(self) -> None:
@@ -453,186 +380,19 @@ class Supervisor:
             RunError: a node failed, or was lost and the others cannot continue without it.
         """
         shown = 0.0
-        while not all(one._over for one in self._calls) or not self._scripts_ended():
+        while not all(one._state.over for one in self._calls) or not self._scripts_ended():
             self._poll()
             for one in list(self._calls):
                 one._turn(result)
-            self._look_for_change()
+            self._changes.look()
             if self.outcome.change is not None:
                 return
             if time.monotonic() - shown > 0.25:
                 shown = time.monotonic()
                 self._show(self._current().standings)
                 owner.check(self._record)
-                self._look_for_requests()
+                self._changes.look_for_requests()
         self._show(self._current().standings)
-
-    def _look_for_change(self) -> None:
-        """Let workers leave and join, once all nodes have stopped with their states."""
-        if self._checkpoints is None or self._over or self._went is None or self.outcome.change is not None:
-            return
-        joiners = self._joiners()
-        if not (self._leavers or joiners or self._renewing):
-            return
-        if not self._cutting and (joiners or self._leave_again is None or time.monotonic() >= self._leave_again):
-            self._cutting = True
-            self._checkpoints.cut()
-        if self._cutting and self._checkpoints.is_cut:
-            names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
-            left = f"{names} left, as SIGTERM asked" if names else self._renewing
-            self._change(set(self._leavers), left, joiners)
-        elif self._cutting and self._checkpoints.is_cut is False:
-            self._cutting = False  # the run is about to end, a node was lost, or the disk is full
-            self._could_not_change(self._checkpoints.why_not or "the nodes had continued")
-
-    def _joiners(self) -> int:
-        """Number of workers that can take part now, because their processes have built the job."""
-        return self._joiners_here() + self._hosts.prepared
-
-    def _joiners_here(self) -> int:
-        """Those whose processes are on this machine."""
-        try:
-            return self.requests.workers if self.newcomers.ready() else 0
-        except RunError as error:
-            self._refuse_joiners(str(error))
-            return 0
-
-    def _refuse_joiners(self, why: str) -> None:
-        self.newcomers.end()
-        self.requests.refuse(f"no worker can join now: {why}")
-        self._hosts.refuse_joiners(f"no worker can join now: {why}")
-
-    def _could_not_change(self, why: str) -> None:
-        """Let the workers that asked to leave try again later; after a loss that the run survives, they leave at once,
-        as lost workers do, because there are no more checkpoints.
-        """
-        self._refuse_joiners(why)
-        for rank in sorted(self._leavers):
-            text = f"{node_name(rank)} did not leave, although SIGTERM asked it to: {why}"
-            if self._missed:
-                self._leave_as_lost(rank)
-            elif text not in self.outcome.warnings:
-                on_stderr(text)
-                self.outcome.warnings.append(text)
-        self._leavers -= self._condemned.keys()
-        self._leave_again = time.monotonic() + LEAVE_AGAIN
-
-    @property
-    def _missed(self) -> set[Address]:
-        """Lost nodes that no backup has replaced."""
-        return self._gone - self.outcome.replaced
-
-    def _leave_as_lost(self, rank: int) -> None:
-        self._condemned[rank] = f"{node_name(rank)} left, as SIGTERM asked"
-
-    def _change(self, gone: set[int], left: str, joined: int) -> None:
-        """Continue without the workers that are gone, and with those that join; `left`: a clause about the former."""
-        if joined > self._hosts.prepared:
-            self.requests.admit()
-        text = f"{joined} worker{'s' * (joined > 1)} joined" if joined else ""
-        reason = ", and ".join(filter(None, (left, text)))
-        self.outcome.change = Change(gone, reason, joined)
-
-    def _look_for_requests(self) -> None:
-        """Start the processes of workers that want to join the run."""
-        if self._most is None or self._went is None or self._over or self._cutting:
-            return
-        try:
-            if self.requests.take(lambda workers: self._why_not_joined_by(workers + self._hosts.joining)):
-                self.newcomers.invite(self.requests.workers)
-        except RunError as error:
-            self._refuse_joiners(str(error))
-
-    def _why_no_host_joins(self, workers: int) -> str:
-        """Why this number of workers of another host cannot join now; empty if they can."""
-        if self._most is None:
-            return NONE_JOINS
-        if self._went is None or self._over or self._cutting:
-            return "no worker can join just now, because the run begins, ends or changes its workers; try again"
-        return self._why_not_joined_by(workers + self._hosts.joining + self.requests.workers)
-
-    def _let_leave(self, ranks: Collection[int]) -> bool:
-        """Let workers leave because their host is stopped; return whether the run continues without them."""
-        leavers = self._leavers | set(ranks)
-        if self._least is None or self._checkpoints is None or self._went is None or self._over or self._missed:
-            return False
-        if self._why_not_with(len(self._view.ranks) - len(leavers)):
-            return False
-        self._leavers = leavers
-        return True
-
-    def _why_not_joined_by(self, workers: int) -> str:
-        """Why this number of workers cannot join now; empty if they can."""
-        if self._missed:
-            return (
-                f"no worker can join, because {node_name(min(self._missed))} was lost and no more checkpoints are taken"
-            )
-        if self._done:
-            return "no worker can join, because a worker has taken its last step"
-        total = len(self._view.ranks) - len(self._leavers) + workers
-        if self._most is not None and total > self._most:
-            return f"the number of workers must be <= --max-workers {self._most}, got {total}; let fewer workers join"
-        why = self._why_not_with(total)
-        return f"no {workers} workers can join: {why}" if why else ""
-
-    def _asked_to_leave(self, address: Address) -> None:
-        """A signal asks a worker to leave the run.
-
-        Raises:
-            KeyboardInterrupt: too few workers are left, so that the run ends.
-        """
-        if self._least is None or self._checkpoints is None or self._over or address in self._leavers:
-            return
-        if self._missed:  # a run with a loss has no checkpoint
-            self._leave_as_lost(address)
-            return
-        if why := self._why_not_with(len(self._view.ranks) - len(self._leavers) - 1):
-            raise KeyboardInterrupt(f"{node_name(address)} left, as SIGTERM asked, and {why}")
-        self._leavers.add(address)
-
-    def _why_not_with(self, workers: int) -> str:
-        """Why the run cannot continue with this number of workers; empty if it can."""
-        if self._least is not None and workers < self._least:
-            return f"the {workers} workers left are fewer than --min-workers {self._least}"
-        try:
-            if self.outcome.strategy is not None:
-                self.outcome.strategy.check(workers)
-        except FlockstepError as error:
-            return str(error)
-        return ""
-
-    def _goes_on_after(self, address: Address, reason: str) -> bool:
-        """Whether the run goes back to its newest checkpoint after the loss of a server, or of a worker that its
-        strategy needs.
-        """
-        newest = None if self._checkpoints is None else self._checkpoints.newest
-        if newest is None or self._done:
-            return False
-        began = self._went is not None
-        change = self.outcome.change  # of another node that was lost just now
-        joined = change.joined if change is not None else self._joiners() if began else 0
-        if address < 0:
-            if change is not None:  # servers are started again anyway
-                return True
-            some_died = len(self._view.ranks) < self._workers
-            if self._back_to is None or not began or some_died or min(newest.steps.values()) < self._back_to:
-                return False
-        elif self._fewer_end_the_run(joined):
-            return False
-        self._change(set(range(self._workers)) - set(self._view.ranks), reason, joined)
-        return True
-
-    def _fewer_end_the_run(self, joined: int) -> bool:
-        """Whether the run does not go back to a checkpoint with the workers that are left and those that join.
-
-        Before all nodes are ready, every strategy needs all workers.
-        """
-        strategy, began = self.outcome.strategy, self._went is not None
-        survives = strategy is not None and strategy.traits.deaths(self._workers) >= len(self._missed)
-        none_leaves = self._least is None and (began or not self._joining.issuperset(self._missed))
-        if none_leaves or (survives and began):
-            return True
-        return bool(self._why_not_with(len(self._view.ranks) + joined))
 
     @property
     def _open_calls(self) -> list[Supervisor]:
@@ -641,7 +401,7 @@ class Supervisor:
 
     def _current(self) -> Supervisor:
         """The supervisor of the first call whose run is not over; if all are, that of the last call."""
-        return next((one for one in self._calls if not one._over), self._calls[-1])
+        return next((one for one in self._calls if not one._state.over), self._calls[-1])
 
     def _scripts_ended(self) -> bool:
         """Whether no process can begin a further call of `distribute`."""
@@ -649,12 +409,12 @@ class Supervisor:
 
     def _turn(self, result: Callable[[Outcome], FlatArray | None]) -> None:
         """Look for lost and late nodes of this call, and dismiss its nodes once all have finished."""
-        if self._over:
+        if self._state.over:
             if self._may_release():
                 self._release()
             return
         self._look_after_children()
-        self._wait_monitor.look(self._links.keys(), self._done | self._gone)
+        self._wait_monitor.look(self._links.keys(), self._state.done | self._state.gone)
         self._evaluation.go_on()
         if not self._finished():
             if self._checkpoints is not None:
@@ -662,22 +422,23 @@ class Supervisor:
                     self._checkpoints.look(self.standings)
             return
         assert self.outcome.strategy is not None
-        for address in self._missed - self._done:  # the others may have finished too when this node was lost
+        missed = self._state.missed
+        for address in missed - self._state.done:  # the others may have finished too when this node was lost
             if address < 0 or not self.outcome.strategy.traits.survives:
                 raise PeerLost(self.outcome.lost[address].reason)
         self._dismiss(result(self.outcome))
-        self._over = True
+        self._state.over = True
 
     def _finished(self) -> bool:
-        expected = set(self.standings) - self._gone
+        expected = set(self.standings) - self._state.gone
         if not any(address >= 0 for address in expected):
             raise RunError("every worker was lost: " + "; ".join(one.reason for one in self.outcome.lost.values()))
-        return bool(self._ready) and expected <= self._done
+        return bool(self._state.ready) and expected <= self._state.done
 
     def _poll(self) -> None:
         """Handle the messages of all calls' nodes."""
         self._hosts.require_running()
-        if self._wait(LAST_POLL if all(one._over for one in self._calls) else POLL):
+        if self._wait(LAST_POLL if all(one._state.over for one in self._calls) else POLL):
             with undisturbed():  # half a message would look like a broken protocol
                 for one in self._open_calls:
                     for words in one._heard():
@@ -710,11 +471,11 @@ class Supervisor:
         """Handle the messages of a node that have arrived, at most `most` of them."""
         try:
             while most and (message := link.receive()) is not None:
-                self._flight.note("receive", link.address, message.tag, self.standings[link.address].step)
+                self._records.flight.note("receive", link.address, message.tag, self.standings[link.address].step)
                 self._handle(message)
                 most -= 1
         except ProtocolError as error:
-            if link.address not in self._gone:
+            if link.address not in self._state.gone:
                 self._lose(link.address, f"{node_name(link.address)} broke the protocol: {error}")
 
     def _accept_control(self, data: bytes) -> None:
@@ -729,7 +490,7 @@ class Supervisor:
                 one._hello(words)
 
     def _hello(self, hello: Hello) -> None:
-        if hello.address in self._links or hello.address in self._gone:  # a lost node may not return
+        if hello.address in self._links or hello.address in self._state.gone:  # a lost node may not return
             return
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(
@@ -750,7 +511,7 @@ class Supervisor:
             replicas = self._workers // self._parts
             self.outcome.strategy.check(replicas)
             self._cluster = whole_cluster(self.outcome.strategy.cluster(replicas), self._parts)
-            self._program_events = ProgramEvents(self._cluster)
+            self._records.program_events = ProgramEvents(self._cluster)
             return
         self.outcome.schema.require(hello.schema, node_name(hello.address))
         if rule_of(hello.strategy) != self.outcome.strategy:
@@ -799,11 +560,11 @@ class Supervisor:
         if self._parts == 1:
             self._memory = self._transport.share(self._workers, model)
         places: dict[str, list[int]] = {}
-        for rank in self._view.ranks:
+        for rank in self._state.view.ranks:
             places.setdefault(self._links[rank].hello.host, []).append(rank)
         hosts = self.outcome.hosts = tuple(map(tuple, places.values()))
         memory, servers, replicas = self._memory, self._cluster.servers, self._cluster.replicas
-        welcome = Welcome(self._view, hosts, servers, peers, "" if memory is None else memory.address, replicas)
+        welcome = Welcome(self._state.view, hosts, servers, peers, "" if memory is None else memory.address, replicas)
         for address, link in self._links.items():
             link.tell("welcome", welcome)
             if self._initial is not None:
@@ -811,12 +572,12 @@ class Supervisor:
 
     def _be_ready(self, address: Address) -> None:
         """Begin the run when all nodes are ready."""
-        self._ready.add(address)
-        if len(self._ready) < len(self._links):
+        self._state.ready.add(address)
+        if len(self._state.ready) < len(self._links):
             return
         resumed = self._resumed()
         self.began = time.monotonic()
-        went = self._went = self.began - (0.0 if resumed is None else resumed.manifest.seconds)
+        went = self._state.went = self.began - (0.0 if resumed is None else resumed.manifest.seconds)
         if self._checkpoints is not None and self.outcome.strategy is not None:
             self._checkpoints.begin(self._links, self.outcome.strategy, self._cluster)
         self._wait_monitor.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
@@ -849,10 +610,11 @@ class Supervisor:
             case "gradient" | "data":
                 self._draws[message.tag].hear(address, note)
             case "snapshot":
-                self._begin_snapshot(self._links[address], note)
+                node, largest = self._cluster.logical(address), self._links[address].hello.largest
+                self._records.begin_snapshot(address, node, note, largest)
             case "part":
                 self._links[address].tell("taken")
-                self._take(address, message.payload)
+                self._records.take(address, message.payload)
             case "done" | "left":
                 self._leave(address, message.tag, int(note["step"]))
             case "checkpoint":
@@ -861,29 +623,6 @@ class Supervisor:
                 self._remove(address, note)
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
-
-    def _keep(self, address: Address, message: Message) -> None:
-        """Write what a node reports: events of the record, or its flight recorder."""
-        if message.tag == "flight":
-            self._keep_flight(address, decoded(message.payload.data))
-        else:
-            self._write(address, events_in(message.payload))
-
-    def _keep_flight(self, address: Address | None, events: list[FlightEvent]) -> None:
-        """Append the events of a node's flight recorder, or of the launcher's, to its file."""
-        if self._went is None or isinstance(self.outcome.error, Interrupted):  # an interruption is no fault
-            return
-        try:
-            append(self._record, address, events)
-        except OSError as error:
-            text = f"the flight recorder was not written: {error.strerror}"
-            if text not in self.outcome.warnings:
-                self.outcome.warnings.append(text)
-
-    def _keep_own_flight(self) -> None:
-        """Append the launcher's flight recorder to its file, because of a fault."""
-        went = self._went or 0.0
-        self._keep_flight(None, self._flight.taken(lambda seconds: seconds - went))
 
     def _hear_of_checkpoint(self, address: Address, note: Fields) -> None:
         if self._checkpoints is not None:
@@ -902,7 +641,7 @@ class Supervisor:
         if note:
             self._condemn(address, int(note["address"]), str(note["reason"]))
         else:
-            self._asked_to_leave(address)
+            self._changes.ask_to_leave(address)
 
     def _condemn(self, by: Address, worker: Address, reason: str) -> None:
         """Put a worker in quarantine, as a server or the worker itself asks."""
@@ -911,68 +650,33 @@ class Supervisor:
                 f"{node_name(by)} asks to put {node_name(worker)} in quarantine, but only a server or the worker "
                 "itself may do that"
             )
-        self._condemned[worker] = reason
+        self._state.condemned[worker] = reason
 
     def _begin(self, link: ProcessLink, went: float) -> None:
         """All nodes were ready at `went`: tell this one to begin."""
-        node, record = link.address, RunFolder(self._record)
-        self._writers[node] = self._open.enter_context(EventWriter(record.node_events_file(node), MOST))
-        self.outcome.nodes.add(node)
-        self.standings[node].state = "running"
+        self._records.begin(link.address, self._open)
+        self.standings[link.address].state = "running"
         link.tell("go", {"at": went})
 
+    def _keep(self, address: Address, message: Message) -> None:
+        """Write what a node reports: events of the record, or its flight recorder."""
+        if message.tag == "flight":
+            self._records.keep_flight(address, decoded(message.payload.data))
+        else:
+            self._write(address, events_in(message.payload))
+
     def _write(self, address: Address, events: list[Event]) -> None:
-        """Write a node's events to the record."""
-        writer = self._writers.get(address)
-        if writer is None:
-            raise ProtocolError("the process sent events before the run began")
-        for kept in events:
-            if (event := self._program_events.once(address, kept)) is None:
-                continue
-            writer.write(event)
-            if isinstance(event, StepEvent):
-                self.standings[address].progress(event)
-            elif isinstance(event, NodeEvent):
-                self._hashes[address] = event.hash
-        writer.flush()
+        """Write a node's events to the record; a worker's steps show that it does not wait."""
+        self._records.write(address, events)
         if address >= 0 and any(isinstance(event, StepEvent) for event in events):
             self._wait_monitor.hear(address, {"step": self.standings[address].step})
             for one in self._calls:
                 one._wait_monitor.note_sign(address)
 
-    def _begin_snapshot(self, link: ProcessLink, note: Fields) -> None:
-        with self._warned(float(note["tick"])):
-            node = self._cluster.logical(link.address)
-            self._arriving[link.address] = SnapshotWriter(self._places, node, note, link.hello.largest)
-            self._take(link.address, np.empty(0, np.uint8))
-
-    def _take(self, address: Address, part: FlatArray) -> None:
-        """Handle a part of a snapshot; drop the snapshot if no folder accepts the part."""
-        if (arriving := self._arriving.pop(address, None)) is None:
-            return
-        with self._warned(arriving.tick):
-            if (item := arriving.add(part)) is None:
-                self._arriving[address] = arriving
-                return
-            if item.tick is None or item.tick == LAST:
-                self.outcome.newest.take(item)
-            self._evaluation.take(item)
-
-    @contextlib.contextmanager
-    def _warned(self, tick: float) -> Iterator[None]:
-        """Turn an error of storing a snapshot into a warning; only final parameters must be stored."""
-        try:
-            yield
-        except RunError as error:
-            if tick == FINAL:
-                raise
-            if str(error) not in self.outcome.warnings:
-                self.outcome.warnings.append(str(error))
-
     def _leave(self, address: Address, how: str, step: int) -> None:
         """Handle a node whose program has ended, or that takes no more steps."""
         if how == "done":
-            self._done.add(address)
+            self._state.done.add(address)
             self.standings[address].state = "done"
             self.standings[address].step = step
         self._tell_others("left", address, {"address": address, "step": step})
@@ -982,17 +686,17 @@ class Supervisor:
         raise of_kind(kind, reason, f"In {node_name(address)}:\n{trace}" if trace else "")
 
     def _look_after_children(self) -> None:
-        while self._condemned:
-            address, reason = self._condemned.popitem()
-            if address >= 0 and address in self._links and address not in self._done:
+        while self._state.condemned:
+            address, reason = self._state.condemned.popitem()
+            if address >= 0 and address in self._links and address not in self._state.done:
                 self._hear(self._links[address])
                 self._lose(address, reason)
         for address in list(self.standings):
-            how = None if address in self._gone else self._health.gone(address)
+            how = None if address in self._state.gone else self._health.gone(address)
             link = self._links.get(address)
             if how is not None and link is not None:
                 self._hear(link)  # its last messages
-            if how is not None and address not in self._gone:
+            if how is not None and address not in self._state.gone:
                 step = self.standings[address].step
                 self._lose(address, f"{how} at about step {step}" if step else how)
 
@@ -1002,7 +706,7 @@ class Supervisor:
             replica, part = divmod(address, self._parts)
             reason = f"{reason}; it held stage {part} of replica {replica}"
             for other in range(replica * self._parts, (replica + 1) * self._parts):
-                if other != address and other not in self._gone and self._survived:
+                if other != address and other not in self._state.gone and self._survived:
                     why = f"{node_name(other)} ended with {node_name(address)}, a stage of the same replica"
                     self._lose_node(other, why, quiet=True)
         self._lose_node(address, reason)
@@ -1016,28 +720,28 @@ class Supervisor:
     def _survived(self) -> bool:
         """Whether the strategy continues without workers that are lost now."""
         strategy = self.outcome.strategy
-        return self._went is not None and strategy is not None and bool(strategy.traits.survives)
+        return self._state.went is not None and strategy is not None and bool(strategy.traits.survives)
 
     def _lose_node(self, address: Address, reason: str, quiet: bool = False) -> None:
-        self._gone.add(address)
+        self._state.gone.add(address)
         if (child := self.children.get(address)) is not None:
             child.kill()
         if (link := self._links.pop(address, None)) is not None:
             link.close()  # the node may only have been stopped: messages that it sends later belong to no run
-        since = time.monotonic() - self._went if self._went is not None else 0.0
+        since = time.monotonic() - self._state.went if self._state.went is not None else 0.0
         self.outcome.lost[address] = LostEvent(since, address, reason)
-        if (arriving := self._arriving.pop(address, None)) is not None:
-            arriving.drop()
+        self._records.drop(address)
         self.standings[address].state = "lost"
-        if self._went is not None and self.outcome.change is None and is_replaced(self._cluster, address, self._gone):
+        began, gone = self._state.went is not None, self._state.gone
+        if began and self.outcome.change is None and is_replaced(self._cluster, address, gone):
             self._replace(address, reason)
             return
         self._evaluation.lose(self._cluster.logical(address))
-        if self._went is None and child is not None:
+        if self._state.went is None and child is not None:
             refuse_unguarded(child)
-        self._view = self._view.without(address)
-        goes_on = self._goes_on_after(address, reason)
-        if self._went is None and not goes_on:
+        self._state.view = self._state.view.without(address)
+        goes_on = self._changes.goes_on_after(address, reason)
+        if self._state.went is None and not goes_on:
             raise PeerLost(f"{reason} before the run started")
         if self._checkpoints is not None:
             self._checkpoints.end() if goes_on else self._checkpoints.lose(address)
@@ -1046,28 +750,27 @@ class Supervisor:
         if self.outcome.change is not None:
             self.outcome.change = None
             raise PeerLost(reason)
-        loss = self._losses[address] = NodeLost(address, reason, self._view)
-        self._keep_own_flight()
+        loss = self._losses[address] = NodeLost(address, reason, self._state.view)
+        self._records.keep_own_flight()
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits
         survives = traits is not None and traits.survives and traits.results
-        if address >= 0 and self._view.ranks and survives and not quiet:
-            on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers continue")
+        if address >= 0 and self._state.view.ranks and survives and not quiet:
+            on_stderr(f"{reason}; {len(self._state.view.ranks)} of {self._workers} workers continue")
         self._tell_others("lost", address, loss)
 
     def _replace(self, address: Address, reason: str) -> None:
         """A process of a server is lost, and another one continues: tell all nodes."""
         self.outcome.replaced.add(address)
-        found = replaced(self._cluster, address, self._gone, reason)
+        found = replaced(self._cluster, address, self._state.gone, reason)
         if found.promoted is not None:
-            self._done.discard(found.promoted)  # it has to send the result
+            self._state.done.discard(found.promoted)  # it has to send the result
         on_stderr(found.text)
         self.outcome.warnings.append(found.text)
         if self._checkpoints is not None:
             self._checkpoints.interrupt(f"{node_name(address)} was lost")
-        if self._back_to is not None:
-            self._renewing = found.text
-        loss = self._losses[address] = NodeLost(address, reason, self._view, True)
-        self._keep_own_flight()
+        self._changes.replace(found.text)
+        loss = self._losses[address] = NodeLost(address, reason, self._state.view, True)
+        self._records.keep_own_flight()
         self._tell_others("lost", address, loss)
 
     def _tell_others(self, tag: str, address: Address, note: AnyNote) -> None:
@@ -1083,7 +786,7 @@ class Supervisor:
         buffers = {} if result is None else self.outcome.newest.buffers()
         known = None if result is None else fingerprint(result)
         for address, link in self._links.items():
-            link.dismiss(None if address < 0 or self._hashes.get(address) == known else result, buffers)
+            link.dismiss(None if address < 0 or self._records.hashes.get(address) == known else result, buffers)
 
     def _end_all(self) -> None:
         """After a failure, ask all processes to end, keep what they still send, and kill those that do not
@@ -1091,7 +794,7 @@ class Supervisor:
         """
         error = self.outcome.error
         if error is not None:
-            self._keep_own_flight()
+            self._records.keep_own_flight()
             for one in self._calls:
                 one._stop_all(error)
         patience = self._patience if error is None else GRACE
@@ -1140,7 +843,7 @@ class Supervisor:
             self._checkpoints.end(failed=self.outcome.error is not None)
         reap(self._processes(), GRACE, self._hosts.pump)
         for one in self._open_calls[1:]:
-            one.outcome.error = None if one._over else self.outcome.error
+            one.outcome.error = None if one._state.over else self.outcome.error
             try:
                 one._release()
             except FlockstepError as error:
@@ -1150,5 +853,5 @@ class Supervisor:
     def _check_exits(self) -> None:
         for address, child in ((address, child) for one in self._calls for address, child in one.children.items()):
             code = child.exit_code()
-            if code not in (0, None, ENDED) and not any(address in one._gone for one in self._calls):
+            if code not in (0, None, ENDED) and not any(address in one._state.gone for one in self._calls):
                 self.outcome.error = RunError(f"{node_name(address)} {how_it_ended(code)} after the run had ended")

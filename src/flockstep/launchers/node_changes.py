@@ -1,0 +1,219 @@
+"""How the nodes of a run change while it goes on: workers leave and join, and lost nodes are started again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from flockstep.errors import FlockstepError, RunError
+from flockstep.launchers.checkpoints import Checkpointer
+from flockstep.launchers.hosts import NONE_JOINS, OtherHosts
+from flockstep.launchers.join_requests import JoinRequests
+from flockstep.launchers.newcomers import Newcomers
+from flockstep.launchers.run_state import Change, RunState
+from flockstep.launchers.wait_monitor import on_stderr
+from flockstep.messages import Address, node_name
+
+LEAVE_AGAIN = 10.0
+"""Seconds after which workers try again to leave the run, if no checkpoint could be written."""
+
+
+class NodeChanges:
+    """Decides when the nodes of a run change, and lets all nodes stop with their states before the change."""
+
+    _renewing = ""
+    """Sentence on the lost process of a server, in whose place another is to be started; empty if there is none."""
+    _cutting = False
+    """Whether all nodes are asked to stop with their states, so that workers can leave and join."""
+    _leave_again: float | None = None
+    """Time of the monotonic clock at which workers that could not leave the run try again; None: no attempt failed."""
+
+    def __init__(
+        self,
+        state: RunState,
+        checkpoints: Checkpointer | None,
+        hosts: OtherHosts,
+        requests: JoinRequests,
+        newcomers: Newcomers,
+        least: int | None,
+        most: int | None,
+        back_to: int | None,
+        joining: Collection[int],
+    ):
+        """See `Supervisor` for the arguments."""
+        self._state, self._checkpoints, self._hosts = state, checkpoints, hosts
+        self._requests, self._newcomers = requests, newcomers
+        self._least, self._most, self._back_to = least, most, back_to
+        self._joining = frozenset(joining)
+        self._leavers = set[int]()
+
+    def end(self) -> None:
+        """Let no worker leave from now on, because the run ends."""
+        self._least = None
+
+    def replace(self, text: str) -> None:
+        """Start another process in place of one that a server has lost, as `text` says, if the run has checkpoints."""
+        if self._back_to is not None:
+            self._renewing = text
+
+    def look(self) -> None:
+        """Let workers leave and join, once all nodes have stopped with their states."""
+        if self._checkpoints is None or not self._state.running or self._state.outcome.change is not None:
+            return
+        joiners = self._joiners()
+        if not (self._leavers or joiners or self._renewing):
+            return
+        if not self._cutting and (joiners or self._leave_again is None or time.monotonic() >= self._leave_again):
+            self._cutting = True
+            self._checkpoints.cut()
+        if self._cutting and self._checkpoints.is_cut:
+            names = " and ".join(node_name(rank) for rank in sorted(self._leavers))
+            left = f"{names} left, as SIGTERM asked" if names else self._renewing
+            self._change(set(self._leavers), left, joiners)
+        elif self._cutting and self._checkpoints.is_cut is False:
+            self._cutting = False  # the run is about to end, a node was lost, or the disk is full
+            self._could_not_change(self._checkpoints.why_not or "the nodes had continued")
+
+    def _joiners(self) -> int:
+        """Number of workers that can take part now, because their processes have built the job."""
+        return self._joiners_here() + self._hosts.prepared
+
+    def _joiners_here(self) -> int:
+        """Those whose processes are on this machine."""
+        try:
+            return self._requests.workers if self._newcomers.ready() else 0
+        except RunError as error:
+            self.refuse_joiners(str(error))
+            return 0
+
+    def refuse_joiners(self, why: str) -> None:
+        """Refuse all workers that are about to join, and end their processes."""
+        self._newcomers.end()
+        self._requests.refuse(f"no worker can join now: {why}")
+        self._hosts.refuse_joiners(f"no worker can join now: {why}")
+
+    def _could_not_change(self, why: str) -> None:
+        """Let the workers that asked to leave try again later; after a loss that the run survives, they leave at once,
+        as lost workers do, because there are no more checkpoints.
+        """
+        self.refuse_joiners(why)
+        for rank in sorted(self._leavers):
+            text = f"{node_name(rank)} did not leave, although SIGTERM asked it to: {why}"
+            if self._state.missed:
+                self._leave_as_lost(rank)
+            elif text not in self._state.outcome.warnings:
+                on_stderr(text)
+                self._state.outcome.warnings.append(text)
+        self._leavers -= self._state.condemned.keys()
+        self._leave_again = time.monotonic() + LEAVE_AGAIN
+
+    def _leave_as_lost(self, rank: int) -> None:
+        self._state.condemned[rank] = f"{node_name(rank)} left, as SIGTERM asked"
+
+    def _change(self, gone: set[int], left: str, joined: int) -> None:
+        """Continue without the workers that are gone, and with those that join; `left`: a clause about the former."""
+        if joined > self._hosts.prepared:
+            self._requests.admit()
+        text = f"{joined} worker{'s' * (joined > 1)} joined" if joined else ""
+        reason = ", and ".join(filter(None, (left, text)))
+        self._state.outcome.change = Change(gone, reason, joined)
+
+    def look_for_requests(self) -> None:
+        """Start the processes of workers that want to join the run."""
+        if self._most is None or not self._state.running or self._cutting:
+            return
+        try:
+            if self._requests.take(lambda workers: self._why_not_joined_by(workers + self._hosts.joining)):
+                self._newcomers.invite(self._requests.workers)
+        except RunError as error:
+            self.refuse_joiners(str(error))
+
+    def why_no_host_joins(self, workers: int) -> str:
+        """Why this number of workers of another host cannot join now; empty if they can."""
+        if self._most is None:
+            return NONE_JOINS
+        if not self._state.running or self._cutting:
+            return "no worker can join just now, because the run begins, ends or changes its workers; try again"
+        return self._why_not_joined_by(workers + self._hosts.joining + self._requests.workers)
+
+    def let_leave(self, ranks: Collection[int]) -> bool:
+        """Let workers leave because their host is stopped; return whether the run continues without them."""
+        leavers = self._leavers | set(ranks)
+        if self._least is None or self._checkpoints is None or not self._state.running or self._state.missed:
+            return False
+        if self._why_not_with(len(self._state.view.ranks) - len(leavers)):
+            return False
+        self._leavers = leavers
+        return True
+
+    def _why_not_joined_by(self, workers: int) -> str:
+        """Why this number of workers cannot join now; empty if they can."""
+        if self._state.missed:
+            lost = node_name(min(self._state.missed))
+            return f"no worker can join, because {lost} was lost and no more checkpoints are taken"
+        if self._state.done:
+            return "no worker can join, because a worker has taken its last step"
+        total = len(self._state.view.ranks) - len(self._leavers) + workers
+        if self._most is not None and total > self._most:
+            return f"the number of workers must be <= --max-workers {self._most}, got {total}; let fewer workers join"
+        why = self._why_not_with(total)
+        return f"no {workers} workers can join: {why}" if why else ""
+
+    def ask_to_leave(self, address: Address) -> None:
+        """A signal asks a worker to leave the run.
+
+        Raises:
+            KeyboardInterrupt: too few workers are left, so that the run ends.
+        """
+        if self._least is None or self._checkpoints is None or self._state.over or address in self._leavers:
+            return
+        if self._state.missed:  # a run with a loss has no checkpoint
+            self._leave_as_lost(address)
+            return
+        if why := self._why_not_with(len(self._state.view.ranks) - len(self._leavers) - 1):
+            raise KeyboardInterrupt(f"{node_name(address)} left, as SIGTERM asked, and {why}")
+        self._leavers.add(address)
+
+    def _why_not_with(self, workers: int) -> str:
+        """Why the run cannot continue with this number of workers; empty if it can."""
+        if self._least is not None and workers < self._least:
+            return f"the {workers} workers left are fewer than --min-workers {self._least}"
+        try:
+            if self._state.outcome.strategy is not None:
+                self._state.outcome.strategy.check(workers)
+        except FlockstepError as error:
+            return str(error)
+        return ""
+
+    def goes_on_after(self, address: Address, reason: str) -> bool:
+        """Whether the run goes back to its newest checkpoint after the loss of a server, or of a worker that its
+        strategy needs.
+        """
+        newest = None if self._checkpoints is None else self._checkpoints.newest
+        if newest is None or self._state.done:
+            return False
+        began = self._state.went is not None
+        change = self._state.outcome.change  # of another node that was lost just now
+        joined = change.joined if change is not None else self._joiners() if began else 0
+        if address < 0:
+            if change is not None:  # servers are started again anyway
+                return True
+            some_died = len(self._state.view.ranks) < self._state.workers
+            if self._back_to is None or not began or some_died or min(newest.steps.values()) < self._back_to:
+                return False
+        elif self._fewer_end_the_run(joined):
+            return False
+        self._change(set(range(self._state.workers)) - set(self._state.view.ranks), reason, joined)
+        return True
+
+    def _fewer_end_the_run(self, joined: int) -> bool:
+        """Whether the run does not go back to a checkpoint with the workers that are left and those that join.
+
+        Before all nodes are ready, every strategy needs all workers.
+        """
+        strategy, began = self._state.outcome.strategy, self._state.went is not None
+        survives = strategy is not None and strategy.traits.deaths(self._state.workers) >= len(self._state.missed)
+        none_leaves = self._least is None and (began or not self._joining.issuperset(self._state.missed))
+        if none_leaves or (survives and began):
+            return True
+        return bool(self._why_not_with(len(self._state.view.ranks) + joined))

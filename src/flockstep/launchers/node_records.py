@@ -1,0 +1,113 @@
+"""What the nodes of a run send for its record: events, flight recorders and snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.event_sender import MOST
+from flockstep.drivers.replication import ProgramEvents
+from flockstep.drivers.tracker import FINAL
+from flockstep.errors import Interrupted, ProtocolError, RunError
+from flockstep.launchers.evaluation import SnapshotHandler
+from flockstep.launchers.run_state import RunState
+from flockstep.messages import Address, Fields
+from flockstep.nodes import Cluster
+from flockstep.records.events import Event, NodeEvent, StepEvent
+from flockstep.records.flight import FlightEvent, FlightRecorder, append
+from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
+
+
+class NodeRecords:
+    """Writes what the nodes of a run send to the run's folder, and hands their snapshots on to the evaluation."""
+
+    def __init__(self, state: RunState, record: Path, run: str, evaluation: SnapshotHandler):
+        """`record`: the run's folder; `run`: name of the run, which no other run has."""
+        self.program_events = ProgramEvents(Cluster(0))
+        """Tells which events of a server's processes belong to the record."""
+        self.places = snapshot_folders(record, run)
+        self.hashes: dict[Address, str] = {}
+        """Fingerprint of the final parameters of each node."""
+        self.flight = FlightRecorder()
+        """What the launcher itself did last."""
+        self._state, self._record, self._evaluation = state, record, evaluation
+        self._writers: dict[Address, EventWriter] = {}
+        self._arriving: dict[Address, SnapshotWriter] = {}
+
+    def begin(self, node: Address, files: contextlib.ExitStack) -> None:
+        """Open the file of a node's events, which `files` closes."""
+        file = RunFolder(self._record).node_events_file(node)
+        self._writers[node] = files.enter_context(EventWriter(file, MOST))
+        self._state.outcome.nodes.add(node)
+
+    def write(self, address: Address, events: list[Event]) -> None:
+        """Write a node's events to the record.
+
+        Raises:
+            ProtocolError: the run has not begun.
+        """
+        writer = self._writers.get(address)
+        if writer is None:
+            raise ProtocolError("the process sent events before the run began")
+        for kept in events:
+            if (event := self.program_events.once(address, kept)) is None:
+                continue
+            writer.write(event)
+            if isinstance(event, StepEvent):
+                self._state.standings[address].progress(event)
+            elif isinstance(event, NodeEvent):
+                self.hashes[address] = event.hash
+        writer.flush()
+
+    def keep_flight(self, address: Address | None, events: list[FlightEvent]) -> None:
+        """Append the events of a node's flight recorder, or of the launcher's (None), to its file."""
+        outcome = self._state.outcome
+        if self._state.went is None or isinstance(outcome.error, Interrupted):  # an interruption is no fault
+            return
+        try:
+            append(self._record, address, events)
+        except OSError as error:
+            outcome.warn(f"the flight recorder was not written: {error.strerror}")
+
+    def keep_own_flight(self) -> None:
+        """Append the launcher's flight recorder to its file, because of a fault."""
+        went = self._state.went or 0.0
+        self.keep_flight(None, self.flight.taken(lambda seconds: seconds - went))
+
+    def begin_snapshot(self, address: Address, node: Address, note: Fields, largest: int) -> None:
+        """Begin a snapshot of logical node `node`; `largest`: upper limit of its size in bytes."""
+        with self._warned(float(note["tick"])):
+            self._arriving[address] = SnapshotWriter(self.places, node, note, largest)
+            self.take(address, np.empty(0, np.uint8))
+
+    def take(self, address: Address, part: FlatArray) -> None:
+        """Handle a part of a snapshot; drop the snapshot if no folder accepts the part."""
+        if (arriving := self._arriving.pop(address, None)) is None:
+            return
+        with self._warned(arriving.tick):
+            if (item := arriving.add(part)) is None:
+                self._arriving[address] = arriving
+                return
+            if item.tick is None or item.tick == LAST:
+                self._state.outcome.newest.take(item)
+            self._evaluation.take(item)
+
+    def drop(self, address: Address) -> None:
+        """Drop the snapshot that a lost node has not sent completely."""
+        if (arriving := self._arriving.pop(address, None)) is not None:
+            arriving.drop()
+
+    @contextlib.contextmanager
+    def _warned(self, tick: float) -> Iterator[None]:
+        """Turn an error of storing a snapshot into a warning; only final parameters must be stored."""
+        try:
+            yield
+        except RunError as error:
+            if tick == FINAL:
+                raise
+            self._state.outcome.warn(str(error))

@@ -1,0 +1,106 @@
+"""What a supervisor knows of its run: the outcome so far, the nodes that take part, and how far the run is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.snapshot_tracker import NewestSnapshots
+from flockstep.drivers.whole_model import held_by_servers
+from flockstep.errors import FlockstepError
+from flockstep.launchers.node_progress import NodeProgress
+from flockstep.messages import Address
+from flockstep.nodes import Hosts, View
+from flockstep.records.events import Event, HostsEvent, LostEvent
+from flockstep.strategies.base import Strategy
+
+
+@dataclass
+class Outcome:
+    """The result of a supervised run."""
+
+    workers: int = 0
+    schema: Schema | None = None
+    strategy: Strategy | None = None
+    newest: NewestSnapshots = field(default_factory=NewestSnapshots)
+    warnings: list[str] = field(default_factory=list)
+    hosts: Hosts = ()
+    """The workers of each host; empty before all nodes have joined."""
+    lost: dict[Address, LostEvent] = field(default_factory=dict)
+    error: FlockstepError | None = None
+    replaced: set[Address] = field(default_factory=set)
+    """Lost processes of servers of which other processes continue."""
+    change: Change | None = None
+    """How the workers change while the run continues, whose processes still run; None if the run has ended."""
+    nodes: set[Address] = field(default_factory=set)
+    """Nodes whose events are written to files."""
+    sizes: tuple[int, ...] = ()
+    """Number of elements of each part of a split model; empty if every worker holds a whole replica."""
+
+    @property
+    def held(self) -> list[slice]:
+        """Slice of the model that each server holds, once the nodes have joined."""
+        assert self.strategy is not None
+        assert self.schema is not None
+        sizes = self.sizes or (self.schema.size,)
+        return held_by_servers(self.strategy, self.workers // len(sizes), sizes)
+
+    def warn(self, text: str) -> None:
+        """Add a sentence to the warnings, once."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of the record that the supervisor alone knows: the hosts if there are several, and the lost nodes."""
+        hosts = [HostsEvent(0.0, self.hosts)] if len(self.hosts) > 1 else []
+        return [*hosts, *self.lost.values()]
+
+
+@dataclass
+class Change:
+    """Workers that leave a run, are lost, or join it, while the other workers continue; no rank is gone if a server is
+    lost.
+    """
+
+    gone: set[int]
+    reason: str
+    joined: int = 0
+    """Number of workers that join."""
+    since: float = field(default_factory=time.monotonic)
+    """Time at which the nodes had stopped, in seconds of the monotonic clock."""
+
+
+@dataclass
+class RunState:
+    """The nodes of a supervised run, and how far the run is."""
+
+    workers: int
+    """Number of workers at the start."""
+    outcome: Outcome
+    view: View
+    """The workers that take part."""
+    standings: dict[Address, NodeProgress]
+    ready: set[Address] = field(default_factory=set)
+    """Nodes that can begin."""
+    done: set[Address] = field(default_factory=set)
+    """Nodes whose programs have ended."""
+    gone: set[Address] = field(default_factory=set)
+    """Lost nodes."""
+    condemned: dict[Address, str] = field(default_factory=dict)
+    """Workers to remove from the run, with the reason."""
+    went: float | None = None
+    """Time at which all nodes were ready, in seconds of the monotonic clock, less the seconds of the run before."""
+    over: bool = False
+    """Whether all nodes have been dismissed."""
+
+    @property
+    def running(self) -> bool:
+        """Whether all nodes have begun, and have not been dismissed."""
+        return self.went is not None and not self.over
+
+    @property
+    def missed(self) -> set[Address]:
+        """Lost nodes that no backup has replaced."""
+        return self.gone - self.outcome.replaced
