@@ -55,9 +55,9 @@ def seconds(host: Host, folder: Path, command: list[str]) -> float:
     return float(said.read_text()) - begun
 
 
-def measure(rounds: int, only: str) -> dict[str, list[float]]:
-    """Name of a launcher → seconds, one figure for each round."""
-    folder, bin_ = Path(tempfile.mkdtemp(prefix="fl-")), Path(sys.executable).parent
+def measure(folder: Path, rounds: int, only: str) -> dict[str, list[float]]:
+    """Name of a launcher → seconds, one figure for each round; `folder` has a short path."""
+    bin_ = Path(sys.executable).parent
     os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     (folder / "script.py").write_text(SCRIPT)
     own, python = [str(bin_ / "flockstep")], [sys.executable, "script.py"]
@@ -95,7 +95,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
     given = parser.parse_args()
-    found = measure(given.rounds, given.only)
+    with tempfile.TemporaryDirectory(prefix="fl-") as folder:
+        found = measure(Path(folder), given.rounds, given.only)
     print("| launcher | seconds to the first step: median | range |\n|---|---|---|")
     for name, times in found.items():
         print(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f} to {max(times):.1f} |")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flockstep.launchers.script import program_of, script_of_module
 from flockstep.records.events import ClockEvent, EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.overlap_trial import TRIED
@@ -202,6 +203,18 @@ print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL
     assert run["status"] == "finished"
     assert len(run["per_worker"]) == 4
     require_idle(two)
+
+
+def test_a_module_on_two_hosts_is_recorded_as_the_module(
+    two: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is repeated, or resumed, by what its record says."""
+    (tmp_path / "train_it.py").write_text(f"{NUMPY}start()\nsteps(3)\noptimizer.finish()\n")
+    monkeypatch.chdir(tmp_path)
+    require(on_all(two, "launch", "-n", "2", "-m", "train_it", "--lr", "2", first=["--out", tmp_path / "run"]), 0, 0)
+    config = RunFolder(tmp_path / "run").read_config()
+    assert program_of(config) == (script_of_module("train_it"), ["train_it", "--lr", "2"])
+    assert config.command.endswith(" -m train_it --lr 2")
 
 
 @pytest.mark.full

@@ -25,6 +25,7 @@ from flockstep.records.folder import RunFolder
 from support import slurm, ssh
 from support.hosts import TOOLS, Host, connected, lacking
 from support.jobs import go_on, paced
+from support.matrix import few
 from support.processes import COMMAND, PATIENCE, SOURCE, content, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -252,11 +253,12 @@ class Trial:
         (folder / "train.py").write_text(TRAINING)
         self.variables = {"TMPDIR": str(self.scratch), "FLOCKSTEP_SECRET": SECRET}
 
-    def words(self, launcher: Sequence[str], *arguments: str, python: bool = True) -> list[str]:
-        """The command of a launcher that starts the script."""
+    def words(self, launcher: Sequence[str], *arguments: str, python: bool = True, module: bool = False) -> list[str]:
+        """The command of a launcher that starts the script, as a file or as a module."""
         variables = [f"{name}={value}" for name, value in self.variables.items()]
         interpreter = [sys.executable] if python else []
-        return ["env", "-C", str(self.folder), *variables, *launcher, *interpreter, "train.py", *arguments]
+        script = ["-m", "train"] if module else ["train.py"]
+        return ["env", "-C", str(self.folder), *variables, *launcher, *interpreter, *script, *arguments]
 
     def summary(self, workers: int) -> dict[str, Any]:
         """The summary of the only record, which must be whole and hold the events of every worker."""
@@ -309,8 +311,10 @@ def by_ssh(ssh_config: Path, hosts: str, *more: str) -> list[str]:
     return [*COMMAND, "launch", "--hosts", hosts, "--ssh", f"ssh -F {ssh_config}", *more]
 
 
-def test_a_run_on_two_hosts_by_ssh(hosts: tuple[Host, ...], ssh_config: Path, trial: Trial) -> None:
-    learned(hosts[0].run(*trial.words(by_ssh(ssh_config, "d0:2,d1"), "ps(shards=2)", python=False)), 3)
+@pytest.mark.parametrize("module", few([False, True], False))
+def test_a_run_on_two_hosts_by_ssh(hosts: tuple[Host, ...], ssh_config: Path, trial: Trial, module: bool) -> None:
+    command = trial.words(by_ssh(ssh_config, "d0:2,d1"), "ps(shards=2)", python=False, module=module)
+    learned(hosts[0].run(*command), 3)
     found = trial.summary(3)
     assert (found["status"], found["workers"]) == ("finished", 3)
     assert "secret" not in (trial.folder / "runs").rglob("config.toml").__next__().read_text()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.script import MODULE_ENTRY, _settings, script_of_module
+from flockstep.launchers.script import _settings, script_of_module
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from support.matrix import few
@@ -287,7 +287,7 @@ print("passed")
 
 def test_hosts_compare_the_module_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = RunConfig(kind="launch", job=str(MODULE_ENTRY), strategy="as the script says", workers=2)
+    config = RunConfig(kind="launch", job="train_it", module=True, strategy="as the script says", workers=2)
 
     def settings(content: str) -> dict[str, str]:
         (tmp_path / "train_it.py").write_text(content)

@@ -87,7 +87,10 @@ def test_a_run_over_two_hosts_killed_at_a_point_and_resumed_ends_with_the_bits_o
 
 
 @pytest.mark.full
-def test_a_script_on_two_hosts_is_killed_and_resumed(two: list[Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [False, True])
+def test_a_script_on_two_hosts_is_killed_and_resumed(
+    module: bool, two: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = []
     for kill in (True, False):
         folder = tmp_path / f"kill-{kill}"
@@ -97,7 +100,9 @@ def test_a_script_on_two_hosts_is_killed_and_resumed(two: list[Host], tmp_path: 
             words += ["--import", write_failpoint(folder, Failpoint("worker-1", "gradient.computed", 70))]
         else:
             (folder / "go").touch()
-        words += [write_script(folder), "all_reduce", "12"]
+        monkeypatch.chdir(folder)
+        script = write_script(folder)
+        words += [*(["-m", "script"] if module else [script]), "all_reduce", "12"]
         ended = on_all(two, *words, first=["--out", folder / "run"])
         if kill:
             assert all(one.code for one in ended)

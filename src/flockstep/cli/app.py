@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import signal
@@ -223,12 +222,13 @@ def resume(
     """Continue a run of flockstep train or flockstep launch that has stopped, from its newest checkpoint."""
     from flockstep.cli.runs import resume_one
     from flockstep.launchers.output import Output, to_terminal
+    from flockstep.launchers.script import program_of
     from flockstep.records.folder import RunFolder
 
     config = RunFolder(folder).read_config()
     many = config.workers if workers is None else workers
     o.leave_to_slurm(context, where, many, folder)
-    with o.gathered(context, where, many, config.arguments, Output.of(config, to_terminal)) as gathering:
+    with o.gathered(context, where, many, program_of(config)[1], Output.of(config, to_terminal)) as gathering:
         if gathering is not None and not gathering.coordinates:
             raise ConfigurationError(
                 f"flockstep resume runs on the host with --node-rank 0, got {gathering.node}; on the other hosts "
@@ -432,7 +432,7 @@ def launch(
     o.leave_to_slurm(context, where, workers, place, words)
     with o.gathered(context, where, workers, arguments or [], shown) as gathering:
         if gathering is not None:
-            config = dataclasses.replace(o.over_hosts(context, config, gathering), job=str(script))
+            config = o.over_hosts(context, config, gathering)
         if gathering is not None and not gathering.coordinates:
             from flockstep.launchers.script import launch_for
 

@@ -145,8 +145,7 @@ def resume_script(
             f"a script must be resumed with as many workers as it had, got -n {workers} in place of {config.workers}; "
             "leave out -n"
         )
-    script = script_of_module(config.job) if config.module else Path(config.job)
-    arguments = [*([config.job] if config.module else []), *config.arguments]
+    script, arguments = program_of(config)
     require_script(script)
     checkpoint = newest(record.path)
     config = config_of(record, checkpoint, config)
@@ -204,6 +203,17 @@ def launch_for(
         gathering.serve(config, _settings(config, script, arguments), lambda node_spec, accepted: start(node_spec))
     finally:
         start.close()
+
+
+def program_of(config: RunConfig) -> tuple[Path, list[str]]:
+    """The script of a run, and the script's arguments; a module is run by a script whose first argument is its name.
+
+    Raises:
+        ConfigurationError: there is no such module in this folder or on Python's path.
+    """
+    if config.module:
+        return script_of_module(config.job), [config.job, *config.arguments]
+    return Path(config.job), list(config.arguments)
 
 
 def script_of_module(name: str) -> Path:

@@ -19,7 +19,7 @@ from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
 from flockstep.launchers.output import SHOWN, Output, OutputOptions
 from flockstep.launchers.scratch import end_fork_server, scratch
-from flockstep.launchers.script import ScriptStarter
+from flockstep.launchers.script import ScriptStarter, program_of
 from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
 
@@ -91,7 +91,7 @@ def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
             )
             return
         shown = Output(spec.output.ranks, spec.output.prefix, spec.output.folder)
-        start = ScriptStarter(Path(config.job), spec.arguments, config, shown, gathering)
+        start = ScriptStarter(program_of(config)[0], spec.arguments, config, shown, gathering)
         try:
             gathering.serve(config, settings_of(config), lambda node_spec, accepted: start(node_spec))
         finally:
