@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import sys
@@ -54,8 +55,10 @@ def begin(folder: Path, strategy: str, *more: str) -> RealRun:
 
 
 def resumed(folder: Path) -> Ended:
+    """Resume the run by a relative path, as users do."""
     go_on(folder)
-    return RealRun(["resume"], folder / "run").end()
+    with contextlib.chdir(folder):
+        return RealRun(["resume"], Path("run")).end()
 
 
 def uninterrupted(folder: Path, strategy: str, faults: tuple[str, ...] = ()) -> RunFolder:

@@ -322,7 +322,7 @@ class Supervisor:
             call=self._number,
             link_timeout=self._link_timeout,
             cut=None if self._initial is None else self._initial.cut,
-            checkpoint="" if (resumed := self._resumed()) is None else str(resumed.folder),
+            checkpoint="" if (resumed := self._resumed()) is None else str(resumed.folder.absolute()),
         )
 
     def _resumed(self) -> Checkpoint | None:
