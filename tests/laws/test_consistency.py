@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError
-from flockstep.messages import server
+from flockstep.messages import Message, server
 from flockstep.records.events import UpdateEvent
-from flockstep.strategies.consistency import Asynchronous, BulkSynchronous, Consistency, Push, StaleSynchronous
+from flockstep.strategies.consistency import (
+    Asynchronous,
+    BulkSynchronous,
+    Consistency,
+    ConsistencyView,
+    Push,
+    Read,
+    StaleSynchronous,
+)
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.testing.strategies import Sent, equal_bits, run_strategy
 
@@ -115,7 +123,7 @@ def test_staleness_is_bounded(s):
 class Eager(StaleSynchronous):
     """Negative control: applies everything on arrival, also what the slowest may not see yet."""
 
-    def releases(self, pending, slowest):
+    def released(self, pending, view):
         return [[push] for push in pending]
 
 
@@ -123,16 +131,16 @@ class Eager(StaleSynchronous):
 class Late(StaleSynchronous):
     """Negative control: applies what everyone has pushed only, so that a reader misses its own updates."""
 
-    def releases(self, pending, slowest):
-        return BulkSynchronous().releases(pending, slowest)
+    def released(self, pending, view):
+        return BulkSynchronous().released(pending, view)
 
 
 @dataclass(frozen=True)
 class OneMore(StaleSynchronous):
     """Negative control: admits one clock too far."""
 
-    def admits(self, clock, slowest):
-        return clock - self.s - 1 <= slowest
+    def admitted(self, reads, view):
+        return [read for read in reads if read.clock - self.s - 1 <= view.slowest]
 
 
 @pytest.mark.parametrize(
@@ -192,22 +200,28 @@ def pushed(timestamps):
     return [Push(rank, t, 0, 0.1, np.zeros(1)) for t, rank in timestamps]
 
 
+def seen(slowest):
+    """A server whose slowest clock has just moved to `slowest`."""
+    return ConsistencyView(slowest, 5, 5, 0, 0, {}, np.zeros(1), {}, True, lambda rank: False)
+
+
 @given(clocks, st.integers(0, 4))
 def test_the_slowest_is_always_admitted(everyone, s):
     for rule in (BulkSynchronous(), StaleSynchronous(s), Asynchronous()):
-        assert rule.admits(min(everyone), min(everyone))
+        read = Read(0, min(everyone), 0, Message(0, "read"))
+        assert rule.admitted([read], seen(min(everyone))) == [read]
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), unique=True), st.integers(0, 8), st.integers(0, 4))
 def test_groups_are_of_one_timestamp_in_order_and_by_rank(timestamps, slowest, s):
     pending = pushed(timestamps)
     for rule, limit in ((BulkSynchronous(), slowest - 1), (StaleSynchronous(s), slowest + s - 1)):
-        groups = rule.releases(pending, slowest)
+        groups = rule.released(pending, seen(slowest))
         flat = [(push.timestamp, push.rank) for group in groups for push in group]
         assert flat == sorted(t for t in timestamps if t[0] <= limit)
         assert all(len({push.timestamp for push in group}) == 1 for group in groups)
         assert len({group[0].timestamp for group in groups}) == len(groups)
-    assert Asynchronous().releases(pending, slowest) == [[push] for push in pending]
+    assert Asynchronous().released(pending, seen(slowest)) == [[push] for push in pending]
 
 
 def test_bounds_are_not_negative():

@@ -337,8 +337,8 @@ def test_nothing_is_stale_in_bulk_synchronous(text):
 class OrderOfArrival(BulkSynchronous):
     """Negative control: averages in the order in which gradients came."""
 
-    def releases(self, pending, slowest):
-        group = [push for push in pending if push.timestamp < slowest]
+    def released(self, pending, view):
+        group = [push for push in pending if push.timestamp < view.slowest]
         return [group] if group else []
 
 
@@ -346,7 +346,7 @@ class OrderOfArrival(BulkSynchronous):
 class OneTooFew(Asynchronous):
     """Negative control: holds each gradient back until the next comes."""
 
-    def releases(self, pending, slowest):
+    def released(self, pending, view):
         return [[push] for push in pending[:-1]]
 
 

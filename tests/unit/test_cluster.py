@@ -315,12 +315,12 @@ def arrivals(network: Network, cluster: Cluster, messages: list[tuple[int, int, 
     waiting = [fabric.depart(source, to, size, 0.0) for source, to, size in messages]
     order = list(waiting)
     while waiting:
-        first = min(waiting, key=lambda one: one.tail if one.done else one.head)
+        first = min(waiting, key=lambda one: one.time)
         if first.done:
             waiting.remove(first)
         else:
             fabric.advance(first)
-    return [one.tail for one in order]
+    return [one.time for one in order]
 
 
 EVERYONE = [(a, b, 1000 * (a + 1)) for a in range(4) for b in range(4)]

@@ -33,12 +33,12 @@ def arrivals(network: Network, *sent: Sent, fabric: Fabric | None = None) -> lis
             _, source, to, nbytes = sent[event]
             transit = fabric.depart(source, to, nbytes, t)
             which[id(transit)] = event
-            queue.schedule(transit.tail if transit.done else transit.head, transit)
+            queue.schedule(transit.time, transit)
         elif event.done:
             found[which[id(event)]] = t
         else:
             fabric.advance(event)
-            queue.schedule(event.tail if event.done else event.head, event)
+            queue.schedule(event.time, event)
     return found
 
 

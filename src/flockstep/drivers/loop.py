@@ -167,7 +167,8 @@ class Loop:
         """The state from which a resumed run goes on, until its program has begun."""
         self._script: ScriptCheckpoints | None = None
         self._member: Member | None = None
-        self._finished = False
+        self.finished = False
+        """Whether the run has ended for this worker, or failed."""
         self._failure: Exception | None = None
         self._connection: NodeConnection | None = None
         self.membership: Membership | None = None
@@ -224,11 +225,6 @@ class Loop:
             self._note()
 
     @property
-    def finished(self) -> bool:
-        """Whether the run has ended for this worker."""
-        return self._finished or self._failure is not None
-
-    @property
     def lr(self) -> float:
         """Learning rate of this worker's next step."""
         return self._worker.lr
@@ -246,7 +242,7 @@ class Loop:
     @property
     def awaited(self) -> int:
         """First element of the part of the gradients that the strategy waits for; 0 if it waits for all of them."""
-        return 0 if self._finished or self._failure is not None else self._runner.awaited
+        return 0 if self.finished else self._runner.awaited
 
     @property
     def tentative(self) -> bool:
@@ -289,7 +285,7 @@ class Loop:
 
     def listen(self) -> None:
         """Deliver messages that have arrived, and continue the tasks that wait for them."""
-        if not self._finished and self._failure is None:
+        if not self.finished:
             with self._telling():
                 self._runner.collect()
 
@@ -416,7 +412,7 @@ class Loop:
     def _require_running(self, way_out: str) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._finished:
+        if self.finished:
             raise ConfigurationError(f"the run has been finished; {way_out}")
 
     def finish(self, remember: bool = False) -> OptimizerState | None:
@@ -426,9 +422,9 @@ class Loop:
         """
         if self._failure is not None:
             raise self._failure
-        if self._finished:
+        if self.finished:
             return None
-        self._finished = True
+        self.finished = True
         if self.membership is not None:
             self.membership.leave()
         self._runner.close()
@@ -566,7 +562,7 @@ class Loop:
     def _fail(self, error: Exception) -> None:
         if self._failure is not None:
             return
-        self._failure = error
+        self._failure, self.finished = error, True
         if self._member is not None and not self._member.closed:
             step = None if self._connection is None else self._worker.run_step
             if self._connection is not None:
@@ -590,7 +586,7 @@ class Loop:
     def _warn_of_replicas(self) -> None:
         """Say once in a run that the script has ended with models that differ."""
         differ = self.strategy.traits.delivery != "synchronous" and self.workers > 1 and self._worker.step > 0
-        if differ and not self._finished and self.rank == 0 and sys.stderr is not None:
+        if differ and not self.finished and self.rank == 0 and sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):  # a closed pipe, or a closed file
                 sys.stderr.write(
                     "flockstep: the script ended without optimizer.finish(), so the workers' models differ; call it "

@@ -65,8 +65,9 @@ class OneProcess:
     def send(self, to: Address, message: Message) -> None:
         """Deliver a message to another node of this process."""
         runner = self.runners[to]
-        if message.array is not None:
-            message.array = to_device_of(message.array, runner.node.params)
+        params = runner.node.params
+        if message.array is not None and type(message.array) is not type(params):
+            message.array = to_device_of(message.array, params)
         runner.deliver(message)
 
     def collect(self) -> None:

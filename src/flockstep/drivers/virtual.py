@@ -223,13 +223,13 @@ class Simulation:
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to the virtual network."""
-        self.runners[message.source].metrics.traffic.sent(message, HEADER_BYTES)
+        metrics = self.runners[message.source].metrics
+        metrics.traffic.sent(message, HEADER_BYTES)
         if not self._fault_injector.drops or not self._fault_injector.lost(to, message):
             array, now = message.array, self._queue.now
             nbytes = HEADER_BYTES if array is None else HEADER_BYTES + array.nbytes
-            address = self._within.address
             arrive = partial(self._arrive, to, message, now)
-            carry(self._queue, self._fabric, address(message.source), address(to), nbytes, arrive)
+            carry(self._queue, self._fabric, metrics.address, self.runners[to].metrics.address, nbytes, arrive)
 
     def collect(self) -> None:
         """Do nothing, because messages are delivered at their time of arrival."""
@@ -486,24 +486,16 @@ def carry(
     arrive: Callable[[], None],
 ) -> None:
     """Send `nbytes` bytes over the network now, and call `arrive` when the last byte has arrived."""
-    _proceed(queue, fabric, fabric.depart(source, to, nbytes, queue.now), arrive)
+    transit = fabric.depart(source, to, nbytes, queue.now)
+    queue.schedule(transit.time, arrive if transit.done else partial(_proceed, queue, fabric, transit, arrive))
 
 
 def _proceed(
     queue: EventQueue[Callable[[], None]], fabric: Fabric, transit: Transit, arrive: Callable[[], None]
 ) -> None:
-    """Schedule what comes after the last reserved hop of a message: its arrival, or the next hop."""
-    if transit.done:
-        queue.schedule(transit.tail, arrive)
-    else:
-        queue.schedule(transit.head, partial(_advance, queue, fabric, transit, arrive))
-
-
-def _advance(
-    queue: EventQueue[Callable[[], None]], fabric: Fabric, transit: Transit, arrive: Callable[[], None]
-) -> None:
+    """Reserve the next hop of a message, and schedule what comes after: its arrival, or another hop."""
     fabric.advance(transit)
-    _proceed(queue, fabric, transit, arrive)
+    queue.schedule(transit.time, arrive if transit.done else partial(_proceed, queue, fabric, transit, arrive))
 
 
 def _doing(runner: Runner) -> str:

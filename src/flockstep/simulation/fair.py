@@ -98,7 +98,7 @@ class Shared(Fabric):
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
         hops, gaps = self._route(source, to)
-        transit = Transit(source, to, nbytes, t, t, hops, gaps, not hops)
+        transit = Transit(source, to, nbytes, t, hops, gaps, not hops)
         if transit.done:
             return transit
         self._flow(t)
@@ -110,11 +110,11 @@ class Shared(Fabric):
         if len(stream.waiting) == 1:
             self._busy[pair] = stream
             self._begin(stream)
-        transit.head = t + stream.ahead(transit) / stream.egress.full
+        transit.time = t + stream.ahead(transit) / stream.egress.full
         return transit
 
-    def advance(self, transit: Transit) -> bool:
-        now = transit.head
+    def advance(self, transit: Transit) -> None:
+        now = transit.time
         self._flow(now)
         pair = transit.source, transit.to
         stream = self._streams[pair]
@@ -126,11 +126,10 @@ class Shared(Fabric):
                 del self._busy[pair]
                 self._divide(stream.egress)
             behind = self._queued.get(stream.ingress, 0.0) / stream.ingress.bandwidth
-            transit.tail, transit.done = now + behind + transit.gaps[0][0], True
-            return True
+            transit.time, transit.done = now + behind + transit.gaps[0][0], True
+            return
         least = max(stream.ahead(transit), CLOSE * transit.nbytes) / stream.egress.full
-        transit.head = max(now + least, math.nextafter(now, math.inf))
-        return False
+        transit.time = max(now + least, math.nextafter(now, math.inf))
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
         super().narrow(node, others, factor)

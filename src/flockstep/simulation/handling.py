@@ -107,20 +107,21 @@ class _Handled(Fabric):
         if not self._work.message or source == to:
             return self._received(self._inner.depart(source, to, heavy, t))
         self._sending[source] = ready = max(t, self._sending.get(source, 0.0)) + self._work.message
-        return _Begun(source, to, heavy, ready, ready, (), (), False)
+        return _Begun(source, to, heavy, ready, (), (), False)
 
-    def advance(self, transit: Transit) -> bool:
+    def advance(self, transit: Transit) -> None:
         if not isinstance(transit, _Begun):
             self._inner.advance(transit)
-            return self._received(transit).done
+            self._received(transit)
+            return
         if transit.carried is None:
-            carried = self._inner.depart(transit.source, transit.to, transit.nbytes, transit.head)
+            carried = self._inner.depart(transit.source, transit.to, transit.nbytes, transit.time)
         else:
             carried = transit.carried
             self._inner.advance(carried)
         transit.carried = carried
-        transit.head, transit.tail, transit.done = carried.head, carried.tail, carried.done
-        return self._received(transit).done
+        transit.time, transit.done = carried.time, carried.done
+        self._received(transit)
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
         self._inner.narrow(node, others, factor)
@@ -130,5 +131,5 @@ class _Handled(Fabric):
         work, to = self._work, transit.to
         if transit.done and transit.source != to and not self._free:
             seconds = work.message + (work.serve if to < 0 else work.receive) * (transit.nbytes - HEADER_BYTES)
-            self._receiving[to] = transit.tail = max(transit.tail, self._receiving.get(to, 0.0)) + seconds
+            self._receiving[to] = transit.time = max(transit.time, self._receiving.get(to, 0.0)) + seconds
         return transit

@@ -12,8 +12,8 @@ uninterrupted transmission at full bandwidth; on a faster hop between them it is
 A driver proceeds hop by hop, so that every hop is reserved in the order of arrival:
 
     transit = fabric.depart(source, to, nbytes, now)
-    ...schedule it at transit.tail for delivery if transit.done, otherwise at transit.head...
-    ...and at that time call fabric.advance(transit), and schedule again by the same rule.
+    ...at transit.time deliver the message if transit.done...
+    ...otherwise call fabric.advance(transit) at that time, and go on by the same rule.
 
 Messages between two nodes arrive in the order of their departure, if events of equal time happen in the order in which
 they were scheduled.
@@ -77,15 +77,13 @@ def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
 
 
 class Transit(msgspec.Struct, eq=False, gc=False):
-    """A message of `nbytes` in transit, which was sent at time `head`."""
+    """A message of `nbytes` in transit."""
 
     source: Address
     to: Address
     nbytes: int
-    head: float
-    """Time to reserve the next hop, valid while not `done`."""
-    tail: float
-    """Time of delivery in seconds; valid once `done`."""
+    time: float
+    """Time of delivery in seconds if `done`, otherwise the time to reserve the next hop."""
     hops: tuple[Hop, ...]
     gaps: Gaps
     done: bool
@@ -102,7 +100,7 @@ class Fabric:
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
         """Send a message at time `t` and reserve its first hop. Call this in order of time."""
         hops, gaps = self._route(source, to)
-        transit = Transit(source, to, nbytes, t, t, hops, gaps, not hops)
+        transit = Transit(source, to, nbytes, t, hops, gaps, not hops)
         if hops:
             self.advance(transit)
         return transit
@@ -123,25 +121,24 @@ class Fabric:
             own = hops[0] if index % 2 == 0 else hops[-1]
             own.bandwidth = own.full / factor
 
-    def advance(self, transit: Transit) -> bool:
-        """Reserve the next hop at time `transit.head`; return whether it was the last hop."""
-        index, hops, head, nbytes = transit.hop, transit.hops, transit.head, transit.nbytes
+    def advance(self, transit: Transit) -> None:
+        """Reserve the next hop at time `transit.time`."""
+        index, hops, now, nbytes = transit.hop, transit.hops, transit.time, transit.nbytes
         hop = hops[index]
-        hop.free = finish = max(head, hop.free) + nbytes / hop.bandwidth
+        hop.free = finish = max(now, hop.free) + nbytes / hop.bandwidth
         transit.hop = index = index + 1
         if index == len(hops):
-            transit.tail = finish
+            transit.time = finish
             transit.done = True
-            return True
+            return
         latency, pace = transit.gaps[index - 1]
         leaves = finish - nbytes / pace
-        if leaves < head:  # bytes arrive more slowly than this hop could send: they leave as they arrive
-            leaves = head
+        if leaves < now:  # bytes arrive more slowly than this hop could send: they leave as they arrive
+            leaves = now
         if leaves < hop.passed:  # no message may overtake the previous one
             leaves = hop.passed
         hop.passed = leaves
-        transit.head = leaves + latency
-        return False
+        transit.time = leaves + latency
 
 
 class Network(Component):

@@ -4,7 +4,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flockstep.arrays.namespace import copied
@@ -58,7 +58,7 @@ class Access:
         self,
         me: Worker,
         state: PushState,
-        parts: Sequence[slice],
+        parts: Mapping[Address, slice],
         pushes: Pushes,
         gradient: FlatArray,
         full_step: int,
@@ -68,7 +68,7 @@ class Access:
         Args:
             me: the worker.
             state: the worker's state.
-            parts: for each shard, the slice of the parameters that the shard holds.
+            parts: address of each shard → the slice of the parameters that the shard holds.
             pushes: for each shard, the address, array and note to send.
             gradient: the worker's gradient, of shape (K,).
             full_step: number of gradients that make one full step.
@@ -105,13 +105,13 @@ class PushPull(Access):
         self,
         me: Worker,
         state: PushState,
-        parts: Sequence[slice],
+        parts: Mapping[Address, slice],
         pushes: Pushes,
         gradient: FlatArray,
         full_step: int,
     ) -> None:
         for i, reply in enumerate(await me.ask_all("push", pushes)):
-            me.params[parts[i]] = reply.payload
+            me.params[parts[reply.source]] = reply.payload
             state.versions[i] = reply.note.version
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
@@ -142,7 +142,7 @@ class CancelStale(Access):
         self,
         me: Worker,
         state: PushState,
-        parts: Sequence[slice],
+        parts: Mapping[Address, slice],
         pushes: Pushes,
         gradient: FlatArray,
         full_step: int,
@@ -191,7 +191,7 @@ class CachedCopies(Access):
         self,
         me: Worker,
         state: PushState,
-        parts: Sequence[slice],
+        parts: Mapping[Address, slice],
         pushes: Pushes,
         gradient: FlatArray,
         full_step: int,

@@ -39,9 +39,10 @@ def require_finite_message(node: Node, message: Message) -> None:
         Diverged: an element is infinite or not a number.
     """
     if isinstance(node, Server) and message.array is not None and getattr(message.array.dtype, "kind", "f") == "f":
-        reason = _not_finite(node, message, message.array if message.array.ndim == 1 else message.array.reshape(-1))
-        if reason is not None:
-            raise Diverged(reason)
+        update = message.array if message.array.ndim == 1 else message.array.reshape(-1)
+        where = first_not_finite(update)
+        if where >= 0:
+            raise Diverged(_not_finite(node, message, update, where))
 
 
 def accepted(node: Node, message: Message, gradient: FlatArray) -> FlatArray:
@@ -53,20 +54,19 @@ def accepted(node: Node, message: Message, gradient: FlatArray) -> FlatArray:
     most = node.bad_gradients.max_norm
     if most is not None and norm_of(gradient) <= most:  # every element is finite, too
         return gradient
-    reason = _not_finite(node, message, gradient)
-    if reason is None and most is not None:
+    where = first_not_finite(gradient)
+    if where >= 0:
+        reason = _not_finite(node, message, gradient, where)
+    elif most is not None:
         what = f"the gradient that {node_name(message.source)} sends to {node_name(node.address)}"
         reason = _too_large(gradient, most, what, node.before + message.step)
-    if reason is None:
+    else:
         return gradient
     node.refuse(message.source, reason)
     return zeros(gradient, len(gradient))
 
 
-def _not_finite(node: Node, message: Message, update: FlatArray) -> str | None:
-    where = first_not_finite(update)
-    if where < 0:
-        return None
+def _not_finite(node: Node, message: Message, update: FlatArray, where: int) -> str:
     return (
         f"an update from {node_name(message.source)} to {node_name(node.address)} must be finite, got "
         f"{float(update[where])} at element {where} of message {message.tag!r} at step {node.before + message.step}; "

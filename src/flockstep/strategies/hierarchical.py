@@ -14,7 +14,7 @@ from flockstep.messages import LEAVE, MASTER, Address, Message, Note, Notes, nod
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import ParameterVersion, Pushed
 from flockstep.strategies.base import Clips, ResultPolicy, Strategy, TaxonomyEntry, Traits, check_replicas
-from flockstep.strategies.server_updates.base import mean_rate
+from flockstep.strategies.server_updates.base import rate_of
 from flockstep.strategies.traits import Delivery
 
 
@@ -125,7 +125,7 @@ def _pass_on(me: Server, state: LeafState, sync: bool) -> None:
         pushes.sort(key=lambda push: push.source)
         state.waiting = pushes
     ranks, versions = [push.source for push in pushes], [push.note.version for push in pushes]
-    note = Summed(ranks, versions, mean_rate(push.note.lr for push in pushes), sum(state.clocks.values()))
+    note = Summed(ranks, versions, rate_of(push.note for push in pushes), sum(state.clocks.values()))
     me.send(MASTER, "sum", sum_of(pushes), note)
     state.under_way += 1
 
@@ -166,7 +166,7 @@ def _step(me: Server, state: RootState, full: int) -> None:
     mean = sum_of(sums)
     mean /= len(ranks)
     share, before = len(ranks) / full, me.version
-    me.update(mean, mean_rate(message.note.lr for message in sums for _ in message.note.ranks), share)
+    me.update(mean, rate_of(message.note for message in sums for _ in message.note.ranks), share)
     for rank, version in zip(ranks, versions, strict=True):
         me.record_update(rank, before - version, weight=share / len(ranks))
         state.applied[rank] += 1

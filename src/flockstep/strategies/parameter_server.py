@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -16,7 +17,7 @@ from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
-from flockstep.messages import LEAVE, Address, Message, Notes, node_name, server
+from flockstep.messages import LEAVE, Address, Message, Notes, node_name
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Access, CachedCopies, CancelStale, EagerCopies, Fresh, ParameterVersion, Pushed
 from flockstep.strategies.aggregations import Aggregation, Mean
@@ -179,17 +180,19 @@ class ParameterServer(Strategy):
     def master_state(self, me: Server) -> ServerState:
         """Return the initial state: every worker computes on version 0."""
         ranks = range(me.cluster.workers)
-        state = ServerState(
-            dict.fromkeys(ranks, 0), update_state=self.server_update.start(me), reading=dict.fromkeys(ranks, 0)
+        return ServerState(
+            dict.fromkeys(ranks, 0),
+            update_state=self.server_update.start(me),
+            reading=dict.fromkeys(ranks, 0),
+            kept={0: copied(me.params)} if self.consistency.compares_versions else {},
         )
-        self.consistency.keep(state.kept, 0, me.params)
-        return state
 
     async def worker(self, me: Worker) -> None:
         state: PushState = me.state
-        parts, full_step = slices(len(me.params), self.shards), self.consistency.full_step(me.workers)
+        parts = dict(zip(me.server_addresses, slices(len(me.params), self.shards), strict=True))
+        full_step = self.consistency.full_step(me.workers)
         while me.training:
-            gradient = await self.gradient(me, state)
+            gradient = await self._access.gradient(me, state)
             if gradient is not None:
                 pushes = self.pushes(me, state, gradient, parts)
                 await self._access.exchange(me, state, parts, pushes, gradient, full_step)
@@ -198,20 +201,14 @@ class ParameterServer(Strategy):
         await self._access.finish(me, me.state)
         await super().finish(me)
 
-    def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
-        """Return the worker's next gradient, or None if newer parameters arrived and the worker canceled the
-        gradient.
-        """
-        return self._access.gradient(me, state)
-
     def pushes(
-        self, me: Worker, state: PushState, gradient: FlatArray, parts: Sequence[slice]
+        self, me: Worker, state: PushState, gradient: FlatArray, parts: Mapping[Address, slice]
     ) -> list[tuple[Address, FlatArray, Pushed]]:
         """Return the push to each shard: its address, array and note."""
         pushes, lr = [], me.lr
-        for i, part in enumerate(parts):
+        for i, (to, part) in enumerate(parts.items()):
             data = gradient[part] if self._exact else self._encoded(me, state, i, gradient, part)
-            pushes.append((server(i), data, Pushed(state.versions[i], lr)))
+            pushes.append((to, data, Pushed(state.versions[i], lr)))
         return pushes
 
     def _encoded(self, me: Worker, state: PushState, i: int, gradient: FlatArray, part: slice) -> FlatArray:
@@ -282,7 +279,8 @@ class ParameterServer(Strategy):
         if admitted := own.admitted(state.reads, view):
             state.reads = without(state.reads, admitted)
         for rank in self._access.answer(me, state, admitted, moved):
-            self.server_update.read(me, state.update_state, rank)
+            if self.server_update.compares_reads:
+                self.server_update.read(me, state.update_state, rank)
             state.reading[rank] = me.version
 
     def _view(self, me: Server, state: ServerState, moved: bool) -> ConsistencyView:
@@ -297,16 +295,17 @@ class ParameterServer(Strategy):
     def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
         workers, before = me.cluster.workers, me.version
         full = self.consistency.full_step(workers)
-        if len(group) < self.aggregation.least(full):
-            weights: list[float] | None = self._skip(me, group, full)
-        elif self.aggregation.linear:
-            weights = self.server_update.apply(me, state.update_state, group, len(group) / full)
+        if self.aggregation.linear:
+            weights: list[float] | None = self.server_update.apply(me, state.update_state, group, len(group) / full)
+        elif len(group) < self.aggregation.least(full):
+            weights = self._skip(me, group, full)
         else:
             weights = self._combine(me, state, group, len(group) / full)
         for i, push in enumerate(group):
             me.record_update(push.rank, before - push.version, weight=None if weights is None else weights[i])
         state.pushes = without(state.pushes, group)
-        self.consistency.keep(state.kept, me.version, me.params)
+        if self.consistency.compares_versions:
+            state.kept[me.version] = copied(me.params)
 
     def _combine(self, me: Server, state: ServerState, group: list[Push], share: float) -> list[float] | None:
         """Apply the group's gradients, combined by the aggregation; return the weight of each if it has one."""

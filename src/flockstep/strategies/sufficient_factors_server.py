@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 from flockstep.arrays.factors import FactoredWeight, Packing
@@ -11,9 +12,9 @@ from flockstep.arrays.namespace import empty
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN
-from flockstep.messages import Address, Message, Notes, server
+from flockstep.messages import Address, Message, Notes
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Pushed, PushPull
+from flockstep.strategies.access import Access, Pushed, PushPull
 from flockstep.strategies.base import Traits
 from flockstep.strategies.consistency import Asynchronous, Consistency
 from flockstep.strategies.finite import accepted
@@ -29,6 +30,15 @@ class Factored(Pushed, frozen=True):
     """Note sent with a gradient: also the layers that it contains as factors."""
 
     layers: list[Rectangle]
+
+
+@dataclass(frozen=True)
+class PushFactors(PushPull):
+    """As `PushPull`, with layers of a worker's gradient as factors if these are smaller."""
+
+    def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray]:
+        layers = smaller(me)
+        return me.gradient_in_factors(layers) if layers else me.gradient()
 
 
 @dataclass(frozen=True)
@@ -77,19 +87,20 @@ class FactorServer(ParameterServer):
         require_layers(self, me)
         return super().worker_state(me)
 
-    def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray]:
-        """Return the next gradient, with layers as factors if these are smaller."""
-        layers = smaller(me)
-        return me.gradient_in_factors(layers) if layers else me.gradient()
+    @cached_property
+    def _access(self) -> Access:
+        return PushFactors()
 
     def pushes(
-        self, me: Worker, state: PushState, gradient: FlatArray, parts: Sequence[slice]
+        self, me: Worker, state: PushState, gradient: FlatArray, parts: Mapping[Address, slice]
     ) -> list[tuple[Address, FlatArray, Pushed]]:
         """Return the push to each shard, with layers in the smaller form."""
         packing = Packing(len(me.params), smaller(me))
         return [
-            (server(i), payload, Factored(state.versions[i], me.lr, [rectangle(layer) for layer in layers]))
-            for i, (layers, payload) in enumerate(divided(gradient, packing, parts))
+            (to, payload, Factored(version, me.lr, [rectangle(layer) for layer in layers]))
+            for to, version, (layers, payload) in zip(
+                parts, state.versions, divided(gradient, packing, [*parts.values()]), strict=True
+            )
         ]
 
     def decode(self, me: Server, message: Message) -> FlatArray:

@@ -54,7 +54,9 @@ class Aggregation(Component):
         """
 
     def least(self, n: int) -> int:
-        """Return the smallest number of vectors that are combined when some of `n` are missing: more than half."""
+        """Return the smallest number of vectors that are combined when some of `n` are missing: more than half. The
+        mean takes any number.
+        """
         return n // 2 + 1
 
     @abstractmethod

@@ -17,9 +17,6 @@ class Mean(Aggregation):
     linear = True
     coordinatewise = True
 
-    def least(self, n: int) -> int:
-        return 1
-
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
         return Combined(mean_of(vectors), [1 / len(vectors)] * len(vectors))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flockstep.strategies.consistency.base import ClockRule, Push
+from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,11 @@ class Asynchronous(ClockRule):
 
     delivery = "unbounded delay"
     survives = True
-
     alone = True
+    bound = math.inf
 
     def full_step(self, workers: int) -> int:
         return 1
 
-    def admits(self, clock: int, slowest: int) -> bool:
-        return True
-
-    def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         return [[push] for push in pending]

@@ -6,9 +6,9 @@ the push.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from operator import attrgetter
 from typing import ClassVar
 
@@ -57,6 +57,10 @@ class Consistency(Component):
         """The access mode with which workers obtain the parameters."""
         return PushPull()
 
+    compares_versions: ClassVar[bool] = False
+    """Whether the rule depends on old parameters, so that the server stores a copy of every version in `kept`; the rule
+    deletes copies that it does not need any more.
+    """
     one_each: ClassVar[bool] = False
     """Whether a group is a whole step, with at most one gradient of each worker. Only after deaths, and when the first
     workers have taken their last step, a group may be smaller.
@@ -124,9 +128,6 @@ class Consistency(Component):
             view: the state of the server.
         """
 
-    def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
-        """Note a new version of the parameters; a rule that compares versions stores a copy in `kept`."""
-
     def dropped(self, pending: Sequence[Push], view: ConsistencyView) -> list[Push]:
         """Return the pending gradients that will never be applied."""
         return []
@@ -137,28 +138,30 @@ class Consistency(Component):
 
 
 class ClockRule(Consistency):
-    """A rule that decides from the clocks alone; `slowest` is the smallest clock of the live workers.
+    """A rule that decides from the clocks alone: a read at clock c is admitted if c - `bound` <= the slowest clock, and
+    a gradient with timestamp t is applied once t - `bound` + 1 <= the slowest clock.
 
-    As long as `slowest` does not change, the decision on older pending entries does not change either, so only the
-    newest entry is examined.
+    As long as the slowest clock does not change, the decision on older pending entries does not change either, so only
+    the newest entry is examined.
     """
 
+    @property
     @abstractmethod
-    def admits(self, clock: int, slowest: int) -> bool:
-        """Whether a worker at `clock` may read the parameters now."""
-
-    @abstractmethod
-    def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
-        """Return the groups of gradients to apply now, in order."""
+    def bound(self) -> float:
+        """Number of clocks by which a worker that reads may be ahead of the slowest live worker."""
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        return [read for read in (reads if view.moved else reads[-1:]) if self.admits(read.clock, view.slowest)]
+        last = view.slowest + self.bound
+        return [read for read in (reads if view.moved else reads[-1:]) if read.clock <= last]
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        return self.releases(pending if view.moved else pending[-1:], view.slowest)
+        return by_timestamp(pending if view.moved else pending[-1:], view.slowest + self.bound)
 
 
-def by_timestamp(pushes: Sequence[Push]) -> list[list[Push]]:
-    """Group pushes by timestamp, oldest first, each group in order of rank."""
-    ordered = sorted(pushes, key=attrgetter("timestamp", "rank"))
-    return [list(group) for _, group in groupby(ordered, attrgetter("timestamp"))]
+def by_timestamp(pushes: Sequence[Push], before: float = math.inf) -> list[list[Push]]:
+    """Group the pushes of timestamps below `before` by timestamp, oldest first, each group in order of rank."""
+    groups: dict[int, list[Push]] = {}
+    for push in sorted(pushes, key=attrgetter("timestamp", "rank")):
+        if push.timestamp < before:
+            groups.setdefault(push.timestamp, []).append(push)
+    return list(groups.values())

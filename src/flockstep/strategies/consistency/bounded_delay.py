@@ -8,7 +8,7 @@ from typing import Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
+from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push
 from flockstep.strategies.traits import Delivery
 
 
@@ -48,14 +48,12 @@ class BoundedDelay(ClockRule):
     def full_step(self, workers: int) -> int:
         return workers if self.weight == "mean" else 1
 
-    def admits(self, clock: int, slowest: int) -> bool:
-        """Whether a worker at `clock` may read now: clock - tau <= slowest."""
-        return clock - self.tau <= slowest
+    @property
+    def bound(self) -> int:
+        return self.tau
 
-    def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return each gradient by itself on arrival; with tau = 0, the gradients of the steps that all workers have
         pushed.
         """
-        if self.tau:
-            return [[push] for push in pending]
-        return by_timestamp([push for push in pending if push.timestamp < slowest])
+        return [[push] for push in pending] if self.tau else super().released(pending, view)

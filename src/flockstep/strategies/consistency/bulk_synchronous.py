@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
+from flockstep.strategies.consistency.base import ClockRule
 
 
 @dataclass(frozen=True)
@@ -17,13 +16,7 @@ class BulkSynchronous(ClockRule):
     delivery = "synchronous"
     survives = False
     one_each = True
+    bound = 0
 
     def full_step(self, workers: int) -> int:
         return workers
-
-    def admits(self, clock: int, slowest: int) -> bool:
-        return clock <= slowest
-
-    def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
-        """Return the gradients of the steps that all workers have pushed."""
-        return by_timestamp([push for push in pending if push.timestamp < slowest])

@@ -57,13 +57,9 @@ class StaleSynchronous(ClockRule):
     def full_step(self, workers: int) -> int:
         return workers if self.weight == "mean" else 1
 
-    def admits(self, clock: int, slowest: int) -> bool:
-        """Whether a worker at `clock` may read now: clock - s <= slowest."""
-        return clock - self.s <= slowest
-
-    def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
-        """Return the gradients with timestamp - s + 1 <= slowest, grouped by timestamp and ordered by rank."""
-        return by_timestamp([push for push in pending if push.timestamp - self.s + 1 <= slowest])
+    @property
+    def bound(self) -> int:
+        return self.s
 
     def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the remaining gradients, which exist if workers do not wait for their last push."""

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flockstep.arrays.namespace import copied
-from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
@@ -33,6 +31,7 @@ class ValueBound(Consistency):
     delivery = "bounded delay"
     survives = True
     alone = True
+    compares_versions = True
 
     def full_step(self, workers: int) -> int:
         return 1
@@ -50,10 +49,6 @@ class ValueBound(Consistency):
         for version in [version for version in view.kept if version < oldest]:
             del view.kept[version]
         return float(abs(view.params - view.kept[oldest]).max()) if len(view.params) else 0.0
-
-    def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
-        """Store a copy of every version; `_drift` deletes the copies that no worker needs."""
-        kept[version] = copied(params)
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         return [[push] for push in pending]

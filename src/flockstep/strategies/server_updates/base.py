@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, Protocol
 
 from flockstep.expression import Component
 from flockstep.nodes import Server
@@ -62,17 +63,20 @@ class ServerUpdate(Component):
         """Record that the current parameters are sent to worker `rank`."""
 
 
-def rate_of(group: Sequence[Push]) -> float:
-    """Return the learning rate of a step along a group of gradients."""
-    return mean_rate(push.lr for push in group)
+class Rated(Protocol):
+    """A gradient, or the note sent with one."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the worker's step."""
 
 
-def mean_rate(of: Iterable[float]) -> float:
-    """Return the mean of the learning rates of gradients that make one step.
+def rate_of(group: Iterable[Rated]) -> float:
+    """Return the learning rate of a step along a group of gradients: the mean of theirs.
 
     The rates differ if the gradients are of different steps of a schedule.
     """
-    rates = list(of)
+    rates = [*map(attrgetter("lr"), group)]
     return rates[0] if len(set(rates)) == 1 else math.fsum(rates) / len(rates)
 
 
