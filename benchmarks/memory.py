@@ -4,7 +4,8 @@ Each process's largest resident size (VmHWM) is read in a run with the model and
 size: by how much it grows belongs to the model, the rest to what is imported. Of memory that workers share, in which
 gradients are added up, each worker counts its part.
 
-    python benchmarks/memory.py [--parameters 20e6] [--workers 2] [--strategy all_reduce] [--json]
+    python benchmarks/memory.py [--parameters 20e6] [--workers 2] [--strategy all_reduce] [--partition none]
+        [--layers 4] [--json]
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LAYERS = 4
 STEPS = 30
 """Enough for every process to be seen at work."""
 SMALLER = 4
@@ -38,7 +38,7 @@ def model():
 
 
 def data():
-    x = torch.randn(64, {width})
+    x = torch.randn(64, {width}, generator=torch.Generator().manual_seed(0))
     return flockstep.Data(x, x[:, 0], x[:8], x[:8, 0])
 
 
@@ -67,33 +67,41 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=20e6, help="of the model")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--strategy", default="all_reduce")
+    parser.add_argument("--partition", default="none")
+    parser.add_argument("--layers", type=int, default=4, help="of the model, all of one size")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
-    found = measure(args.parameters, args.workers, args.strategy)
+    found = measure(args.parameters, args.workers, args.strategy, args.partition, args.layers)
     if args.json:
         print(json.dumps([vars(one) for one in found]))
         return
-    print(f"model: {4e-6 * args.parameters:.0f} MB, {args.workers} workers, {args.strategy}")
+    composition = f"{args.workers} workers, {args.strategy}, partition {args.partition}"
+    print(f"model: {4e-6 * args.parameters:.0f} MB in {args.layers} layers, {composition}")
     print(f"{'process':<12}{'peak MB':>10}{'models':>9}")
     for one in found:
         print(f"{one.process:<12}{one.megabytes:>10.0f}{one.models:>9.2f}")
 
 
-def measure(parameters: float, workers: int = 2, strategy: str = "all_reduce") -> list[Peak]:
+def measure(
+    parameters: float, workers: int = 2, strategy: str = "all_reduce", partition: str = "none", layers: int = 4
+) -> list[Peak]:
     """What each process of a run needs for a model of so many float32 parameters."""
     with tempfile.TemporaryDirectory() as folder:
-        small, large = (peaks(Path(folder), size, workers, strategy) for size in (parameters / SMALLER, parameters))
+        sizes = parameters / SMALLER, parameters
+        small, large = (peaks(Path(folder), size, workers, strategy, partition, layers) for size in sizes)
     more = 4e-6 * parameters * (1 - 1 / SMALLER)
     return [Peak(name, large[name], (large[name] - small[name]) / more) for name in sorted(large.keys() & small.keys())]
 
 
-def peaks(folder: Path, parameters: float, workers: int, strategy: str) -> dict[str, float]:
+def peaks(
+    folder: Path, parameters: float, workers: int, strategy: str, partition: str, layers: int
+) -> dict[str, float]:
     """Process → its largest size in MB in one run."""
-    width = round((parameters / LAYERS) ** 0.5)
+    width = round((parameters / layers) ** 0.5)
     job, out = folder / f"job{width}.py", folder / f"run{width}"
-    job.write_text(JOB.format(width=width, layers=LAYERS))
+    job.write_text(JOB.format(width=width, layers=layers))
     options = ["-n", str(workers), "-s", strategy, "--steps", str(STEPS), "--out", str(out)]
-    options += ["--evaluate-every", str(STEPS // 3)]
+    options += ["--evaluate-every", str(STEPS // 3), "--partition", partition]
     mark = f"FLOCKSTEP_MEASURED={folder}/{width}"
     environment = {**os.environ, **dict([mark.split("=")])}
     run = subprocess.Popen([*COMMAND, "train", str(job), *options], env=environment, stdout=subprocess.DEVNULL)

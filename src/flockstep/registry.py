@@ -121,6 +121,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "pipeline": "flockstep.partitions.pipeline:Pipeline",
         "tensor": "flockstep.partitions.tensor:TensorParallel",
         "product": "flockstep.partitions.tensor:Product",
+        "sharded": "flockstep.partitions.sharded:Sharded",
     },
     "pipeline_schedule": {
         "gpipe": "flockstep.partitions.pipeline_schedules.gpipe:GPipe",

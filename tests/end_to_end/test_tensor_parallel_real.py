@@ -1,4 +1,4 @@
-"""Layers split over real processes: the same bits as in virtual time, and the unsplit model up to rounding."""
+"""Models split over real processes: the same bits as in virtual time, and the unsplit model up to rounding."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ FULL = pytest.mark.full
     ("job", "strategy", "partition", "workers"),
     [
         (NORMS, "ps(bsp, shards=2)", "tensor(2)", 4),
+        (CHAIN, "ps(bsp, shards=2)", "sharded(2)", 4),
+        pytest.param(CHAIN, "all_reduce", "sharded(2)", 4, marks=FULL),
+        pytest.param(CHAIN, "local_sgd(period=2)", "sharded(4)", 4, marks=FULL),
+        pytest.param(CHAIN, "all_reduce", "sharded(3, collective=recursive_doubling)", 3, marks=FULL),
         pytest.param(CHAIN, "all_reduce", "tensor(2)", 4, marks=FULL),
         pytest.param(CHAIN, "local_sgd(period=2)", "tensor(4)", 4, marks=FULL),
         pytest.param(CHAIN, "all_reduce", "tensor(3, collective=recursive_doubling)", 3, marks=FULL),

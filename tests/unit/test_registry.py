@@ -42,6 +42,7 @@ WITH_ARGUMENTS = {
     ("compute", "shared_cores"): "shared_cores(base=constant(0.05), cores=2)",
     ("partition", "pipeline"): "pipeline(4, schedule=1f1b, microbatches=8)",
     ("partition", "tensor"): "tensor(2)",
+    ("partition", "sharded"): "sharded(2)",
     ("partition", "product"): "pipeline(2, gpipe, 4) * tensor(2)",
     ("network", "link"): "link('1gbit')",
     ("network", "fair_link"): "fair_link(bandwidth='1gbit')",

@@ -7,10 +7,12 @@ from functools import partial
 
 from flockstep.drivers.part_program import PartProgram, Send, part_random
 from flockstep.drivers.plan import Plan
+from flockstep.drivers.sharded_way import ShardedWay
 from flockstep.drivers.stage import PipelineStage, stage_notes
 from flockstep.drivers.tensor_way import TensorWay
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Indices
+from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.frameworks.ways import TensorModel
 from flockstep.messages import NO_NOTES, Notes
@@ -45,6 +47,8 @@ def program_of(
             return PipelineStage(replica, part, model.pipeline, model.parts[part], *facts)
         case TensorModel():
             return TensorWay(replica, part, model, *facts)
+        case ShardedModel():
+            return ShardedWay(replica, part, model, *facts)
     raise CompositionError(f"no program computes the parts of {model.partition}; use partition=none")
 
 

@@ -14,10 +14,12 @@ from flockstep.arrays.memory import release
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, MissingDependency
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
+from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.partitions.base import Partition
 from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.sharded import Sharded
 from flockstep.partitions.tensor import Product, TensorParallel
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
@@ -67,6 +69,10 @@ def make_split(job: Job, seed: int, partition: Partition, cut: ModelCut | None =
         from flockstep.frameworks.torch_stages import stage_torch
 
         return stage_torch(job, seed, partition, cut)
+    if cut is not None and isinstance(partition, Sharded):
+        from flockstep.frameworks.torch_shards import shards_without_values
+
+        return shards_without_values(job, seed, partition, cut)
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
@@ -84,18 +90,28 @@ def make_split(job: Job, seed: int, partition: Partition, cut: ModelCut | None =
         from flockstep.frameworks.torch_ways import split_layers
 
         return split_layers(job, seed, partition)
-    raise CompositionError(f"torch models cannot be split by {partition}; use pipeline, tensor or partition=none")
+    if isinstance(partition, Sharded):
+        from flockstep.frameworks.torch_shards import shard_torch
+
+        return shard_torch(job, seed, partition)
+    raise CompositionError(
+        f"torch models cannot be split by {partition}; use pipeline, tensor, sharded or partition=none"
+    )
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
     """Return a model that `make_split` has split, with the reason in `split.cut` if a process must build the whole
     model to build one of its parts.
     """
-    if not isinstance(split, PipelineModel):
-        return split
-    from flockstep.frameworks.torch_stages import with_obstacle
+    if isinstance(split, PipelineModel):
+        from flockstep.frameworks.torch_stages import with_obstacle
 
-    return with_obstacle(job, seed, split)
+        return with_obstacle(job, seed, split)
+    if isinstance(split, ShardedModel):
+        from flockstep.frameworks.torch_shards import with_obstacle_of_units
+
+        return with_obstacle_of_units(job, seed, split)
+    return split
 
 
 def load_job_file(path: str | Path) -> Job:

@@ -116,6 +116,14 @@ class ModelPart(HeldPart):
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         """Add the gradient of a chunk's parameters to `out` (K,)."""
 
+    def release(self, chunk: int, batch: MicroBatch) -> None:
+        """Free the parameters that a forward pass has kept, if the part is able to; `restore` must follow before the
+        backward pass.
+        """
+
+    def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
+        """Take back the parameters (K,) that `release` has freed; they must be those of the forward pass."""
+
 
 @dataclass(frozen=True, eq=False)
 class SplitModel(ABC):

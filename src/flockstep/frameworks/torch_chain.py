@@ -88,7 +88,7 @@ def chunks_of(
     Raises:
         ConfigurationError: the chain cannot be cut in this way.
     """
-    places = _places(chain)
+    places = places_of(chain)
     if split_at:
         return [0, *_given(chain, places, count, split_at)]
     if len(places) < count:
@@ -112,8 +112,8 @@ def chunks_of(
     return [places[first] for first in balanced(work, nbytes, count)]
 
 
-def _places(chain: Sequence[ChainLayer]) -> list[int]:
-    """The layers at which a chunk may begin."""
+def places_of(chain: Sequence[ChainLayer]) -> list[int]:
+    """Return the layers at which a chunk may begin."""
     begins = [index for index, layer in enumerate(chain) if layer.trained]
     uses: dict[int, list[int]] = {}
     for index, layer in enumerate(chain):

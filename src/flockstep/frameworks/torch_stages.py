@@ -52,7 +52,22 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> PipelineModel:
             layers compute one after another, or has a loss that is not the mean over samples.
     """
     whole, who = TorchEngine(job, seed), f"job {job.name!r}"
-    chain = _chain(whole.module, who)
+    return cut_chain(job, whole, model_chain(whole.module, who), pipeline)
+
+
+def cut_chain(
+    job: Job,
+    whole: TorchEngine,
+    chain: Sequence[ChainLayer],
+    pipeline: Pipeline,
+    make: type[TorchPart] | None = None,
+    way_out: str = "microbatches=1",
+) -> PipelineModel:
+    """Cut the chain of a job's model into the stages of `pipeline`, as `split_torch` does.
+
+    `make`: class of the parts; None: `TorchPart`. `way_out`: what computes a batch as a whole, for errors.
+    """
+    who = f"job {job.name!r}"
     samples, _ = whole.samples(whole.trial_samples)
     shape = shape_of(whole.module, samples, name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
@@ -60,21 +75,24 @@ def split_torch(job: Job, seed: int, pipeline: Pipeline) -> PipelineModel:
     chunks = _cut_at(starts, chain)
     cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, _check(chunks, samples, whole, who))
     check_buffers(whole, chunks, who)
-    split = _assembled(whole, chunks, cut, pipeline, _shares(chunks, shape, job.batch))
+    split = _assembled(whole, chunks, cut, pipeline, _shares(chunks, shape, job.batch), make)
     _compare(split, split, who)
-    check_loss(_engine_of(split), whole, pipeline.microbatches, who)
+    check_loss(_engine_of(split), whole, pipeline.microbatches, who, way_out)
     return split
 
 
-def stage_torch(job: Job, seed: int, pipeline: Pipeline, cut: ModelCut) -> PipelineModel:
+def stage_torch(
+    job: Job, seed: int, pipeline: Pipeline, cut: ModelCut, make: type[TorchPart] | None = None
+) -> PipelineModel:
     """Return the parts of a model that another process has cut, of which this process gives one part its values with
     `ModelPart.take`.
 
-    If `cut` names no obstacle, the parts have no values and take no memory before.
+    If `cut` names no obstacle, the parts have no values and take no memory before. `make`: class of the parts; None:
+    `TorchPart`.
     """
     whole = TorchEngine(job, seed) if cut.obstacle else SkeletonEngine(job, seed, cut)
-    chunks = _cut_at(cut.starts, _chain(whole.module, f"job {job.name!r}"))
-    return _assembled(whole, chunks, cut, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks))
+    chunks = _cut_at(cut.starts, model_chain(whole.module, f"job {job.name!r}"))
+    return _assembled(whole, chunks, cut, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
 
 
 def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
@@ -82,7 +100,9 @@ def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
     impossible, if it is.
     """
     try:
-        bare = stage_torch(job, seed, split.pipeline, split.cut)
+        kind = type(split.parts[0])
+        assert issubclass(kind, TorchPart)
+        bare = stage_torch(job, seed, split.pipeline, split.cut, kind)
         for part, known in zip(bare.parts, split.parts, strict=True):
             part.take(known.values())
         _compare(bare, split, f"job {job.name!r}")
@@ -92,8 +112,8 @@ def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
     return split
 
 
-def _chain(module: nn.Module, who: str) -> list[ChainLayer]:
-    """The layers of an `nn.Sequential`, or the units of a module that is traced."""
+def model_chain(module: nn.Module, who: str) -> list[ChainLayer]:
+    """Return the layers of an `nn.Sequential`, or the units of a module that is traced."""
     return chain_of(module, who) if is_chain(module) else traced_chain(module, who)
 
 
@@ -107,6 +127,7 @@ def _assembled(
     cut: ModelCut,
     pipeline: Pipeline,
     shares: Sequence[PassShares],
+    make: type[TorchPart] | None,
 ) -> PipelineModel:
     """Return the parts that hold the chunks."""
     count = len(chunks)
@@ -118,7 +139,7 @@ def _assembled(
     schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
     engine = PartsEngine(whole, schema, [name for part in buffers for name in part])
     parts = tuple(
-        TorchPart(
+        (make or TorchPart)(
             engine,
             [
                 Chunk(number, chunks[number], owned[number], shares[number], last=number == count - 1)
@@ -237,9 +258,7 @@ class TorchPart(ModelPart):
         self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
         one, engine = self._chunks[chunk], self._engine
-        weights = [
-            view.detach().to(dtype).requires_grad_() for view, dtype in self._places(one, as_tensor(params), typed=True)
-        ]
+        weights = self._weights(one, as_tensor(params))
         if inputs is None:
             x = engine.whole.samples(batch.indices)[0]
         else:
@@ -288,6 +307,10 @@ class TorchPart(ModelPart):
         for place, weight in zip(places, kept.weights, strict=True):
             if weight.grad is not None and place.dtype != weight.dtype:
                 place.add_(weight.grad)
+
+    def _weights(self, chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors with which a chunk computes, from the parameters (K,) of the part."""
+        return [view.detach().to(dtype).requires_grad_() for view, dtype in self._places(chunk, flat, typed=True)]
 
     def _places(self, chunk: Chunk, flat: torch.Tensor, typed: bool = False) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The tensors of a chunk's parameters inside a flat tensor (K,), and the dtype with which it computes."""
@@ -450,8 +473,10 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
         for number in range(count):
             local, of = divmod(number, len(split.parts))
             between, own = split.parts[of].forward(local, known.parts[of].initial(), batch, between)
+            split.parts[of].release(local, batch)
         for number in reversed(range(count)):
             local, of = divmod(number, len(split.parts))
+            split.parts[of].restore(local, batch, known.parts[of].initial())
             between = split.parts[of].backward(local, batch, between, found[of])
         held = joined(list(trial.buffers_of(0).values()))
     tolerance = whole.tolerance
@@ -494,10 +519,11 @@ def _built(split: PipelineModel) -> TorchEngine:
     return whole
 
 
-def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str) -> None:
+def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str, way_out: str = "microbatches=1") -> None:
     """Compare the loss of batches with the mean loss of their `count` micro-batches, at outputs of the whole model.
 
-    The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches.
+    The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches. `way_out`: what computes a
+    batch as a whole, for errors.
 
     Raises:
         ConfigurationError: they differ by more than rounding.
@@ -518,7 +544,7 @@ def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str) ->
             if math.isfinite(loss) and not abs(mean - loss) <= whole.tolerance * max(abs(loss), size):
                 raise ConfigurationError(
                     f"the loss of {who} must be the mean over the samples to be computed in {count} micro-batches, got "
-                    f"{loss:.6g} for a batch and {mean:.6g} as the mean over its micro-batches; use microbatches=1, or "
+                    f"{loss:.6g} for a batch and {mean:.6g} as the mean over its micro-batches; use {way_out}, or "
                     "a loss that is the mean over the samples (not their sum, nor a mean weighted by class)"
                 )
 
@@ -628,7 +654,8 @@ def _check(chunks: Sequence[Sequence[ChainLayer]], samples: torch.Tensor, whole:
                 got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
                 raise ConfigurationError(
                     f"the output of layer {last!r} of {who} must be one tensor of floats with the {len(samples)} "
-                    f"samples on its first axis to travel to the next stage, got {got}; cut elsewhere with split_at"
+                    f"samples on its first axis to travel to the next stage, got {got}; cut elsewhere with split_at, "
+                    "or use partition=none"
                 )
             most = max(most, x.nbytes // max(1, len(x)))
     with torch.no_grad():

@@ -1,0 +1,100 @@
+"""The program of one way of a model whose parameters are stored in shards (Rajbhandari et al. 2020, ZeRO stage 3).
+
+For each unit of the model: gather its parameters, compute its forward pass on this way's share of the batch, and drop
+the parameters; then, backward, gather them again, compute, drop, and reduce and scatter the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, Send, resumed
+from flockstep.drivers.tensor_way import Ways
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Indices
+from flockstep.frameworks.shards import ShardedModel
+from flockstep.frameworks.stages import MicroBatch
+
+
+class ShardedWay(PartProgram):
+    """One way of one replica."""
+
+    def __init__(
+        self,
+        rank: int,
+        number: int,
+        model: ShardedModel,
+        steps: int,
+        batch: Callable[[], Indices],
+        send: Send,
+        random: Callable[[int], np.random.Generator],
+        taken: int = 0,
+    ):
+        """Create a way, as any part's program.
+
+        Args:
+            rank: number of the replica.
+            number: number of the part in its replica.
+            model: the model in shards.
+            steps: number of steps of the run.
+            batch: function that returns the samples of the replica's next batch; equal for all parts of a replica.
+            send: function (part, message) that sends a message to another part of this replica.
+            random: function that returns the generator of a step, for collectives with random choices.
+            taken: number of steps that the way has taken before.
+        """
+        self._part = model.parts[number]
+        super().__init__(rank, number, self._part, batch, send)
+        self._units, self._ways, self._collective = model.units, model.parts, model.sharded.collective
+        self._steps = range(taken, steps)
+        self._group = Ways(range(len(self._ways)), number, self.mailbox, send, random(taken))
+        self._params: FlatArray = self.gradient.copy()
+
+    def requested(self, params: FlatArray) -> None:
+        self._params[:] = params
+
+    async def program(self) -> None:
+        await resumed(NeedRequest())
+        for step in self._steps:
+            await self._compute(self._share(step))
+            await resumed(NeedRequest())
+
+    def _share(self, step: int) -> MicroBatch:
+        """Draw the replica's batch, and return this way's share."""
+        samples, ways = self._batch(), len(self._ways)
+        if len(samples) < ways:
+            raise ConfigurationError(
+                f"ways of sharded must be at most the {len(samples)} samples of a batch, got {ways}; use a larger "
+                "batch or fewer ways"
+            )
+        mine = samples[slices(len(samples), ways)[self.number]]
+        return MicroBatch(self.rank, step, self.number, mine, len(mine) / len(samples))
+
+    async def _compute(self, batch: MicroBatch) -> None:
+        """Compute the loss of a batch, and this way's shards of its gradient."""
+        between, own = None, 0.0
+        for number, unit in enumerate(self._units):
+            params = await self._gathered(number)
+            await resumed(NeedPass(batch.step, unit.shares[0].forward, len(batch.indices)))
+            between, own = unit.forward(0, params, batch, between)
+            unit.release(0, batch)
+        errors = None
+        for number, unit in reversed(list(enumerate(self._units))):
+            params = await self._gathered(number)
+            await resumed(NeedPass(batch.step, unit.shares[0].backward, len(batch.indices)))
+            unit.restore(0, batch, params)
+            slope = np.zeros_like(params)
+            errors = unit.backward(0, batch, errors, slope)
+            _, self.gradient[self._part.places[number]] = await self._collective.reduce_scatter(self._group, slope)
+        losses = await self._collective.all_gather(self._group, np.array([own], self.gradient.dtype))
+        self.loss = float(sum(one[0] for one in losses))
+
+    async def _gathered(self, number: int) -> FlatArray:
+        """Return the parameters of a unit, from the shards of all ways."""
+        own = self._params[self._part.places[number]]
+        params = np.empty(self._units[number].schema.size, own.dtype)
+        for way, shard in zip(self._ways, await self._collective.all_gather(self._group, own), strict=True):
+            params[way.spans[number]] = shard
+        return params

@@ -1,0 +1,97 @@
+"""The interface between drivers and frameworks for a model whose parameters are stored in shards.
+
+A unit is some consecutive layers whose parameters are gathered together (a FlatParameter of PyTorch's FSDP). Each way
+of a replica holds a shard of every unit, and computes all units on its share of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.stages import HeldPart, ModelPart, SplitModel
+from flockstep.partitions.base import Partition
+from flockstep.partitions.sharded import Sharded
+
+
+class ModelShard(HeldPart):
+    """The shards of all units that one way stores, for any replica."""
+
+    def __init__(self, schema: Schema, train_size: int, units: Sequence[ModelPart], spans: Sequence[slice]):
+        """Create the shards of one way.
+
+        Args:
+            schema: the tensors, and parts of tensors, in the shards.
+            train_size: number of training samples of the job.
+            units: the units of the model.
+            spans: the elements of the shard in the flat array of each unit.
+        """
+        self.schema, self.train_size = schema, train_size
+        self.spans = spans
+        sizes = [span.stop - span.start for span in spans]
+        self.places = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+        """The elements of each unit's shard in the flat array (K,) of this part."""
+        self._units = units
+        self.held_bytes = schema.nbytes + sum(unit.held_bytes - unit.schema.nbytes for unit in units)
+
+    @property
+    def kept(self) -> int:
+        return sum(unit.kept for unit in self._units)
+
+    def initial(self) -> FlatArray:
+        return np.concatenate([unit.initial()[span] for unit, span in zip(self._units, self.spans, strict=True)])
+
+    def values(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the initial parameters of the shards, followed by what every way has of each unit: its
+        frozen parameters and its buffers.
+        """
+        others = [unit.values()[unit.schema.nbytes :] for unit in self._units]
+        return np.concatenate([self.initial().view(np.uint8), *others])
+
+    def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
+        if len(values) != self.held_bytes:
+            raise ConfigurationError(
+                f"the values of a shard must have {self.held_bytes} bytes, got {len(values)}; build the same model in "
+                "every process"
+            )
+        start = self.schema.nbytes
+        for unit in self._units:
+            trained, others = unit.schema.nbytes, unit.held_bytes - unit.schema.nbytes
+            if others:
+                unit.take(np.concatenate([np.zeros(trained, np.uint8), values[start : start + others]]))
+            start += others
+        params: FlatArray = values[: self.schema.nbytes].copy().view(self.schema.dtype)
+        return params
+
+    def buffers(self, replica: int) -> FlatArray:
+        return np.empty(0)
+
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        """Do nothing, because a model with changing buffers has no shards."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedModel(SplitModel):
+    """A job whose parameters are stored in shards."""
+
+    parts: tuple[ModelShard, ...]
+    units: tuple[ModelPart, ...]
+    sharded: Sharded
+
+    @property
+    def partition(self) -> Partition:
+        return self.sharded
+
+    @property
+    def microbatches(self) -> int:
+        return self.sharded.ways
+
+    def largest_message(self, batch: int) -> int:
+        """Return the size in bytes of the largest unit: some collectives send whole units."""
+        return max(unit.schema.nbytes for unit in self.units)

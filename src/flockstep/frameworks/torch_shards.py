@@ -1,0 +1,168 @@
+"""A torch module whose parameters are stored in shards, and gathered unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flockstep.arrays.namespace import as_tensor
+from flockstep.arrays.schema import Entry, FlatArray, Schema
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Job
+from flockstep.frameworks.shards import ModelShard, ShardedModel
+from flockstep.frameworks.stages import MicroBatch, ModelPart, PipelineModel
+from flockstep.frameworks.torch import TorchEngine
+from flockstep.frameworks.torch_chain import places_of
+from flockstep.frameworks.torch_stages import (
+    Chunk,
+    PartsEngine,
+    TorchPart,
+    cut_chain,
+    model_chain,
+    stage_torch,
+    with_obstacle,
+)
+from flockstep.partitions.model_cut import ModelCut
+from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.sharded import Sharded
+
+
+class TorchUnit(TorchPart):
+    """Some layers of a torch module whose parameters take memory only while a pass over the layers is computed."""
+
+    def _weights(self, chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors with memory of their own, which `release` can free."""
+        places = self._places(chunk, flat, typed=True)
+        return [view.detach().to(dtype, copy=True).requires_grad_() for view, dtype in places]
+
+    def release(self, chunk: int, batch: MicroBatch) -> None:
+        """Free the memory of the weights, to which the graph of autograd refers, as `fully_shard` does."""
+        for weight in self._kept[self._key(chunk, batch)].weights:
+            weight.untyped_storage().resize_(0)
+
+    def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
+        """Fill the weights again; autograd counts no change, because the values are the same."""
+        weights = self._kept[self._key(chunk, batch)].weights
+        places = self._places(self._chunks[chunk], as_tensor(params), typed=True)
+        for weight, (place, _) in zip(weights, places, strict=True):
+            weight.untyped_storage().resize_(weight.nbytes)
+            weight.data.copy_(place)
+
+
+class ShardsEngine(PartsEngine):
+    """An engine whose flat array lists the shards of all units, way by way."""
+
+    def __init__(self, units: PartsEngine, schema: Schema, spans: Sequence[slice]):
+        """`units`: engine whose flat array lists the units; `spans`: elements of each shard there, way by way."""
+        super().__init__(units.whole, schema, ())
+        self._units, self._spans = units, spans
+
+    @cached_property
+    def _order(self) -> npt.NDArray[np.int64]:
+        order = np.concatenate([np.arange(span.start, span.stop) for span in self._spans])
+        return order if self._units._order is None else self._units._order[order]
+
+
+def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
+    """Build the job's model and divide the parameters of each of its layers among the ways.
+
+    The model is a chain of layers, as for a pipeline; a unit begins with each layer that has parameters. Dropout draws
+    from a stream for each replica, step, way and unit.
+
+    Raises:
+        ConfigurationError: the model has buffers that change in training, cannot be cut into units, or has fewer
+            parameters than there are ways; a batch has fewer samples than there are ways; the loss is not the mean over
+            samples.
+    """
+    whole, who = TorchEngine(job, seed), f"job {job.name!r}"
+    if whole.changing_buffers:
+        raise ConfigurationError(
+            f"the ways of {sharded} compute different samples, so that buffers that change in training would differ "
+            f"between them, got {next(iter(whole.changing_buffers))!r} of {who}; use layers without such buffers, such "
+            "as group normalization in place of batch normalization, or partition=none"
+        )
+    if job.batch < sharded.ways:
+        raise ConfigurationError(
+            f"ways of sharded must be at most the {job.batch} samples of a batch, got {sharded.ways}; use a larger "
+            "batch or fewer ways"
+        )
+    chain = model_chain(whole.module, who)
+    pipeline = Pipeline(len(places_of(chain)), GPipe(), sharded.ways)
+    units = cut_chain(job, whole, chain, pipeline, TorchUnit, "partition=none")
+    return _sharded(units, sharded, who)
+
+
+def shards_without_values(job: Job, seed: int, sharded: Sharded, cut: ModelCut) -> ShardedModel:
+    """Return the shards of a model that another process has cut into units, without values."""
+    pipeline = Pipeline(len(cut.starts), GPipe(), sharded.ways)
+    return _sharded(stage_torch(job, seed, pipeline, cut, TorchUnit), sharded, f"job {job.name!r}")
+
+
+def with_obstacle_of_units(job: Job, seed: int, split: ShardedModel) -> ShardedModel:
+    """Return `split` with the reason why its units cannot be built without the values of the whole model, if there is
+    one.
+    """
+    pipeline = Pipeline(len(split.units), GPipe(), split.sharded.ways)
+    engine = split.engine
+    assert isinstance(engine, ShardsEngine)
+    units = PipelineModel(engine._units, split.units, split.layers, split.cut, pipeline)
+    return replace(split, cut=with_obstacle(job, seed, units).cut)
+
+
+def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
+    """Divide the parameters of each unit among the ways.
+
+    Raises:
+        ConfigurationError: a way would hold no parameter.
+    """
+    engine, ways = units.engine, range(sharded.ways)
+    assert isinstance(engine, PartsEngine)
+    spans = [_spans(units.parts, sharded, way) for way in ways]
+    entries = [list(_shards(units.parts, one)) for one in spans]
+    for way in ways:
+        if not entries[way]:
+            raise ConfigurationError(
+                f"every way of {sharded} must hold parameters, got none for way {way} in {who}, whose layers have "
+                f"{', '.join(map(str, units.sizes))} parameters; use fewer ways, or collective=ring"
+            )
+    dtype = engine.schema.dtype
+    schemas = [Schema(dtype, tuple(_one_after_another(part))) for part in entries]
+    starts = [sum(units.sizes[:number]) for number in range(len(units.parts))]
+    within = [
+        slice(start + span.start, start + span.stop) for one in spans for start, span in zip(starts, one, strict=True)
+    ]
+    schema = Schema(dtype, tuple(_one_after_another([entry for part in entries for entry in part])))
+    parts = tuple(ModelShard(schemas[way], engine.train_size, units.parts, spans[way]) for way in ways)
+    words = tuple(f"shard {way} of {', '.join(units.layers)}" for way in ways)
+    return ShardedModel(ShardsEngine(engine, schema, within), parts, words, units.cut, units.parts, sharded)
+
+
+def _spans(units: Sequence[ModelPart], sharded: Sharded, way: int) -> list[slice]:
+    """The elements of each unit that a way holds: those that the collective leaves it."""
+    return [sharded.collective.share(sharded.ways, unit.schema.size, way) for unit in units]
+
+
+def _shards(units: Sequence[ModelPart], spans: Sequence[slice]) -> Iterator[Entry]:
+    """The tensors in the shards of the units; of a tensor that is cut, a part with one axis."""
+    for unit, span in zip(units, spans, strict=True):
+        for entry in unit.schema.entries:
+            first, last = max(entry.offset, span.start), min(entry.offset + entry.size, span.stop)
+            if last - first == entry.size:
+                yield entry
+            elif first < last:
+                name = f"{entry.name}[{first - entry.offset}:{last - entry.offset}]"
+                yield Entry(name, (last - first,), 0, entry.dtype)
+
+
+def _one_after_another(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """The tensors with the offsets that they have one after another."""
+    offset = 0
+    for entry in entries:
+        yield replace(entry, offset=offset)
+        offset += entry.size

@@ -1,0 +1,276 @@
+"""Sharded parameters in virtual time: the gradient of the whole batch in shards, and the bytes that ZeRO counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flockstep.drivers import sharded_way
+from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.frameworks.base import Job
+from flockstep.frameworks.shards import ShardedModel
+from flockstep.frameworks.stages import MicroBatch
+from flockstep.frameworks.torch import TorchEngine
+from flockstep.frameworks.torch_shards import TorchUnit, shard_torch
+from flockstep.partitions.base import Partition
+from flockstep.partitions.sharded import Sharded
+from flockstep.records.events import EvaluationEvent, NodeEvent, StepEvent
+from support.split_jobs import GRADIENT, chain, job_of, simulated
+
+STRATEGIES = ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)")
+FULL = pytest.mark.full
+ITEMSIZE = 8
+SIZES = [6 * 8 + 8, 8 * 8 + 8, 8 * 7 + 7, 7 * 5 + 5, 5 + 1]
+"""Numbers of parameters of the layers of the chain."""
+
+
+def tied() -> nn.Module:
+    """A chain in which the second and the fourth layer share weights."""
+    torch.manual_seed(2)
+    shared = nn.Linear(8, 8)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(8, 1)).double()
+
+
+def frozen() -> nn.Module:
+    """A chain whose second layer is not trained."""
+    model = chain()
+    model[2].requires_grad_(False)
+    return model
+
+
+class Residual(nn.Module):
+    """A model that is traced: a layer that is added to its input, and one that is not in a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.inner, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+        self.norm = nn.LayerNorm(8)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        out: torch.Tensor = self.last(self.norm(x + torch.tanh(self.inner(x))))
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"chain": chain, "tied": tied, "frozen": frozen, "traced": Residual}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "ways", "batch"),
+    [
+        ("chain", "ps(bsp, shards=2)", 3, 13),
+        ("traced", "all_reduce", 2, 12),
+        ("tied", "local_sgd(period=2)", 2, 12),
+        *(
+            pytest.param(model, strategy, ways, batch, marks=FULL)
+            for model in MODELS
+            for strategy in STRATEGIES
+            for ways, batch in ((2, 13), (3, 12), (4, 12))
+        ),
+    ],
+)
+def test_shards_compute_the_unsplit_model(model: str, strategy: str, ways: int, batch: int) -> None:
+    """The oracle is the unsplit model in float64. Of 13 samples the first of three ways computes 5."""
+    job = job_of(MODELS[model], optimizer="sgd(lr=0.2, momentum=0.9)", batch=batch)
+    whole, split = simulated(job, strategy), simulated(job, strategy, f"sharded({ways})")
+    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
+    assert np.abs(whole.result - TorchEngine(job, 0).initial()).max() > 0.01
+    losses = [
+        {(e.rank // parts, e.step): e.loss for e in ran.events if isinstance(e, StepEvent)}
+        for ran, parts in ((whole, 1), (split, ways))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
+    tests = [[(e.step, e.loss) for e in ran.events if isinstance(e, EvaluationEvent)] for ran in (whole, split)]
+    assert len(tests[0]) > 1
+    assert [loss for _, loss in tests[0]] == pytest.approx([loss for _, loss in tests[1]], rel=1e-11)
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4])
+def test_a_way_sends_three_times_its_share(ways: int) -> None:
+    """Two gathers and one scatter of (p - 1)/p K elements each, and p - 1 losses (Rajbhandari et al. 2020, 7.2).
+
+    Layers whose parameters do not divide by p make the ways differ by less than 3 (p - 1) elements a layer.
+    """
+    steps = 4
+    ran = simulated(job_of(), "all_reduce", f"sharded({ways})", replicas=1, steps=steps)
+    sent = [e.sent_bytes / (steps * ITEMSIZE) for e in ran.events if isinstance(e, NodeEvent)]
+    assert sum(sent) == 3 * (ways - 1) * sum(SIZES) + ways * (ways - 1)
+    each = 3 * sum(SIZES) * (ways - 1) / ways + ways - 1
+    assert all(abs(one - each) <= 3 * (ways - 1) * len(SIZES) for one in sent)
+    messages = [e.messages_sent for e in ran.events if isinstance(e, NodeEvent)]
+    assert messages == [steps * (ways - 1) * (3 * len(SIZES) + 1)] * ways
+
+
+@pytest.mark.parametrize("collective", ["recursive_doubling", "rabenseifner", "double_tree"])
+def test_other_collectives_compute_the_same(collective: str) -> None:
+    job = job_of()
+    whole, split = simulated(job, "all_reduce"), simulated(job, "all_reduce", f"sharded(2, collective={collective})")
+    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
+
+
+def test_a_way_computes_its_share_of_the_time() -> None:
+    """On links that take no time a step of two ways takes half the seconds of a step of one worker."""
+    whole, split = (simulated(job_of(), "all_reduce", name, replicas=1) for name in (None, "sharded(2)"))
+    assert whole.simulation.now == pytest.approx(6 * GRADIENT)
+    assert split.simulation.now == pytest.approx(6 * GRADIENT / 2)
+
+
+def test_dropout_draws_as_the_micro_batches_of_a_pipeline_do() -> None:
+    """Way w computes what micro-batch w computes in a pipeline whose stages are the units."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(
+            nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1)
+        ).double()
+
+    job = job_of(model)
+    pipeline, split = simulated(job, "all_reduce", "pipeline(3, gpipe, 2)"), simulated(job, "all_reduce", "sharded(2)")
+    np.testing.assert_allclose(split.result, pipeline.result, rtol=0, atol=1e-12)
+    without = simulated(
+        job_of(lambda: nn.Sequential(*(x for x in model() if not isinstance(x, nn.Dropout)))), "all_reduce"
+    )
+    assert np.abs(split.result - without.result).max() > 1e-3
+
+
+@pytest.mark.parametrize("ways", [2, 3, 5])
+def test_a_way_stores_its_shard_of_each_layer(ways: int) -> None:
+    ran = simulated(job_of(optimizer="sgd(lr=0.2, momentum=0.9)"), "all_reduce", f"sharded({ways})", steps=1)
+    assert isinstance(ran.simulation, PipelineSimulation)
+    model = ran.simulation.model
+    assert isinstance(model, ShardedModel)
+    for unit, size in enumerate(SIZES):
+        held = [part.spans[unit].stop - part.spans[unit].start for part in model.parts]
+        assert sum(held) == size
+        assert max(held) - min(held) <= 1
+    stored = [group.runners[0].node.params.size for group in ran.simulation.groups]
+    assert stored == [part.schema.size for part in model.parts]
+    assert sum(stored) == sum(SIZES)
+
+
+def watched_units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of gathered parameters that are in memory after each forward or backward pass of a unit."""
+    alive, found = weakref.WeakSet[torch.Tensor](), list[int]()
+    weights, release, backward = TorchUnit._weights, TorchUnit.release, TorchUnit.backward
+
+    def made(self: TorchUnit, *given: Any) -> list[torch.Tensor]:
+        tensors = weights(self, *given)
+        for one in tensors:
+            alive.add(one)
+        return tensors
+
+    def count() -> None:
+        gc.collect()
+        found.append(sum(one.untyped_storage().nbytes() for one in alive))
+
+    def released(self: TorchUnit, *given: Any) -> None:
+        count()
+        release(self, *given)
+
+    def computed(self: TorchUnit, *given: Any) -> Any:
+        count()
+        return backward(self, *given)
+
+    monkeypatch.setattr(TorchUnit, "_weights", made)
+    monkeypatch.setattr(TorchUnit, "release", released)
+    monkeypatch.setattr(TorchUnit, "backward", computed)
+    return found
+
+
+def test_one_layer_is_gathered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the passes keep for the way back, no other layer's parameters are in memory."""
+    split, found = shard_torch(job_of(), 0, Sharded(2)), watched_units(monkeypatch)
+    batch, between = MicroBatch(0, 0, 0, np.arange(4), 1.0), None
+    for unit in split.units:
+        between, _ = unit.forward(0, unit.initial(), batch, between)
+        unit.release(0, batch)
+    errors = None
+    for unit in reversed(split.units):
+        unit.restore(0, batch, unit.initial())
+        errors = unit.backward(0, batch, errors, np.zeros_like(unit.initial()))
+    assert found == [ITEMSIZE * size for size in [*SIZES, *reversed(SIZES)]]
+
+
+def test_a_run_gathers_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways are in this process: no more than two layers are in memory."""
+    found = watched_units(monkeypatch)
+    simulated(job_of(), "all_reduce", "sharded(2)", replicas=1, steps=2)
+    assert min(SIZES) < max(found) / ITEMSIZE <= 2 * max(SIZES)
+
+
+def test_parameters_that_are_not_gathered_again_are_noticed() -> None:
+    """Negative control: what `release` frees is what the backward pass needs."""
+    split = shard_torch(job_of(), 0, Sharded(2))
+    batch, unit = MicroBatch(0, 0, 0, np.arange(4), 1.0), split.units[1]
+    given = np.ones((4, 8))
+    outputs, _ = unit.forward(0, unit.initial(), batch, given)
+    unit.release(0, batch)
+    unit.restore(0, batch, np.zeros_like(unit.initial()))
+    assert outputs is not None
+    wrong = unit.backward(0, batch, np.ones_like(outputs), np.zeros_like(unit.initial()))
+    assert wrong is not None
+    assert not wrong.any()
+
+
+def test_shares_of_the_batch_that_do_not_count_by_their_samples_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the mean of the ways' means is another gradient if their shares of the batch differ."""
+    job = job_of(batch=13)
+    whole = simulated(job, "all_reduce")
+
+    def alike(replica: int, step: int, number: int, indices: np.ndarray, share: float) -> MicroBatch:
+        return MicroBatch(replica, step, number, indices, 0.5)
+
+    monkeypatch.setattr(sharded_way, "MicroBatch", alike)
+    wrong = simulated(job, "all_reduce", "sharded(2)")
+    assert np.abs(wrong.result - whole.result).max() > 1e-4
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ((outputs - targets) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("job", "ways", "reason"),
+    [
+        (lambda: job_of(normed), 2, r"buffers that change in training would differ between them, got '1.running_mean'"),
+        (lambda: job_of(batch=2), 3, r"ways of sharded must be at most the 2 samples of a batch, got 3"),
+        (lambda: job_of(lambda: nn.Linear(6, 1, bias=False).double()), 7, r"got none for way 5 in job 'chain', whose"),
+        (
+            lambda: dataclasses.replace(job_of(), loss=summed),
+            2,
+            r"must be the mean over the .* use partition=none, or a",
+        ),
+    ],
+)
+def test_models_that_cannot_be_sharded_are_refused(job: Callable[[], Job], ways: int, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        simulated(job(), "all_reduce", f"sharded({ways})")
+
+
+def test_partitions_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"ways of sharded must be >= 2, got 1"):
+        Sharded(1)
+    for text in ("pipeline(2) * sharded(2)", "sharded(2) * pipeline(2)", "tensor(2) * sharded(2)"):
+        with pytest.raises(CompositionError, match=r"sharded\(ways=2\) cannot be combined with .* yet; use sharded"):
+            Partition.parse(text)
+
+
+def test_a_batch_that_shrinks_below_the_ways_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flockstep.drivers.plan.Batches.next", lambda self, need: np.arange(1))
+    with pytest.raises(ConfigurationError, match=r"ways of sharded must be at most the 1 samples of a batch, got 2"):
+        simulated(job_of(), "all_reduce", "sharded(2)")
