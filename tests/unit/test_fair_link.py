@@ -14,8 +14,10 @@ from flockstep.simulation.network import Fabric, Link, Network, Transit
 from flockstep.simulation.queue import EventQueue
 from flockstep.strategies.base import Strategy
 
-EQUAL = FairLink(1000.0, 0.5, spread=0.0)
-"""1,000 bytes per second."""
+EQUAL = FairLink(1000.0, 0.5, spread=0.0, backlog=0.0)
+"""1,000 bytes per second, without a queue in the card."""
+QUEUED = FairLink(1e5, spread=0.0, backlog=400.0)
+"""100 bytes per millisecond, of which 4 milliseconds of a message wait in the card's queue."""
 Sent = tuple[float, Address, Address, int]
 
 
@@ -95,9 +97,31 @@ def test_times_are_exact_to_a_thousandth_whenever_the_run_began() -> None:
     assert arrivals(EQUAL, (1e9, 0, 1, 1), (1e9, 0, 2, 1))[0] > 1e9
 
 
-def test_impossible_spreads_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="spread"):
-        FairLink("1gbit", spread=-1.0)
+def test_the_end_of_a_message_that_waits_in_the_cards_queue_leaves_before_a_later_message() -> None:
+    """With at most 400 bytes left the first message is not delayed; with 1,000 it shares the card for 600."""
+    assert arrivals(QUEUED, (0.0, 0, 1, 1000), (0.007, 0, 2, 1000)) == about(0.01, 0.02)
+    assert arrivals(QUEUED, (0.0, 0, 1, 2000), (0.01, 0, 2, 2000)) == about(0.026, 0.04)
+
+
+def test_messages_sent_at_once_have_nothing_in_the_cards_queue_yet() -> None:
+    assert arrivals(QUEUED, *((0.0, 0, to, 1000) for to in (1, 2, 3))) == about(0.03, 0.03, 0.03)
+    assert arrivals(QUEUED, (0.0, 0, 1, 1000), (0.001, 0, 2, 1000)) == about(0.018, 0.02)
+
+
+def test_the_queue_of_a_slow_card_holds_ten_milliseconds() -> None:
+    slow = FairLink(1000.0, spread=0.0)
+    assert arrivals(slow, (0.0, 0, 1, 1000), (0.5, 0, 2, 1000)) == about(1.5 - 0.01, 2.0)
+
+
+def test_a_queue_changes_nothing_between_two_nodes_or_at_the_receiver() -> None:
+    sent = (0.0, 0, 3, 1000), (0.005, 1, 3, 1000), (0.006, 0, 3, 500)
+    assert arrivals(QUEUED, *sent) == about(*arrivals(FairLink(1e5, spread=0.0, backlog=0.0), *sent))
+
+
+@pytest.mark.parametrize("name", ["spread", "backlog"])
+def test_impossible_spreads_and_backlogs_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        FairLink("1gbit", **{name: -1.0})
 
 
 def step(strategy: str, network: Network) -> float:
@@ -106,7 +130,7 @@ def step(strategy: str, network: Network) -> float:
 
 def test_a_barrier_at_a_server_costs_both_ways_where_a_link_overlaps_them() -> None:
     transit = (1e6 + HEADER_BYTES) / 1e7
-    assert step("ps", FairLink(1e7, spread=0.0)) == pytest.approx(8 * transit, rel=0.01)
+    assert step("ps", FairLink(1e7, spread=0.0, backlog=0.0)) == pytest.approx(8 * transit, rel=0.01)
     assert step("ps", Link(1e7)) < 0.8 * 8 * transit
 
 

@@ -18,6 +18,10 @@ from flockstep.nodes import Cluster
 from flockstep.simulation import units
 from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, Routing, Transit, cards
 
+BACKLOG, SECONDS = 65536.0, 0.01
+"""Largest number of bytes of one connection that wait in the queue of its card, and largest number of seconds in which
+these bytes leave. Linux limits both for TCP.
+"""
 CLOSE = 1e-3
 """Tolerance with which a message counts as ended, as a share of the message's bytes."""
 _TAG = int.from_bytes(b"fair", "big")
@@ -28,13 +32,16 @@ class FairLink(Network):
     """As `Link`, but messages that leave a node at the same time share its card instead of waiting for each other.
 
     The shares are as on a host whose connections take turns packet by packet. They are uneven by a factor drawn for
-    each message: lognormal with sigma `spread`; 0 gives equal shares. Arriving bytes queue in their order of arrival,
-    mixed from several senders. Between two nodes messages keep their order. Durations are exact to one thousandth.
+    each message: lognormal with sigma `spread`; 0 gives equal shares. Up to `backlog` bytes of a message wait in the
+    card's queue, at most the bytes of 10 ms and at most as many as have left; they leave before the first byte of a
+    message to another node that is sent later. Arriving bytes queue in their order of arrival, mixed from several
+    senders. Between two nodes messages keep their order. Durations are exact to one thousandth.
     """
 
     bandwidth: str | float
     latency: str | float = 0.0
     spread: float = 0.25
+    backlog: float = BACKLOG
 
     def __post_init__(self) -> None:
         units.bandwidth(self.bandwidth)
@@ -43,6 +50,11 @@ class FairLink(Network):
             raise ConfigurationError(
                 f"spread must be >= 0 and finite, got {self.spread:g}; 0.25 is usual, 0 gives all connections equal "
                 "shares"
+            )
+        if not 0 <= self.backlog < math.inf:
+            raise ConfigurationError(
+                f"backlog must be >= 0 bytes and finite, got {self.backlog:g}; {BACKLOG:g} is usual, 0 lets a message "
+                "share the card from its first byte"
             )
 
     def start(self, cluster: Cluster) -> Fabric:
@@ -59,13 +71,13 @@ class FairLink(Network):
         def route(source: Address, to: Address) -> Route:
             return ((egress[source], ingress[to]), between) if source != to else ((), ())
 
-        return Shared(route, self.spread)
+        return Shared(route, self.spread, self.backlog)
 
 
 class _Stream:
     """Messages from one node to another; the first leaves at `rate` bytes per second and has `left` bytes to go."""
 
-    __slots__ = ("egress", "ingress", "left", "rate", "waiting", "weight")
+    __slots__ = ("begins", "egress", "ingress", "left", "rate", "waiting", "weight")
 
     def __init__(self, egress: Hop, ingress: Hop) -> None:
         self.egress = egress
@@ -74,6 +86,8 @@ class _Stream:
         self.left = 0.0
         self.rate = 0.0
         self.weight = 1.0
+        self.begins = 0.0
+        """Time at which the bytes that wait in the card's queue before the stream's first byte have left."""
 
     def ahead(self, transit: Transit) -> float:
         """Bytes that have to leave before a message has left completely."""
@@ -87,9 +101,10 @@ class Shared(Fabric):
     Bytes flow between events; a message is checked again at the earliest time at which it can have left.
     """
 
-    def __init__(self, route: Routing, spread: float) -> None:
+    def __init__(self, route: Routing, spread: float, backlog: float) -> None:
         super().__init__(route)
         self._spread = spread
+        self._backlog = backlog
         self._random = np.random.default_rng(_TAG)
         self._streams: dict[tuple[Address, Address], _Stream] = {}
         self._busy: dict[tuple[Address, Address], _Stream] = {}
@@ -108,6 +123,7 @@ class Shared(Fabric):
             stream = self._streams[pair] = _Stream(*transit.hops)
         stream.waiting.append(transit)
         if len(stream.waiting) == 1:
+            stream.begins = t + self._queue_of(stream.egress)
             self._busy[pair] = stream
             self._begin(stream)
         transit.time = t + stream.ahead(transit) / stream.egress.full
@@ -136,6 +152,15 @@ class Shared(Fabric):
         for stream in self._busy.values():
             self._divide(stream.egress)
 
+    def _queue_of(self, card: Hop) -> float:
+        """Seconds in which the bytes that wait in a card's queue leave.
+
+        A connection's queue grows as its bytes are acknowledged, by no more than these bytes.
+        """
+        most = min(self._backlog, SECONDS * card.bandwidth)
+        mine = (one for one in self._busy.values() if one.egress is card)
+        return sum(min(most, one.left, one.waiting[0].nbytes - one.left) for one in mine) / card.bandwidth
+
     def _begin(self, stream: _Stream) -> None:
         """Start sending the first message of a stream."""
         stream.left = float(stream.waiting[0].nbytes)
@@ -145,15 +170,26 @@ class Shared(Fabric):
     def _divide(self, egress: Hop) -> None:
         """Divide a card's bandwidth over the streams that leave through it."""
         mine = [stream for stream in self._busy.values() if stream.egress is egress]
-        weights = sum(stream.weight for stream in mine)
+        begun = [stream for stream in mine if stream.begins <= self._now]
+        weights = sum(stream.weight for stream in begun)
         for stream in mine:
+            stream.rate = 0.0
+        for stream in begun:
             stream.rate = egress.bandwidth * stream.weight / weights
 
     def _flow(self, t: float) -> None:
         """Let bytes leave and arrive until time `t`."""
-        passed, self._now = t - self._now, max(t, self._now)
-        if passed <= 0:
-            return
+        while t > self._now:
+            waiting = [stream for stream in self._busy.values() if self._now < stream.begins <= t]
+            first = min((stream.begins for stream in waiting), default=t)
+            self._pass(first - self._now)
+            self._now = first
+            for stream in waiting:
+                if stream.begins == first:
+                    self._divide(stream.egress)
+
+    def _pass(self, passed: float) -> None:
+        """Let bytes leave and arrive for `passed` seconds in which no stream begins."""
         for hop, queued in self._queued.items():
             self._queued[hop] = queued - passed * hop.bandwidth
         for stream in self._busy.values():

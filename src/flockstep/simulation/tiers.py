@@ -98,7 +98,7 @@ class Tiers(Network):
             return found
 
         (first, *_) = self.cards
-        return Shared(route, first.spread) if isinstance(first, FairLink) else Fabric(route)
+        return Shared(route, first.spread, first.backlog) if isinstance(first, FairLink) else Fabric(route)
 
     def hosts(self, workers: int) -> Hosts:
         """The workers of each machine; the last machines may have fewer workers than they hold, or none."""
