@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m flockstep` is the command `flockstep`."""
+"""Runs the flockstep command line as `python -m flockstep`."""
 
 from flockstep.cli import main
 

@@ -45,8 +45,8 @@ def open_group() -> None:
 
 
 class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """An `Accelerator` whose `prepare` lets a strategy of flockstep coordinate the optimizers, where it would wrap the
-    models in DistributedDataParallel.
+    """An `Accelerator` whose `prepare` lets a strategy of flockstep coordinate the optimizers; Accelerate's own
+    `prepare` would wrap the models in DistributedDataParallel.
 
     Call `finish()` after the last step.
     """
@@ -80,7 +80,9 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Move a model to its device, for mixed precision and compilation too; it is not wrapped."""
+        """Move a model to its device and prepare it for mixed precision and compilation; unlike Accelerate, do not wrap
+        it in DistributedDataParallel.
+        """
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
@@ -94,7 +96,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(made, device_placement=False)
 
     def plain(self, optimizer: Any) -> Any:
-        """The optimizer that was given to `prepare`."""
+        """The optimizer that the script gave to `prepare`, without the strategy."""
         while isinstance(optimizer, AcceleratedOptimizer | DistributedOptimizer):
             optimizer = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer.optimizer
         return optimizer
@@ -134,7 +136,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return clip_grad_norm_(parameters, max_norm, norm_type, False, None)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limit each element of gradients that are not combined.
+        """Clip each element of the gradients to ±clip_value, if the strategy does not combine gradients.
 
         Raises:
             CompositionError: the strategy combines gradients after this call.
@@ -176,7 +178,8 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return where
 
     def load_state(self, input_dir: str | None = None, **options: Any) -> None:
-        """Load what `save_state` has saved, and continue from rank 0's; every rank calls this.
+        """Load what `save_state` has saved, then copy rank 0's models and optimizers to all ranks; every rank calls
+        this.
 
         Raises:
             ConfigurationError: the models were saved with safetensors.
@@ -190,7 +193,7 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.sync()
 
     def sync(self) -> None:
-        """Continue from rank 0's models and optimizers, which the script has loaded; every rank calls this."""
+        """Copy rank 0's models and optimizers, which the script has loaded, to all ranks; every rank calls this."""
         for each in self._live():
             each.sync()
 

@@ -1,4 +1,4 @@
-"""Tests of the installation: every part of flockstep is tried in a separate process with a time limit."""
+"""`flockstep doctor`: tries every part of flockstep in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from flockstep.report.progress import ProgressCallback, silent
 
 CheckStatus = Literal["works", "fails", "missing"]
 Judge = Callable[[str], str]
-"""Function from the standard output of a successful command to a detail; raises `ValueError` if the output is wrong."""
+"""Function that turns the standard output of a successful command into a detail; raises `ValueError` if the output is
+wrong.
+"""
 
 LIMIT = 120.0
 """Time limit of a test in seconds."""
 OLDEST = (3, 11)
 STEPS = "3"
 SEARCHED = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-"""Folders in which programs are looked for, beginning with the folder of this Python's packages."""
+"""Folders that are searched for programs, beginning with the folder of this Python's packages."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,15 @@ class SelfTest:
     command: Sequence[str]
     """Arguments of the program that runs the test."""
     core: bool = False
-    """Whether flockstep is unusable if this test fails."""
+    """Whether flockstep cannot be used at all if this test fails."""
     fix: str = ""
-    """Instruction to the user for a test that fails."""
+    """What the user should do if this test fails."""
     module: str | None = None
-    """The module whose absence means that the part is not installed, rather than broken."""
+    """Name of the module without which the part counts as not installed, rather than broken."""
     program: str | None = None
-    """The program, whose absence means that the part is not installed; None: the Python interpreter."""
+    """Name of the program without which the part counts as not installed; None for the Python interpreter."""
     needs: tuple[str, ...] = ()
-    """Names of tests that must have succeeded before."""
+    """Names of the tests that must succeed before this test."""
     judge: Judge = str.strip
 
 
@@ -75,13 +77,13 @@ class Diagnosis:
     facts: dict[str, str]
     tried: tuple[SelfTestResult, ...]
     untried: tuple[SelfTest, ...] = ()
-    """Tests that the user did not wait for."""
+    """Names of the tests that were not run because the user interrupted the command."""
     interrupted: str | None = None
-    """Sentence about the interruption of the tests; None if all were tried."""
+    """Sentence that says that the tests were interrupted; None if all tests were run."""
 
     @property
     def works(self) -> bool:
-        """Whether all core parts of flockstep were tried and work."""
+        """Whether all core parts of flockstep were tested and work."""
         return all(one.status == "works" for one in self.tried if one.core) and not any(
             one.core for one in self.untried
         )
@@ -112,7 +114,7 @@ def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = sil
     """Try every part, one after another, until the user interrupts the tests.
 
     Args:
-        tests: the tests; None for the usual ones.
+        tests: the tests to run; None for the tests of all parts.
         say: called with the name of each part before it is tried.
         limit: time limit of a test in seconds.
     """

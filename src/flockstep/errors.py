@@ -48,15 +48,15 @@ RENAMED = {
     "sent_per_worker": "sent_bytes_per_worker",
     "received_per_worker": "received_bytes_per_worker",
 }
-"""Former name of an option, a component, an argument or a field of the record → present name.
+"""Former name of an option, a component, an argument or a field of the record → current name.
 
-A former name is refused everywhere; the error names the present one.
+A former name is refused everywhere; the error names the current name.
 """
 
 _QUANTITY = re.compile(r"[0-9.]+[a-z]?")
 """Number and first letter of the unit at the beginning of a name, such as 10m."""
 SHOWN = 20
-"""Largest number of known names in one error, where a command lists all of them."""
+"""Largest number of known names that an error lists; beyond it, the error names a command that lists all of them."""
 
 
 class FlockstepError(Exception):
@@ -66,7 +66,7 @@ class FlockstepError(Exception):
 
 
 class ConfigurationError(FlockstepError, ValueError):
-    """The input is wrong; nothing was started."""
+    """The input is wrong, and nothing was started."""
 
     exit_code = 2
 
@@ -84,12 +84,13 @@ class UnknownName(ConfigurationError):
         command: str | None = None,
         further: str = "",
     ) -> UnknownName:
-        """The error for `name`, with the way out: its present name if it was renamed, otherwise the most similar name
-        in `known`.
+        """Return the error for `name`, with the way out: its current name if it was renamed, otherwise the most similar
+        name in `known`.
 
-        If no name is similar, the error lists the names in `listed`, or all known names. Where more than `SHOWN` are
-        known, it names the `command` that lists them instead, if given. `further` says how values without a name are
-        written. A name that begins with a quantity, such as 10mbit, is similar only to names with the same quantity.
+        If no name is similar, the error lists the names in `listed`, or all known names. If more than `SHOWN` names are
+        known and `command` is given, the error names this command, which lists them. `further` says how values without
+        a name are written. A name that begins with a quantity, such as 10mbit, is similar only to names with the same
+        quantity.
         """
         names = sorted(known)
         quantity = _QUANTITY.match(name.lower())
@@ -109,11 +110,11 @@ class UnknownName(ConfigurationError):
 
 
 class CompositionError(ConfigurationError):
-    """Two parts cannot be combined."""
+    """Two parts of a run cannot be combined."""
 
 
 class SchemaMismatch(ConfigurationError):
-    """Two nodes hold models of different shape."""
+    """Two nodes hold models of different shapes."""
 
 
 class MissingDependency(ConfigurationError):
@@ -121,14 +122,14 @@ class MissingDependency(ConfigurationError):
 
     @classmethod
     def of(cls, package: str, extra: str, purpose: str) -> MissingDependency:
-        """The error for a missing `package` that is installed with the extra `extra`."""
+        """Return the error for a missing `package` that the extra `extra` installs."""
         return cls(
             f"{purpose} needs {package}, which is not installed; install it with: pip install 'flockstep[{extra}]'"
         )
 
 
 class RunError(FlockstepError):
-    """The run itself failed; the results computed so far are kept."""
+    """The run itself failed; the results computed until then are kept."""
 
 
 class PeerLost(RunError):
@@ -148,7 +149,7 @@ class Diverged(RunError):
 
 
 class Interrupted(RunError):
-    """The user, or the system, asked the run to stop."""
+    """The user or the system asked the run to stop."""
 
 
 def of_kind(kind: str, reason: str, note: str = "") -> FlockstepError:

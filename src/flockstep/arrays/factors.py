@@ -29,7 +29,7 @@ class FactoredWeight:
 
     @property
     def factors(self) -> int:
-        """Number of elements of the factors of one batch."""
+        """Number of elements of the factors U and V of one batch."""
         return self.products * (self.rows + self.columns)
 
     def within(self, part: slice) -> tuple[FactoredWeight, slice] | None:

@@ -9,7 +9,9 @@ import sys
 
 
 def release(collect: bool = True) -> None:
-    """Return free memory to the system, which Linux's C library would keep; with `collect`, collect garbage first."""
+    """Return freed memory, which Linux's C library would keep, to the operating system; with `collect`, collect garbage
+    first.
+    """
     if collect:
         gc.collect()
     if sys.platform == "linux":
@@ -18,8 +20,9 @@ def release(collect: bool = True) -> None:
 
 
 def settle_down() -> None:
-    """Return free memory to the system, and let all later collections of garbage pass over the objects that exist now,
-    which last as long as the process: to look at all objects of torch takes a tenth of a second.
+    """Return freed memory to the operating system, and exclude all objects that exist now from later garbage
+    collections: they last as long as the process, and a collection that visits all objects of torch takes a tenth of a
+    second.
     """
     release()
     gc.freeze()

@@ -47,7 +47,7 @@ def cast(array: Any, dtype: str, copy: bool = True) -> FlatArray:
 
 
 def rounded(value: float, array: Any) -> float:
-    """Return a number rounded to the dtype of `array`."""
+    """Round a number to the precision of the dtype of `array`."""
     if isinstance(array, np.ndarray):
         return float(array.dtype.type(value))
     return float(sys.modules["torch"].tensor(value, dtype=array.dtype))
@@ -68,7 +68,9 @@ def to_host(array: Any) -> npt.NDArray[Any]:
 
 
 def to_device_of(values: Any, array: Any) -> FlatArray:
-    """Return `values` in the library, and on the device, of `array`; a tensor is returned unchanged."""
+    """Return `values` as an array of the same library and on the same device as `array`; a tensor is returned
+    unchanged.
+    """
     if isinstance(array, np.ndarray):
         return values if isinstance(values, np.ndarray) else to_host(values)
     if is_tensor(values):
@@ -130,8 +132,8 @@ def take_rows(matrix: Any, indices: Sequence[int], out: Any) -> FlatArray:
 def first_not_finite(array: Any) -> int:
     """Return the index of the first NaN or infinity of a flat array, or -1.
 
-    In numpy a finite sum of squares takes one pass and shows that every element is finite; if the sum is not finite, or
-    slow to compute for the dtype, elements are tested one by one. `vdot` does not warn of a sum that overflows.
+    For numpy, the sum of squares is computed first: if the sum is finite, so is every element. Otherwise, or if the sum
+    is slow for the dtype, elements are tested one by one. `vdot` is used because its overflows cause no warning.
     """
     if isinstance(array, np.ndarray) and array.dtype.char in "fd" and math.isfinite(np.vdot(array, array)):
         return -1

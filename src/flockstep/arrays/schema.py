@@ -116,8 +116,8 @@ class Schema:
 
     @lru_cache(maxsize=1024)  # noqa: B019 - schemas are few, and live as long as their run
     def shapes_within(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the tensors in elements start..stop-1, in order; a partly contained tensor counts as
-        flat.
+        """Return the shapes of the tensors in elements start to stop-1 of the flat array, in order; for a tensor that
+        lies there only in part, the shape is flat.
         """
         shapes: list[tuple[int, ...]] = []
         for entry in self.entries:
@@ -127,7 +127,7 @@ class Schema:
         return tuple(shapes)
 
     def views(self, flat: FlatArray) -> dict[str, FlatArray]:
-        """Return name → view of `flat` in the tensor's shape."""
+        """Return name → view of `flat`, in the shape of the tensor of this name."""
         return {e.name: flat[e.offset : e.offset + e.size].reshape(e.shape) for e in self.entries}
 
     def require(self, other: Schema, who: str) -> None:

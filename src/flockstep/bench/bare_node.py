@@ -47,7 +47,7 @@ class BareNode(Messenger):
         return returned[0]
 
     def drive(self, runner: Runner) -> None:
-        """Deliver messages to a program until it has ended."""
+        """Run a program, and deliver its messages, until the program has ended."""
         while not runner.done:
             if not isinstance(runner.waiting, Wanted):
                 raise FlockstepError(f"a benchmark's program may wait only for messages, got {runner.waiting}")

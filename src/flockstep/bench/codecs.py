@@ -51,7 +51,7 @@ def measure(
     rounds: int = ROUNDS,
     say: ProgressCallback = silent,
 ) -> list[CodecFigure]:
-    """Measure every codec in turn, round after round, with a copy of the array in the same round."""
+    """Measure every codec in turn in each round; each round also times a copy of the array."""
     array = np.random.default_rng(0).standard_normal(size, np.float32)
     actions: dict[str, dict[str, Callable[[], object]]] = {COPY: {"encode": _copy_of(array)}}
     found: dict[str, CodecFigure] = {COPY: CodecFigure(COPY, 32.0)}

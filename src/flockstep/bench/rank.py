@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     """Run the process. The command-line arguments are the module of implementations, the path of a socket, the number
     of processes, and the size of the largest array in bytes.
 
-    The last argument is the rank, if MPI does not know it.
+    A last argument is the rank, which is absent if MPI assigns the rank.
     """
     catalog, address, workers, largest, *given = arguments
     rank = int(given[0]) if given else _rank_in_mpi()

@@ -1,4 +1,4 @@
-"""Worker-steps per second in virtual time, compared with a plain loop and with the batched call for the gradients."""
+"""Measures simulated worker-steps per second, compared with a plain loop and with batched gradient calls alone."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ REPLICAS = (16, 64, 256)
 STRATEGIES = ("local_sgd(collective=recursive_doubling)", "gossip", "asgd", "bsp", "dpsgd")
 ROUNDS = 20
 STEPS = 20
-"""Steps of each worker in a simulation."""
+"""Number of steps that each worker takes in a measured simulation."""
 BATCH = 8
 LR = 1e-6
-"""Learning rate at which a thousand asynchronous workers stay stable."""
+"""Learning rate that keeps asynchronous training with a thousand workers stable."""
 LOOP, BATCHED = "plain loop", "batched call"
 
 
 @dataclass
 class SimulatorFigure:
-    """One strategy on a given number of replicas: medians over rounds."""
+    """Median results of simulating one strategy on a given number of replicas."""
 
     strategy: str
     replicas: int
     rate: float
     """Simulated steps of all workers per second."""
     to_loop: float
-    """Rate relative to the rate of a loop that computes one gradient and one optimizer step after the other."""
+    """Simulated worker-steps per second, divided by those of a loop that computes one gradient and one optimizer step
+    after the other.
+    """
     to_batched: float
-    """Rate relative to the rate of batched calls that compute the gradients alone."""
+    """Simulated worker-steps per second, divided by those of batched calls that only compute the gradients."""
     events: float | None = None
     """Events written to the record per second."""
 
@@ -62,7 +64,9 @@ def measure(
     workload: str = "softmax",
     say: ProgressCallback = silent,
 ) -> list[SimulatorFigure]:
-    """Measure `workload` with batch 8, lognormal compute times, 10 Gbit/s links, torch on one thread, all in turn."""
+    """Measure the simulation of `workload`, the plain loop and the batched calls in turns: batch 8, lognormal compute
+    times, links of 10 Gbit/s, one thread of torch.
+    """
     job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)  # type: ignore[type-var]
     engine = make_engine(job, 0)
     figures = []

@@ -1,5 +1,5 @@
-"""Benchmark of a push of an array to another process of this host, which adds the array: by transports, raw sockets,
-and a memory copy.
+"""Benchmark of pushing an array to another process of this host, which adds the array to its own: over transports, raw
+sockets, and by a memory copy.
 """
 
 from __future__ import annotations
@@ -80,14 +80,16 @@ class _ByTransport(_Pushing):
 
 
 class ByTransport(Implementation):
-    """A transport of the registry, including the node's messages and mailbox."""
+    """Pushes over a transport of the registry, including the node's messages and mailbox."""
 
     def __init__(self, name: str):
         self.name = name
 
     @property
     def missing(self) -> str:
-        """Requirement of Linux for shared memory; empty for other transports."""
+        """Reason why shared memory is unavailable on systems other than Linux; empty on Linux and for other
+        transports.
+        """
         return "needs Linux" if self.name == "shared_memory" and sys.platform != "linux" else ""
 
     def worker(self, place: BenchProcess) -> BenchWorker:
@@ -112,13 +114,15 @@ class _InWindow(_Pushing):
 
 
 class InWindow(Implementation):
-    """The method `accumulate` of a window of a shared array: the sender adds in the receiver's memory."""
+    """Pushes with the method `accumulate` of a shared array's window: the sender adds directly to the receiver's
+    memory.
+    """
 
     name = "shared window"
 
     @property
     def missing(self) -> str:
-        """Requirement of Linux for shared memory."""
+        """Reason why shared memory is unavailable on systems other than Linux; empty on Linux."""
         return "" if sys.platform == "linux" else "needs Linux"
 
     def worker(self, place: BenchProcess) -> BenchWorker:
@@ -163,7 +167,7 @@ class _BySocket(_Pushing):
 
 
 class BySocket(Implementation):
-    """A loop of send and receive on a raw socket; the receiver adds whole arrays."""
+    """Pushes over a raw socket; the receiver adds each whole array."""
 
     def __init__(self, name: str, family: socket.AddressFamily):
         self.name, self._family = name, family
@@ -185,7 +189,7 @@ class _Copying(BenchWorker):
 
 
 class Copying(Implementation):
-    """A copy by `numpy.copyto` within one process, with which transports are compared."""
+    """Copies the array with `numpy.copyto` within one process: the reference for all transports."""
 
     name = COPY
 

@@ -1,4 +1,4 @@
-"""The contract of a disruption: what happens to a real run from outside, and how the run must end."""
+"""The interface of a disruption: what is done to a real run from outside, and how the run must then end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flockstep.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Setting:
-    """The run that is disrupted."""
+    """Settings of a run that a disruption will hit."""
 
     job: str
     strategy: Strategy
     workers: int
     steps: int
-    """Local steps of each worker."""
+    """Number of local steps of each worker."""
     seed: int
     heartbeat: float
     """Seconds without an answer after which a node counts as lost."""
@@ -34,17 +34,17 @@ class Setting:
 
     @property
     def every(self) -> int:
-        """Number of steps of a worker between two checkpoints."""
+        """Number of a worker's steps between two checkpoints."""
         return max(1, self.steps // 8)
 
     @property
     def resumes(self) -> bool:
-        """Whether the strategy has checkpoints."""
+        """Whether the strategy supports checkpoints, so that the run can be resumed."""
         return self.strategy.traits.restarts and self.strategy.traits.checkpoints
 
     @property
     def survives(self) -> bool:
-        """Whether the other workers go on after a worker has died, as the failure matrix says."""
+        """Whether the other workers continue after a worker has died, according to the failure matrix."""
         return self.strategy.traits.deaths(self.workers) > 0
 
     @property
@@ -66,10 +66,10 @@ class Failpoint:
     """A signal that a process of the run sends itself at a named point of the code."""
 
     who: str
-    """Name of the process: worker-2, server-0, or launcher."""
+    """Name of the process that receives the signal: worker-2, server-0, or launcher."""
     point: str
     number: int
-    """How many times the process has come to the point."""
+    """Number of visits to the point at which the process sends the signal: 1 for the first visit."""
     kind: signal.Signals = signal.SIGKILL
 
 
@@ -78,19 +78,19 @@ class Expected:
     """How the disrupted run must end."""
 
     codes: tuple[int, ...] = (0,)
-    """Allowed exit codes of the first command."""
+    """Exit codes that are allowed for the first command."""
     lost: frozenset[int] = frozenset()
-    """The nodes that the run must report as lost."""
+    """Names of the nodes that the run must report as lost."""
     resumes: bool = False
-    """Whether the run must then go on with `flockstep resume`, and finish."""
+    """Whether `flockstep resume` must then be able to finish the run."""
     says: str = ""
     """Text that the command must have written to standard error."""
     refused: int = 0
-    """Number of gradients that must have been refused."""
+    """Number of gradients that the run must have refused."""
 
 
 class DisruptedRun(Protocol):
-    """The operations of a run that has begun which a disruption needs."""
+    """The operations that a disruption needs on a run in progress."""
 
     setting: Setting
     count: int
@@ -98,7 +98,7 @@ class DisruptedRun(Protocol):
 
     @property
     def going(self) -> bool:
-        """Whether the command that carries out the run has not ended yet."""
+        """Whether the command that carries out the run is still running."""
 
     @property
     def pid(self) -> int:
@@ -106,7 +106,7 @@ class DisruptedRun(Protocol):
 
     @property
     def signalled(self) -> int | None:
-        """Id of the process that has sent itself a signal; None if none has."""
+        """Process id of the process that sent itself a signal at a failpoint; None if no process has."""
 
     @property
     def summary(self) -> Summary | None:
@@ -117,16 +117,16 @@ class DisruptedRun(Protocol):
         """Whether the run has a complete checkpoint."""
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true, or the command has ended or hangs."""
+        """Wait until the condition is true, the command has ended, or the command has run for too long."""
 
     def steps(self, rank: int) -> int:
         """Number of steps that a worker has written so far."""
 
     def process_of(self, name: str) -> int | None:
-        """Process id of a node such as worker-2; None if it does not run."""
+        """Process id of a node such as worker-2; None if the node has no running process."""
 
     def send(self, kind: signal.Signals, pid: int) -> bool:
-        """Send a signal; return whether the process was there."""
+        """Send a signal to a node; return whether the node's process existed."""
 
     def kill_all(self) -> int:
         """Kill all processes of the run; return their number."""
@@ -140,11 +140,11 @@ class Disruption(Component):
     @classmethod
     @abstractmethod
     def drawn(cls, random: np.random.Generator, setting: Setting) -> Self | None:
-        """Draw a disruption of this kind; None if it does not apply to the run."""
+        """Draw a random disruption of this kind; None if the kind does not apply to the run."""
 
     @abstractmethod
     def expected(self, setting: Setting) -> Expected:
-        """How the run must end."""
+        """How the run must end after the disruption."""
 
     @property
     def failpoint(self) -> Failpoint | None:
@@ -160,15 +160,15 @@ class Disruption(Component):
         """Raise `ConfigurationError` unless the disruption can happen in the run."""
 
     def act(self, run: DisruptedRun) -> None:
-        """Disrupt a run that has begun."""
+        """Carry out the disruption on a run in progress."""
 
     def fired(self, run: DisruptedRun) -> bool:
-        """Whether the disruption has happened, before the run had ended."""
+        """Whether the disruption happened before the run ended."""
         return run.signalled is not None
 
 
 def require_worker(worker: int, step: int, setting: Setting) -> None:
-    """Raise `ConfigurationError` unless the worker exists and takes the step."""
+    """Raise `ConfigurationError` unless the run has the worker and the worker takes the step."""
     if not 0 <= worker < setting.workers:
         raise ConfigurationError(f"worker {worker} does not exist in a run of {setting.workers}; name another rank")
     if not 0 < step < setting.steps:
@@ -176,22 +176,24 @@ def require_worker(worker: int, step: int, setting: Setting) -> None:
 
 
 def middle(random: np.random.Generator, steps: int) -> int:
-    """A step in the middle of a run, after the first checkpoints and long before the end."""
+    """Draw a step in the middle of a run, after the first checkpoints and long before the end."""
     return int(random.integers(steps * 3 // 8, steps * 5 // 8))
 
 
 def after_server_death(index: int) -> Expected:
-    """How a run with checkpoints must end in which a server dies: by itself it goes on from the newest checkpoint."""
+    """How a run with checkpoints must end after a server dies: the run continues from the newest checkpoint without a
+    restart by the user.
+    """
     return Expected(says=f"{node_name(server(index))} was killed by SIGKILL")
 
 
 def after_promotion(node: Address) -> Expected:
-    """How a run must end in which a server dies that has backups: one of them continues in its place."""
+    """How a run must end after the death of a server that has backups: a backup takes the server's place."""
     return Expected(lost=frozenset({node}), says="its backup, continues in its place")
 
 
 def after_death(worker: int, setting: Setting) -> Expected:
-    """How a run must end in which a worker dies."""
+    """How a run must end after a worker dies."""
     if setting.survives:
         return Expected(lost=frozenset({worker}))
     return Expected((1,), frozenset({worker}), setting.resumes, f"worker {worker}")

@@ -1,4 +1,4 @@
-"""Random disruptions of real runs, one after the other, until the time is over."""
+"""Disrupts real runs at random, one run after the other, until the time is over."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from flockstep.records.events import LostEvent
 from flockstep.records.folder import RunFolder
 
 PILOT = 100
-"""Steps of the run that measures how long a step takes."""
+"""Number of steps of the pilot run, which measures the duration of a step."""
 LONG, MOST_STEPS = 3.0, 20_000
-"""Seconds that training without a disruption should take, so that it lasts until it is disrupted; most steps."""
+"""LONG: seconds that training should take without a disruption, so that the disruption comes before the end.
+MOST_STEPS: largest number of steps.
+"""
 PATIENCE = 30.0
-"""A command hangs if it takes so many times the seconds of the baseline run, and a minute more."""
+"""A command counts as hanging after this many times the seconds of the baseline run, plus one minute."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class BaselineRun:
     """A run that was not disrupted."""
 
     seconds: float
-    """Seconds of the whole command."""
+    """Seconds that the whole command took."""
     training: float
-    """Seconds of training, without the start of the processes and the end."""
+    """Seconds of training, without starting and ending the processes."""
     steps: int
     result: bytes
 
@@ -48,13 +50,15 @@ class BaselineRun:
         return self.steps / self.training
 
     def useful_seconds(self, seconds: float) -> float:
-        """Seconds of a disrupted run that count: all but those that the baseline run took for its start and its end."""
+        """Seconds of a disrupted run that count as training: its total minus the seconds that the baseline run spent on
+        starting and ending.
+        """
         return max(self.training, seconds - (self.seconds - self.training))
 
 
 @dataclass(frozen=True)
 class ChaosTrial:
-    """A run that was disrupted, and how it ended."""
+    """One disrupted run and its outcome."""
 
     number: int
     setting: Setting
@@ -68,7 +72,7 @@ class ChaosTrial:
 
     @property
     def command(self) -> str:
-        """The command that repeats the disruption."""
+        """The command that repeats this trial."""
         words = ["flockstep", "chaos", *self.setting.words, "--disruption", to_text(self.disruption)]
         return shlex.join(words)
 
@@ -98,12 +102,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Steps per second with disruptions ÷ steps per second without."""
+        """Useful steps per second with disruptions, divided by steps per second without disruptions."""
         return self.disturbed / self.baseline
 
 
 def baseline_run(setting: Setting, place: Path) -> BaselineRun:
-    """Run without a disruption, and return what the run took.
+    """Run without a disruption, and return its seconds.
 
     Raises:
         RunError: the run failed.
@@ -119,7 +123,7 @@ def baseline_run(setting: Setting, place: Path) -> BaselineRun:
 
 
 def long_enough(setting: Setting, place: Path) -> Setting:
-    """The setting with as many steps as training needs to last `LONG` seconds."""
+    """The setting with as many steps as make training last `LONG` seconds."""
     with ChaosRun(dataclasses.replace(setting, steps=PILOT), place) as run:
         run.begin()
         summary = run.summary
@@ -131,7 +135,7 @@ def long_enough(setting: Setting, place: Path) -> Setting:
 
 
 def drawn(setting: Setting, number: int) -> Disruption:
-    """Draw disruption `number` of a run; the draws of a seed do not depend on time.
+    """Draw disruption `number` of a run at random; the result depends only on the seed, never on the time.
 
     Raises:
         ConfigurationError: no disruption applies to the run.
@@ -146,7 +150,7 @@ def drawn(setting: Setting, number: int) -> Disruption:
 
 
 def trial(setting: Setting, disruption: Disruption, number: int, baseline: BaselineRun, place: Path) -> ChaosTrial:
-    """Disrupt one run, resume it if it must go on, and check the invariants; a failed run's folder is kept."""
+    """Disrupt one run, resume it if it must continue, and check the invariants; the folder of a failed run is kept."""
     expected, files = disruption.expected(setting), len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts itself
     with ChaosRun(setting, place, disruption, PATIENCE * baseline.seconds + 60) as run:
         run.begin()
@@ -176,7 +180,7 @@ def trial(setting: Setting, disruption: Disruption, number: int, baseline: Basel
 
 
 def lost_in(folder: Path) -> frozenset[int]:
-    """The nodes that a run has reported as lost so far."""
+    """Names of the nodes that a run has reported as lost so far."""
     try:
         return frozenset(one.node for one in RunFolder(folder).read_events() if isinstance(one, LostEvent))
     except ConfigurationError:

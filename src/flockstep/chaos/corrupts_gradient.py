@@ -1,4 +1,4 @@
-"""A worker computes a gradient that is not finite."""
+"""A disruption: a worker computes a gradient that is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole run is ended from outside: as when the power is cut, or by a scheduler that needs the machine."""
+"""A disruption: the whole run is ended from outside, as by a power failure or by a scheduler that needs the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EndsRun(Disruption):
         require_worker(0, self.step, setting)
 
     def act(self, run: DisruptedRun) -> None:
-        """Send the signal."""
+        """Send SIGKILL to all processes of the run, or SIGTERM to its command."""
         run.wait(lambda: min(map(run.steps, range(run.setting.workers))) >= self.step)
         time.sleep(self.delay)
         if run.going:

@@ -1,4 +1,4 @@
-"""A process of a run that sends itself a signal at a named point of the code, once, and counted."""
+"""Failpoints: at a named point of the code, a process of a run sends itself a signal once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ if signal_here not in failpoints.hooks:
 
 
 def write_failpoint(folder: Path, failpoint: Failpoint) -> str:
-    """Write a file for `--import` to a folder; return its path. It writes the file `fired` before the signal."""
+    """Write a file for `--import` into a folder; return its path. The imported code creates the file `fired` before it
+    sends the signal.
+    """
     file = folder / "failpoint.py"
     file.write_text(
         _CODE.format(who=failpoint.who, point=failpoint.point, number=failpoint.number, signal=int(failpoint.kind)),
@@ -42,6 +44,6 @@ def write_failpoint(folder: Path, failpoint: Failpoint) -> str:
 
 
 def signalled(folder: Path) -> int | None:
-    """Id of the process that has sent itself the signal; None if none has."""
+    """Process id of the process that sent itself the signal; None if no process has."""
     file = folder / "fired"
     return int(file.read_text().split()[-1]) if file.exists() else None

@@ -20,7 +20,7 @@ from flockstep.records.summary import Summary
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What is known of a run after it has ended."""
+    """What a campaign knows of a run after the run has ended."""
 
     setting: Setting
     expected: Expected
@@ -32,19 +32,19 @@ class RunHistory:
     hangs: bool = False
     err: str = ""
     result: bytes | None = None
-    """The resulting model."""
+    """The model that the run produced."""
     baseline: bytes | None = None
     """The resulting model of a run of the same seed that was not disrupted."""
     left: Sequence[str] = ()
-    """What the run has left behind: processes and files."""
+    """Processes and files that the run has left behind."""
     record: Path | None = None
     """Folder of the run, with its checkpoints."""
     lost: frozenset[int] = field(default_factory=frozenset)
-    """Nodes that the first command, before `resume`, has reported as lost."""
+    """Nodes that the first command, before any `resume`, reported as lost."""
 
 
 def disruption_fires(history: RunHistory) -> Iterator[str]:
-    """The disruption has happened before the run had ended."""
+    """The disruption happens before the run ends."""
     if not history.fired:
         yield "the disruption did not fire"
 
@@ -72,7 +72,7 @@ def ends_as_expected(history: RunHistory) -> Iterator[str]:
 
 
 def steps_monotone(history: RunHistory) -> Iterator[str]:
-    """Each worker's steps are in the record once, in order of time, and none is missing if the worker lived."""
+    """The record has each step of every worker once, in order of time, and all steps of workers that survived."""
     for rank, steps in _steps(history).items():
         numbers = [event.step for event in steps]
         if numbers != sorted(set(numbers)):
@@ -96,7 +96,7 @@ def updates_once(history: RunHistory) -> Iterator[str]:
 
 
 def acknowledged_once(history: RunHistory) -> Iterator[str]:
-    """Each server that has backups applies every update of a worker that lived exactly once, if none may be dropped."""
+    """If no update may be dropped, each server with backups applies every update of a surviving worker exactly once."""
     strategy, applied = history.setting.strategy, _applied(history)
     if not strategy.replicas or strategy.traits.delivery == "partial" or not applied or not _finished(history):
         return
@@ -120,7 +120,9 @@ def staleness_bounded(history: RunHistory) -> Iterator[str]:
 
 
 def mass_conserved(history: RunHistory) -> Iterator[str]:
-    """The mass of all workers and of the messages that were not read is whole in every checkpoint."""
+    """In every checkpoint, the mass (push-sum weight) of all workers and of the unread messages sums to its initial
+    total.
+    """
     for folder in [] if history.record is None else disk.folders(history.record):
         if (folder / disk.MANIFEST).exists():
             yield from _mass_in(folder, history)
@@ -136,7 +138,7 @@ def bits_equal(history: RunHistory) -> Iterator[str]:
 
 
 def nothing_left(history: RunHistory) -> Iterator[str]:
-    """No process, and so none of its memory and open files, and no socket is left."""
+    """The run leaves no process behind, and so none of its memory and open files, and no socket."""
     if history.left:
         yield f"left behind: {', '.join(history.left)}"
 
@@ -155,7 +157,7 @@ INVARIANTS: tuple[Callable[[RunHistory], Iterator[str]], ...] = (
 
 
 def broken(history: RunHistory) -> list[str]:
-    """Sentences on the invariants that a run has broken; each begins with the name of its invariant."""
+    """Sentences about the invariants that a run has violated; each begins with the name of the invariant."""
     return [f"{check.__name__}: {sentence}" for check in INVARIANTS for sentence in check(history)]
 
 

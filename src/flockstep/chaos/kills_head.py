@@ -1,4 +1,4 @@
-"""A server that has backups is killed, or stopped until it counts as dead."""
+"""A disruption: a server that has backups is killed, or stopped until it counts as dead."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ POINTS = ("message.received", "update.applied", "message.sent")
 
 @dataclass(frozen=True)
 class KillsHead(Disruption):
-    """Server `index`, which has backups, ends when it comes to a point of the code for the `number`-th time: by SIGKILL
-    (`how=kill`), or by SIGSTOP (`stop`), after which it counts as dead at the heartbeat's limit.
+    """Server `index`, which has backups, receives SIGKILL (`how=kill`) or SIGSTOP (`stop`) when it reaches a point of
+    the code for the `number`-th time; a stopped server counts as dead after the heartbeat timeout.
     """
 
     index: int = 0

@@ -1,4 +1,4 @@
-"""The launcher is killed while it takes a checkpoint."""
+"""A disruption: the launcher is killed while it takes a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POINTS = ("checkpoint.begun", "states.copied", "manifest.begun", "manifest.renam
 
 @dataclass(frozen=True)
 class KillsLauncher(Disruption):
-    """SIGKILL ends the launcher when it comes to a point of the code for the `number`-th time."""
+    """SIGKILL ends the launcher when it reaches a point of the code for the `number`-th time."""
 
     point: str = "manifest.begun"
     number: int = 2

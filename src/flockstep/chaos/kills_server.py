@@ -1,4 +1,4 @@
-"""A server is killed."""
+"""A disruption: a server is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker is killed."""
+"""A disruption: a worker is killed."""
 
 from __future__ import annotations
 

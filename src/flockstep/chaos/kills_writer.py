@@ -1,4 +1,4 @@
-"""A worker or a server is killed while it writes its part of a checkpoint."""
+"""A disruption: a worker or a server is killed while it writes its part of a checkpoint."""
 
 from __future__ import annotations
 

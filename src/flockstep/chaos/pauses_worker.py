@@ -1,4 +1,4 @@
-"""A worker is stopped for some seconds."""
+"""A disruption: a worker is stopped for some seconds, then continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flockstep.chaos.base import (
 from flockstep.errors import ConfigurationError
 
 BELOW, ABOVE = 0.3, 4.0
-"""Pauses of at most `BELOW` times the heartbeat lose no worker; pauses of at least `ABOVE` times the heartbeat do."""
+"""Pauses of at most `BELOW` heartbeat timeouts lose no worker; pauses of at least `ABOVE` heartbeat timeouts do."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PausesWorker(Disruption):
         return Failpoint(f"worker-{self.worker}", "gradient.computed", self.step, signal.SIGSTOP)
 
     def act(self, run: DisruptedRun) -> None:
-        """Let the worker continue after the pause, if the run has not killed it."""
+        """Let the worker continue after the pause, if the run has not ended the worker."""
         run.wait(lambda: run.signalled is not None)
         if (pid := run.signalled) is not None:
             time.sleep(self.seconds)

@@ -1,4 +1,4 @@
-"""A real run of `flockstep train` in processes of its own, which can be disrupted and resumed."""
+"""A real run of `flockstep train`, in processes that can be disrupted and resumed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from flockstep.records.summary import Summary
 
 COMMAND = (sys.executable, "-c", "from flockstep.cli import main; main()")
 POLL = 0.005
-"""Seconds between two looks at a run."""
+"""Seconds between two checks of a run's progress."""
 ENDS = 60.0
-"""Seconds that processes of a run that has ended may take to end, too."""
+"""Seconds that the processes of a run may take to end after its command has ended."""
 
 
 class ChaosRun:
-    """A run in a folder; `flockstep resume` may continue it. All its processes are known by their TMPDIR."""
+    """A run in a folder; `flockstep resume` may continue the run. The processes of the run are found by their TMPDIR,
+    which only this run has.
+    """
 
     def __init__(self, setting: Setting, place: Path, disruption: Disruption | None = None, patience: float = 600.0):
         """`patience`: seconds after which a command that has not ended counts as hanging."""
@@ -61,17 +63,17 @@ class ChaosRun:
 
     @property
     def going(self) -> bool:
-        """Whether the command that carries out the run has not ended yet."""
+        """Whether the command that carries out the run is still running."""
         return self._command.poll() is None
 
     @property
     def signalled(self) -> int | None:
-        """Id of the process that has sent itself a signal; None if none has."""
+        """Process id of the process that sent itself a signal at a failpoint; None if no process has."""
         return signalled(self.place)
 
     @property
     def summary(self) -> Summary | None:
-        """Summary of the run; None if it has none, or no configuration."""
+        """Summary of the run; None if the run has no summary or no configuration."""
         with contextlib.suppress(ConfigurationError):
             return RunFolder(self.folder).read_summary()
         return None
@@ -83,24 +85,24 @@ class ChaosRun:
 
     @property
     def err(self) -> str:
-        """Standard error of the commands so far."""
+        """What the commands have written to standard error so far."""
         return (self.place / "err").read_text("utf-8", "replace")
 
     def begin(self) -> None:
-        """Train from the start, and disrupt the run."""
+        """Start the training, and disrupt the run."""
         self._start(self._train_words())
         if self._disruption is not None:
             self._disruption.act(self)
         self._finish()
 
     def resume(self) -> None:
-        """Continue the run from its newest checkpoint, or begin again if it has none."""
+        """Continue the run from its newest checkpoint; a run without a checkpoint starts again from the beginning."""
         self.restarted = not self.has_checkpoint
         self._start([*self._train_words(), "--overwrite"] if self.restarted else ["resume", str(self.folder)])
         self._finish()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true, or the command has ended or hangs."""
+        """Wait until the condition is true, the command has ended, or the command has run for too long."""
         until = time.monotonic() + self._patience
         while self.going and not condition() and time.monotonic() < until:
             time.sleep(POLL)
@@ -112,7 +114,7 @@ class ChaosRun:
         return 0
 
     def process_of(self, name: str) -> int | None:
-        """Process id of a node such as worker-2; None if it does not run."""
+        """Process id of a node such as worker-2; None if the node has no running process."""
         return next((pid for pid in self.processes() if _content(f"/proc/{pid}/comm") == name.encode() + b"\n"), None)
 
     def processes(self) -> list[int]:
@@ -122,7 +124,7 @@ class ChaosRun:
         return [pid for pid in everyone if mark in b"\0" + _content(f"/proc/{pid}/environ") + b"\0" and _alive(pid)]
 
     def send(self, kind: signal.Signals, pid: int) -> bool:
-        """Send a signal; return whether the process was there."""
+        """Send a signal to a node; return whether the node's process existed."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, kind)
             return _alive(pid) or kind == signal.SIGKILL

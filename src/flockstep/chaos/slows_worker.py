@@ -1,4 +1,4 @@
-"""A worker is slow for some seconds."""
+"""A disruption: a worker is slow for some seconds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Setting, middle, require_worker
 
 STOPPED, RUNNING = 0.04, 0.01
-"""Seconds for which the worker is stopped, and runs, in turn."""
+"""STOPPED and RUNNING: seconds for which the worker is stopped and runs, alternately."""
 LEAST = 3
-"""Number of times that the worker must have been stopped."""
+"""Number of times that the worker must have been stopped for the disruption to count."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SlowsWorker(Disruption):
         require_worker(self.worker, self.step, setting)
 
     def act(self, run: DisruptedRun) -> None:
-        """Stop and continue the worker in turn."""
+        """Stop and continue the worker alternately."""
         run.wait(lambda: run.steps(self.worker) >= self.step)
         until = time.monotonic() + self.seconds
         while time.monotonic() < until and (pid := run.process_of(f"worker-{self.worker}")) is not None:
@@ -44,7 +44,7 @@ class SlowsWorker(Disruption):
             time.sleep(RUNNING)
 
     def fired(self, run: DisruptedRun) -> bool:
-        """Whether the worker was stopped several times."""
+        """Whether the worker was stopped at least `LEAST` times."""
         return run.count >= LEAST
 
     def expected(self, setting: Setting) -> Expected:

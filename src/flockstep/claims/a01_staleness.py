@@ -24,7 +24,7 @@ LAWS = ("normal(1, cv=0.1)", "exponential(1)", "lognormal(1, sigma=1)")
 
 
 class InFlight(Updates):
-    """Sums, over all versions, the number of other workers that compute while a version is made."""
+    """Sums, over all versions of the parameters, the number of other workers that compute while a version is formed."""
 
     total = 0
 
@@ -47,7 +47,7 @@ class InFlight(Updates):
         super().send(to, message)
 
     def note(self, event: Event) -> None:
-        """Count the computing workers when `collected` gradients have made a version.
+        """When `collected` gradients have formed a new version, count the workers that are computing.
 
         The last version may have fewer.
         """
@@ -58,7 +58,7 @@ class InFlight(Updates):
 
 @dataclass(frozen=True)
 class Staleness(Claim):
-    """Average staleness against the number of executors."""
+    """Claim: the mean staleness of n-softsync grows linearly with the number of workers."""
 
     steps: int = 300
     real_steps: int = 1500
@@ -78,7 +78,9 @@ class Staleness(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Compare every n under every distribution in virtual time, then on real processes."""
+        """Compare measured with predicted mean staleness, for every n and every distribution in virtual time, then on
+        real processes.
+        """
         rows = []
         for n in SPLITS:
             expected = (WORKERS - 1) / (WORKERS // n)

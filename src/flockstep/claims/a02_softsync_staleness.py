@@ -35,7 +35,7 @@ class SoftsyncStaleness(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Compare both distributions of compute times for every n."""
+        """Measure the largest staleness for every n under both distributions of compute times."""
         alike = {n: _settled(n, self.steps, ALIKE) for n in SPLITS}
         say("alike machines: " + ", ".join(f"n={n} at most {trace.staleness.max()}" for n, trace in alike.items()))
         memoryless = {n: _settled(n, self.contrast, MEMORYLESS) for n in SPLITS}

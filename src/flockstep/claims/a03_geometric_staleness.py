@@ -18,7 +18,7 @@ BINS = 41
 
 @dataclass(frozen=True)
 class GeometricStaleness(Claim):
-    """The distribution of staleness against the geometric distribution."""
+    """Claim: with exponential compute times, staleness follows a geometric distribution."""
 
     steps: int = 15_000
     statement = "With memoryless workers the staleness of asynchronous SGD is geometric: P(k) = (1/P) (1 - 1/P)^k"
@@ -53,7 +53,7 @@ class GeometricStaleness(Claim):
 
 
 def fit(staleness: npt.NDArray[np.int64]) -> float:
-    """The p-value of `staleness` under the geometric distribution: the probability of a worse fit."""
+    """The p-value of `staleness` under the geometric distribution: the probability that random draws fit worse."""
     expected = (1 / WORKERS) * (1 - 1 / WORKERS) ** np.arange(BINS - 1)
     expected = np.append(expected, 1 - expected.sum()) * len(staleness)
     counts = np.bincount(np.minimum(staleness, BINS - 1), minlength=BINS)

@@ -17,7 +17,7 @@ from flockstep.messages import Address, Message
 from flockstep.testing.strategies import run_strategy
 
 RATES = {2: 0.5, 4: 0.3, 8: 0.2, 16: 0.1}
-"""Number of workers → learning rate times curvature of the quadratics."""
+"""Number of workers → product of the learning rate and the curvature of the quadratics."""
 WINDOW = 60
 COPIES = 512
 
@@ -49,7 +49,9 @@ class PerturbedQuadratics(Unjudged):
 
 
 class Responses(Updates):
-    """Sums the server's value of each copy 0, 1, 2, … updates after its push."""
+    """Records how the server's value of each copy develops in the updates after a push: sums over all copies, 0, 1, 2,
+    … updates later.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -84,11 +86,11 @@ class Responses(Updates):
 
 @dataclass(frozen=True)
 class AsynchronyBegetsMomentum(Claim):
-    """The implicit momentum of asynchronous SGD."""
+    """Claim: asynchronous SGD behaves like SGD with momentum."""
 
     seeds: int = 5
     responses: int = 30_000
-    """Responses recorded for each number of workers and seed."""
+    """Number of workers and seed → the recorded responses."""
     statement = (
         "With M memoryless workers asynchronous SGD moves in expectation as SGD with momentum 1 - 1/M and with the "
         "learning rate divided by M: E[w_(t+1) - w_t] = (1 - 1/M) E[w_t - w_(t-1)] - (rate / M) E f'(w_t)"

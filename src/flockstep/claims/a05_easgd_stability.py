@@ -1,4 +1,4 @@
-"""The largest elastic rate at which elastic averaging is stable."""
+"""Claim: elastic averaging is stable up to a largest elastic rate, which follows from a formula."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Paced(ElasticAveraging):
 
 @dataclass(frozen=True)
 class EasgdStability(Claim):
-    """The stability boundary of asynchronous elastic averaging."""
+    """Claim: asynchronous elastic averaging is stable up to the published elastic rate."""
 
     statement = (
         "Asynchronous EASGD with workers taking turns on the quadratic w²/2 is stable if and only if 0 <= eta <= 2 "
@@ -70,7 +70,7 @@ class EasgdStability(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Find the boundary by bisection, then run on both sides of it."""
+        """Find the stability boundary by bisection, then run with rates on both sides of the boundary."""
         rows = []
         for eta, bound in PUBLISHED.items():
             found = [boundary(n, eta) for n in WORKERS]
@@ -110,14 +110,16 @@ def boundary(workers: int, eta: float) -> float:
 
 
 def one_round(workers: int, eta: float, alpha: float) -> FlatArray:
-    """Matrix of one round on the distances (w_0, …, w_n-1, center) from the optimum, measured in runs of one step."""
+    """Matrix by which one round multiplies the distances (w_0, …, w_n-1, center) from the optimum, measured in runs of
+    one step.
+    """
     single = [after(workers, eta, alpha, 1, OPTIMUM, OPTIMUM + unit) for unit in np.eye(workers)]
     together = after(workers, eta, alpha, 1, OPTIMUM + 1, None)
     return np.column_stack([*single, together - np.sum(single, axis=0)])
 
 
 def radius(matrix: FlatArray) -> float:
-    """Spectral radius of a matrix."""
+    """Return the spectral radius of a matrix."""
     return float(np.abs(np.linalg.eigvals(matrix)).max())
 
 
@@ -129,7 +131,7 @@ def change(workers: int, eta: float, alpha: float) -> float:
 
 
 def after(workers: int, eta: float, alpha: float, rounds: int, start: float, replicas: FlatArray | None) -> FlatArray:
-    """Final distances of all replicas and of the center from the optimum.
+    """Distances of all replicas and of the center from the optimum at the end of a run.
 
     `replicas`, if given, are the initial parameters of the workers.
     """

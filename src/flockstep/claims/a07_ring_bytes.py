@@ -43,7 +43,7 @@ class RingBytes(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Count bytes in virtual time and on real processes, and fit the times."""
+        """Count the bytes in virtual time and on real processes, and fit the virtual seconds to the formula."""
         rows = []
         for n in NODES:
             say(f"{n} nodes, virtual")

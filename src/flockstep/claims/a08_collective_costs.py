@@ -20,7 +20,8 @@ from flockstep.nodes import Worker
 LATENCY, PER_BYTE = 50e-6, 8e-10
 NETWORK = f"link(bandwidth={1 / PER_BYTE!r}, latency={LATENCY!r})"
 CHARGED = LinkModel(LATENCY, PER_BYTE, HEADER_BYTES)
-"""Link model of `NETWORK` that also counts the virtual network's message headers, which the published formulas ignore.
+"""Link model of `NETWORK` that also counts the virtual network's message headers, which the published formulas
+ignore.
 """
 FORMULAS: dict[str, Callable[[int, float, LinkModel], float]] = {
     "binomial_tree": costs.tree,
@@ -38,7 +39,9 @@ STEP = 1.04
 
 @dataclass(frozen=True)
 class CollectiveCosts(Claim):
-    """Tree, butterfly, pipeline, and reduce-scatter with gather take the times of their formulas."""
+    """Claim: tree, butterfly, pipeline, and reduce-scatter followed by gather take the times of their published
+    formulas.
+    """
 
     statement = (
         "The four all-reduces take 2 lg P (L + mG), lg P (L + mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, and "
@@ -54,7 +57,7 @@ class CollectiveCosts(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Time all collectives, then search for the crossovers."""
+        """Time all collectives, then search for the array sizes at which the order of two collectives changes."""
         rows = []
         for n in (2, 4, 8, 16, 64):
             say(f"{n} workers")

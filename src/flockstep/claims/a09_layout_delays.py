@@ -1,4 +1,4 @@
-"""Lower bounds of one step's communication time, by parameter layout."""
+"""Claim: lower bounds of the communication time of one step, for eight parameter layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOLDEN = {
     "ResNet-152": (60.2e6, ("6.613", "2.128", "0.880", "0.497", "3.194", "0.389", "0.972", "0.494")),
     "GoogLeNet": (6.8e6, ("0.747", "0.240", "0.099", "0.056", "0.361", "0.044", "0.110", "0.056")),
 }
-"""Model → number of float32 parameters, and seconds in the order of `LAYOUTS`, as printed."""
+"""Model → number of float32 parameters, and published seconds per step in the order of `LAYOUTS`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LayoutDelays(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Evaluate the formulas, and simulate the exchanges."""
+        """Evaluate the formulas, and simulate the exchanges of each layout."""
         rows = []
         for network, (parameters, golden) in GOLDEN.items():
             t = Times.of(4 * parameters)

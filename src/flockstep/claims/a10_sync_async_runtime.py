@@ -1,4 +1,4 @@
-"""Time of an update of synchronous SGD relative to the time of an update of asynchronous SGD."""
+"""Claim: how much longer an update of synchronous SGD takes than an update of asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.claims.update_trace import harmonic, timed
 
 STEPS = {2: 20_000, 4: 12_000, 8: 8_000, 16: 5_000, 32: 3_000}
-"""Number of workers → steps; standard errors are at most 0.6 % of a synchronous step and 0.5 % of an asynchronous
-update.
+"""Number of workers → number of steps, enough for standard errors of at most 0.6 % of a synchronous step and 0.5 % of
+an asynchronous update.
 """
 LAW = "exponential(1)"
 K = 4
-"""Gradients per update of the variants with 8 workers."""
+"""K, the gradients in one update, in the K-sync and K-async variants with 8 workers."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SyncAsyncRuntime(Claim):
     tolerance = "+-1 % each"
 
     def check(self, say: Say) -> Verdict:
-        """Compare synchronous and asynchronous SGD for each number of workers, then the variants."""
+        """Compare synchronous with asynchronous SGD for each number of workers, then measure the variants."""
         rows = []
         for workers, steps in STEPS.items():
             sync = seconds_per_update("ps(bsp)", workers, steps, workers)
@@ -61,8 +61,8 @@ class SyncAsyncRuntime(Claim):
 
 
 def seconds_per_update(strategy: str, workers: int, steps: int, gradients: int) -> float:
-    """Mean virtual seconds of an update of `gradients` gradients, over the first nine tenths, when no worker has ended
-    yet.
+    """Mean virtual seconds of an update of `gradients` gradients, over the first nine tenths of the run, during which
+    all workers still compute.
     """
     t = timed(strategy, workers, steps, LAW)[0].t
     updates = 9 * len(t) // (10 * gradients)

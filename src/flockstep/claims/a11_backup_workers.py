@@ -1,4 +1,4 @@
-"""The time that backup workers save."""
+"""Claim: backup workers shorten the steps of synchronous SGD by a predicted time."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class BackupWorkersRuntime(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Compare each number of backup workers with the expectation, with the random draws, and with no backup
-        workers.
+        """Compare the seconds of a step for each number of backup workers with the expectation, with the random draws,
+        and with no backup workers.
         """
         rows, ends = [], {}
         for (n, b), steps in STEPS.items():

@@ -1,4 +1,4 @@
-"""The savings of Streaming DiLoCo by fewer exchanges and fewer bits."""
+"""Claim: Streaming DiLoCo sends fewer bytes, by fewer exchanges and fewer bits per element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The communication that DiLoCo saves."""
+"""Claim: DiLoCo communicates 500 times less than synchronous training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 1000
 
 @dataclass(frozen=True)
 class DilocoBytes(Claim):
-    """DiLoCo sends as much every 500 steps as synchronous training does in every step."""
+    """Claim: DiLoCo sends every 500 steps as many bytes as synchronous training sends in every step."""
 
     statement = "DiLoCo with H = 500 communicates 500 times less than synchronous data parallelism"
     source = "Douillard et al. 2023, abstract and table 2"

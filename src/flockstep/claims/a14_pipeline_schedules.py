@@ -1,4 +1,4 @@
-"""The bubble of a pipeline, and the micro-batches that its stages hold, from the passes of its schedules."""
+"""Claim: the idle share (bubble) of pipeline schedules, and the micro-batches that their stages hold."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PublishedSchedule:
 
 
 def expected(batches: int) -> Iterator[PublishedSchedule]:
-    """Yield the published figures of each schedule for `batches` micro-batches in a step."""
+    """Yield the published figures of each schedule for steps of `batches` micro-batches."""
     last = STAGES - 1
     yield PublishedSchedule("gpipe", last * (FORWARD + INPUT + WEIGHT), [batches] * STAGES)
     one = [min(STAGES - stage, batches) for stage in range(STAGES)]
@@ -49,7 +49,7 @@ def expected(batches: int) -> Iterator[PublishedSchedule]:
 
 @dataclass(frozen=True)
 class PipelineSchedules(Claim):
-    """The idle share (bubble) of four synchronous schedules, and the micro-batches that their stages hold."""
+    """Claim: the idle share (bubble) of four synchronous schedules, and the micro-batches that their stages hold."""
 
     statement = (
         "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time, v times less if v "

@@ -1,4 +1,4 @@
-"""Gradient coding is exact for every set of stragglers."""
+"""Claim: gradient coding recovers the exact gradient for every set of at most s stragglers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.strategies.gradient_coding import code, decoder
 
 @dataclass(frozen=True)
 class GradientCodingExact(Claim):
-    """Gradient coding is exact for any s stragglers."""
+    """Claim: gradient coding is exact, whichever s workers are stragglers."""
 
     statement = "Gradient coding gives the exact gradient for every set of s missing workers among n"
     source = "Tandon, Lei, Dimakis & Karampatziakis 2017, theorem 1 and algorithm 2"
@@ -23,7 +23,7 @@ class GradientCodingExact(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Decode for every set of surviving workers."""
+        """Decode the gradient for every set of workers that are not stragglers."""
         rows = [
             self._row("cyclic", 5, 1, 1e-9),
             self._row("cyclic", 6, 2, 1e-9),

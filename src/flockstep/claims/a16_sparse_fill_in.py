@@ -27,7 +27,7 @@ SPEED_UPS = {
 
 @dataclass(frozen=True)
 class SparseFillIn(Claim):
-    """Sums of sparse vectors are denser than the vectors."""
+    """Claim: the sum of sparse vectors has more nonzero elements than each vector."""
 
     statement = (
         "The sum of P vectors with random supports of density d has density 1 - (1-d)^P; SparCML's speed-ups follow "
@@ -39,7 +39,7 @@ class SparseFillIn(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Compute the sums, and the shares implied by the table."""
+        """Compute the density of the sums, and the shares of communication that the published table implies."""
         rows = []
         for (n, kept, bucket), published in FILL_IN.items():
             say(f"{n} workers, {kept} of {bucket}")

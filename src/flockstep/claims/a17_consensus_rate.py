@@ -1,4 +1,4 @@
-"""The speed at which neighbors on a ring agree."""
+"""Claim: replicas that average with their neighbors on a ring approach each other at a known rate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ConsensusRate(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Measure the rate long after the start, and check the bound at all steps."""
+        """Measure the rate after many steps, and check the bound at every step."""
         rows: list[ClaimRow] = []
         figures: dict[str, float] = {}
         for n, expected in PUBLISHED.items():
@@ -74,12 +74,14 @@ class ConsensusRate(Claim):
 
 
 def as_steep(rate: float, expected: float) -> bool:
-    """Whether the logarithms of two rates agree within 1 %. Rates near 1 themselves always agree."""
+    """Whether the logarithms of two rates differ by at most 1 %; the rates themselves are too close to 1 to be
+    compared.
+    """
     return bool(abs(np.log(rate) / np.log(expected) - 1) <= 0.01)
 
 
 def spread(replicas: np.ndarray) -> float:
-    """Frobenius norm of the distances from the mean of the rows."""
+    """Frobenius norm of the difference between each row and the mean of the rows."""
     return float(np.linalg.norm(replicas - replicas.mean(0)))
 
 

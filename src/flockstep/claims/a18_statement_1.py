@@ -17,7 +17,9 @@ from flockstep.testing.strategies import equal_bits, run_strategy, small_job
 
 @dataclass(frozen=True)
 class AtTheReceiver(Strategy):
-    """The rule of statement 1, plain addition, with an optional operation of the receiver on each update."""
+    """The update rule of statement 1, plain addition; optionally, the receiver changes each update before the
+    addition.
+    """
 
     does: Literal["nothing", "momentum", "rate"] = "nothing"
 
@@ -39,7 +41,7 @@ class AtTheReceiver(Strategy):
             me.send_all(me.peers, "update", update)
 
     async def finish(self, me: Worker) -> None:
-        """Apply the updates that are still in flight."""
+        """Apply the updates that are still in flight when the worker has taken its last step."""
         me.leave(peers=True)
         async for message in me.messages():
             if message.tag == "update":
@@ -53,7 +55,9 @@ class AtTheReceiver(Strategy):
 
 @dataclass(frozen=True)
 class StatementOne(Claim):
-    """FAST's statement 1: replicas that receive every update are equal in the end; with negative controls."""
+    """Claim: FAST's statement 1, that replicas are equal in the end if each receives every update; with negative
+    controls.
+    """
 
     patterns: int = 1000
     statement = "If every update reaches every worker, even late, all replicas are equal in the end"

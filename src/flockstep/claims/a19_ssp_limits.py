@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: its limits, and its bound."""
+"""Claim: stale synchronous parallel has BSP and asynchronous training as its limits, and keeps its staleness bound."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class SspLimits(Claim):
     tolerance = "parameters and times equal bit for bit; the gap between workers never exceeds s, and reaches s"
 
     def check(self, say: Say) -> Verdict:
-        """Compare the limits under every distribution of compute times, then measure the gaps."""
+        """Compare ssp(0) with bsp, and unlimited slack with asynchronous, under every distribution of compute times;
+        then measure the gaps between workers.
+        """
         cases = [(law, seed) for law in LAWS for seed in range(self.seeds)]
         none = sum(_same(self._run("ssp(0)", *case), self._run("bsp", *case)) for case in cases)
         unbounded = f"ssp({NEVER}, weight=sum)"

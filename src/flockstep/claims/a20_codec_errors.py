@@ -1,4 +1,6 @@
-"""Codecs have the declared properties: unbiased, of bounded variance, contractions; error feedback loses nothing."""
+"""Claim: codecs have their declared properties (unbiased, bounded variance, contraction), and error feedback loses
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,12 @@ STEPS = 300
 """Number of steps in the runs with error feedback."""
 
 Channel = Callable[[FlatArray, np.random.Generator], FlatArray]
-"""Function (array, random generator) → array that a receiver decodes."""
+"""Function from (array, random generator) to the array that a receiver decodes."""
 
 
 class Moments(NamedTuple):
-    """Statistics of many draws: largest deviation of an element's mean in standard errors.
-
-    `error` is the mean of ||x - C(x)||² / ||x||².
+    """Statistics of many encodings of one array: the largest deviation of an element's mean, in standard errors, and
+    `error`, the mean of ||x - C(x)||² / ||x||².
     """
 
     off: float
@@ -44,7 +45,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecErrors(Claim):
-    """Every registered codec, in several settings, against its declared properties."""
+    """Claim: every registered codec, in several settings, has its declared properties."""
 
     draws: int = 100_000
     arrays: int = 10_000
@@ -137,19 +138,21 @@ class CodecErrors(Claim):
 
 
 def example() -> FlatArray:
-    """The array that is encoded many times: normal values, none so small that it is hardly ever sent."""
+    """The array that is encoded many times: normally distributed values, none of them so small that a codec hardly ever
+    sends it.
+    """
     x = np.random.default_rng(20).normal(size=SIZE)
     return (x + np.copysign(0.1, x)).astype(np.float32)
 
 
 def draws(codec: Codec) -> bool:
-    """Whether encodings of the same array differ."""
+    """Whether the codec encodes at random, so that two encodings of one array differ."""
     random = np.random.default_rng(0)
     return len({codec.encode(example(), random).tobytes() for _ in range(4)}) > 1
 
 
 def unbiased_rows(codec: Codec, moments: Moments) -> list[ClaimRow]:
-    """Rows for the codec's mean, its variance, and the variance published in the paper."""
+    """Rows of the claim on the codec's mean, its variance, and the variance that the paper publishes."""
     omega, paper = codec.variance(SIZE), published(codec)
     assert omega is not None
     low = moments.error - SIGMAS * moments.uncertainty
@@ -161,7 +164,9 @@ def unbiased_rows(codec: Codec, moments: Moments) -> list[ClaimRow]:
 
 
 def settings(name: str) -> Iterator[Codec]:
-    """A codec as it is, and with one parameter changed: switches toggled, numbers set to 1 and to infinity."""
+    """Yield a codec with its defaults, then with one parameter changed at a time: switches toggled, numbers set to 1
+    and to infinity.
+    """
     usual = Codec.parse(name)
     yield usual
     for each in fields(usual):  # type: ignore[arg-type]  # every registered codec is a dataclass
@@ -179,7 +184,7 @@ def settings(name: str) -> Iterator[Codec]:
 
 
 def channel(codec: Codec) -> Channel:
-    """A channel that encodes and decodes with `codec`."""
+    """Return the function that encodes an array with `codec` and decodes the result."""
     return lambda array, random: codec.decode(codec.encode(array, random), len(array), array.dtype.name)
 
 

@@ -1,4 +1,4 @@
-"""The cost of one slow worker for pairwise averaging, and for synchronous training."""
+"""Claim: one slow worker delays synchronous training, but hardly delays pairwise averaging."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LATENCY, BANDWIDTH = "50us", "10gbit"
 
 @dataclass(frozen=True)
 class Straggler(Claim):
-    """AD-PSGD continues at the pace of its fast workers."""
+    """Claim: AD-PSGD with one slow worker continues at the pace of the other workers."""
 
     statement = (
         "With one of P workers s times as slow, pairwise averaging computes s (P - 1 + 1/s) / P times as many "

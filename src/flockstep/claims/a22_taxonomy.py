@@ -21,7 +21,7 @@ WORKERS, STEPS = 4, 12
 
 @dataclass(frozen=True)
 class Taxonomy(Claim):
-    """Every row of the survey's table 1, derived from a composition that has just run."""
+    """Claim: every row of the survey's table 1 can be derived from a composition that runs."""
 
     statement = (
         "The systems of table 1 can be composed from one set of components, and their rows follow from the composition"

@@ -31,7 +31,9 @@ WIDTHS = (64, 32, 32, 32, 10)
 CUTS = (2, 4, 6)
 """Layers of the network at which the second and later stages begin."""
 CLOSE, FAR = 1e-12, 1e-3
-"""Largest relative distance that is rounding, and least distance of another delay."""
+"""CLOSE: largest relative distance that rounding explains. FAR: least relative distance between runs with different
+delays.
+"""
 Delay = Callable[[int], int]
 
 
@@ -55,7 +57,7 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class PipelineDelays(Claim):
-    """Pipelines without flushes are gradient descent with a constant delay of each stage."""
+    """Claim: a pipeline without flushes is gradient descent in which each stage has a constant delay."""
 
     statement = (
         "Stage s of K of PipeDream computes gradients at the weights of K - 1 - s updates before, K - 1 with vertical "

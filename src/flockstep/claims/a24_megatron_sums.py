@@ -1,4 +1,4 @@
-"""The all-reduces of a transformer layer that is split over ways: their number, their elements, their result."""
+"""Claim: the number, the sizes and the result of the all-reduces of a transformer layer split over several workers."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ FEW, MANY = 1, 2
 PASSES = 4
 """Published all-reduces of a layer in a step: two forward and two backward."""
 CLOSE, FAR = 1e-12, 1e-3
-"""Largest relative distance that is rounding, and least distance of a network that has learned."""
+"""CLOSE: largest relative distance that rounding explains. FAR: least relative distance between a network before and
+after training.
+"""
 
 
 @dataclass(frozen=True)
 class WayTraffic:
-    """What each worker of a run has sent in a step, on average."""
+    """Mean elements and messages that each worker of a run has sent per step."""
 
     messages: list[float]
     elements: list[float]
-    """Sent elements of sums, without the copies of parameters that every way computes with."""
+    """Elements sent in all-reduces, without the copies of the parameters that every way holds."""
     params: FlatArray
 
 
 @dataclass(frozen=True)
 class MegatronSums(Claim):
-    """A transformer layer that is split over ways takes four all-reduces in a step."""
+    """Claim: a transformer layer that is split over ways needs four all-reduces in a step."""
 
     statement = (
         "A transformer layer that is split over ways takes two all-reduces in the forward pass and two in the backward "

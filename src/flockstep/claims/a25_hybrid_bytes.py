@@ -1,4 +1,6 @@
-"""Krizhevsky's hybrid: convolutions with data parallelism, fully connected layers split; the bytes of each layer."""
+"""Claim: Krizhevsky's hybrid of data parallelism for convolutions and split fully connected layers; the bytes of each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from flockstep.costs.layers import Layer, ModelShape
 from flockstep.costs.models.alexnet import alexnet
 
 WORKERS, BATCH = (2, 4, 8), 128
-"""Numbers of workers, and samples of each, in the paper's experiments."""
+"""WORKERS: numbers of workers in the paper's experiments. BATCH: samples of each worker."""
 MOST_WEIGHTS, LEAST_WORK = 0.06, 0.895
-"""Bounds of "about 5 %" and of "about 90 to 95 %", up to rounding."""
+"""Bounds on the convolutions' share of the weights ("about 5 %") and of the work ("about 90 to 95 %"), up to
+rounding.
+"""
 WEIGHTED = ("convolution", "linear")
 
 
 @dataclass(frozen=True)
 class HybridBytes(Claim):
-    """Convolutions have most of the work and few weights, fully connected layers the reverse."""
+    """Claim: convolutions have most of the work and few of the weights; fully connected layers have the reverse."""
 
     statement = (
         "Convolutional layers have about 90 to 95 % of the computation and about 5 % of the parameters, so that "

@@ -1,4 +1,4 @@
-"""COTS HPC: layers of local connections on a grid of machines, which exchange only what lies at their borders."""
+"""Claim: on a grid of machines, locally connected layers exchange only the inputs at the borders (COTS HPC)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LAYERS = (
 )
 GRIDS = ((2, 2), (4, 4))
 BORDER = 0.5
-"""Largest share of the inputs that machines fetch where borders are thin."""
+"""Largest share of its inputs that a machine may fetch from others where borders are thin."""
 
 
 @dataclass(frozen=True)
 class GridHalo(Claim):
-    """A machine that holds a rectangle of every layer fetches the border of its receptive fields."""
+    """Claim: a machine that holds a rectangle of every layer fetches only the border of its receptive fields."""
 
     statement = (
         "If each machine of a grid holds a rectangle of every layer, a layer with local connections sends only the "

@@ -1,5 +1,5 @@
-"""Many stale gradients diverge at the learning rate of few fresh ones, and converge at that rate divided by their
-staleness.
+"""Claim: training with stale gradients diverges at a learning rate that suits fresh gradients, and converges at this
+rate divided by the staleness.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from flockstep.claims.spans import Training, errors_of, median, ranged
 WORKERS, BATCH, EPOCHS = 30, 4, 20
 OPTIMIZER = "sgd(lr=0.02, momentum=0.9)"
 LEARNS = 6.0
-"""Error in percent above which synchronous training counts as failed; the pilot's error is 3.3."""
+"""Error, in percent, above which synchronous training counts as failed; in the pilot run the error was 3.3 %."""
 
 
 @dataclass(frozen=True)
 class SoftsyncRates(Claim):
-    """n-softsync with learning rates α and α / n."""
+    """Claim: n-softsync needs the learning rate α / n where synchronous training uses α."""
 
     seeds: int = 5
     statement = (
@@ -39,7 +39,7 @@ class SoftsyncRates(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train synchronously, with the fixed rate and with the divided rate."""
+        """Train synchronously, and with n-softsync at the rates α and α / n."""
         sync = self._errors("ps", say)
         learns = median(sync) <= LEARNS
         bound = min(median(sync), LEARNS) + 2.5

@@ -1,4 +1,4 @@
-"""A learning rate scaled with the batch size needs a gradual warm-up."""
+"""Claim: a learning rate that is scaled with the batch size needs a gradual warm-up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Errors = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class GradualWarmup(Claim):
-    """Final error of large-batch SGD by kind of warm-up."""
+    """Claim: the final error of large-batch SGD depends on the kind of warm-up."""
 
     seeds: int = 30
     statement = (
@@ -41,7 +41,7 @@ class GradualWarmup(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with every warm-up and every seed."""
+        """Train with every kind of warm-up and every seed."""
         base = self._errors(1, WARMUPS["none"], say)
         gradual = self._errors(WORKERS, GRADUAL, say)
         others = {name: self._errors(WORKERS, text, say) for name, text in WARMUPS.items()}
@@ -85,5 +85,5 @@ class GradualWarmup(Claim):
 
 
 def warmed_up(optimizer: str, workers: int, schedule: str) -> Training:
-    """Return the training whose final errors the claim compares."""
+    """Return the settings of the training whose final errors the claim compares."""
     return Training(workers, optimizer, BATCH, EPOCHS, "constant(0.01)", schedule)

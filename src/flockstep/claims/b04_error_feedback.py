@@ -1,4 +1,4 @@
-"""Error feedback makes extreme compression work."""
+"""Claim: with error feedback, training succeeds under extreme compression."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BATCH = 10
 OTHER_BATCHES = (8, 16)
 FEW = 3
 RATES = (0.1, 0.03, 0.01)
-"""Further learning rates for the unbiased random-k, in addition to the common one."""
+"""Learning rates for the unbiased random-k that are tried in addition to the common learning rate."""
 TOP, FIRST, RANDOM = "topk(0.001)", "topk(0.01)", "random_k(0.01)"
 UNBIASED = "random_k(0.01, scaled=True)"
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Claim):
-    """Sparsifiers and one-bit quantization, with and without feedback."""
+    """Claim: sparsifiers and one-bit quantization need error feedback."""
 
     seeds: int = 5
     statement = (

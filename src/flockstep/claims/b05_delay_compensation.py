@@ -25,7 +25,7 @@ compensation).
 
 @dataclass(frozen=True)
 class DelayCompensation(Claim):
-    """DC-ASGD-a compared with asynchronous SGD."""
+    """Claim: DC-ASGD-a tolerates delays at which asynchronous SGD fails."""
 
     seeds: int = 5
     statement = (
@@ -46,7 +46,7 @@ class DelayCompensation(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with both at three numbers of workers, and with one worker."""
+        """Train with DC-ASGD-a and with asynchronous SGD at three numbers of workers, and with one worker."""
         rows = []
         for workers, lr, plain, least, compensated in CASES:
             how = Training(workers, f"sgd(lr={lr})", BATCH, EPOCHS)

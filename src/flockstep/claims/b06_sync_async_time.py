@@ -15,7 +15,7 @@ from flockstep.testing.strategies import run_strategy
 
 WORKERS, BATCH, LR, NOISE, TARGET = 8, 4, 0.06, 0.15, 0.90
 METHODS = {"asynchronous": 250, "k_sync(4)": 420, "bsp": 420}
-"""Consistency rule → gradients of each worker, more than are needed to reach the target."""
+"""Consistency rule → number of gradients of each worker, more than it needs to reach the target."""
 CLOCKED, RANDOM = "constant(1)", "exponential(1)"
 
 
@@ -33,7 +33,7 @@ def noisy_job(seed: int) -> Job:
 
 
 def seconds_to_target(rule: str, compute: str, seed: int) -> float:
-    """Virtual seconds until the test error is 10 %; infinite if the error stays above 10 %."""
+    """Virtual seconds until the test error has fallen to 10 %; infinite if it never falls that far."""
     how, steps, job = f"ps({rule})", METHODS[rule], noisy_job(seed)
     run = run_strategy(how, WORKERS, steps, job=job, compute=compute, network="ideal", seed=seed, evaluate_every=2)
     return run.seconds_to(TARGET)
@@ -41,7 +41,7 @@ def seconds_to_target(rule: str, compute: str, seed: int) -> float:
 
 @dataclass(frozen=True)
 class SyncAsyncTime(Claim):
-    """Time to a test error of 10 % with exponential compute times."""
+    """Claim: time to a test error of 10 % when compute times are exponential."""
 
     seeds: int = 5
     statement = (
@@ -63,7 +63,9 @@ class SyncAsyncTime(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Compare three methods, then synchronous with asynchronous training at constant compute times."""
+        """Compare three methods with exponential compute times, then synchronous with asynchronous training at constant
+        compute times.
+        """
         times = {rule: self._times(rule, RANDOM, say) for rule in METHODS}
         least, half, most = (median(taken) for taken in times.values())
         even = [median(self._times(rule, CLOCKED, say)) for rule in ("bsp", "asynchronous")]

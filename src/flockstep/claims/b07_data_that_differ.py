@@ -10,13 +10,14 @@ from flockstep.claims.sorted_digits import LR, WORKERS, ends_of
 from flockstep.claims.spans import median, ranged
 
 STEPS = 605
-"""Steps of a run: the pilot's 600 plus five, so that no method has just averaged when the replicas are evaluated."""
+"""Steps of a run: the pilot's 600 plus five, so that no method has averaged just before the replicas are evaluated."""
 NONE = f"local_sgd({2 * STEPS})"
 """Strategy whose replicas never synchronize; the mean of the replicas is evaluated."""
 LEARNS = 7.0
-"""Error in percent above which synchronous training counts as failed; the pilot's error is at most 5."""
+"""Error, in percent, above which synchronous training counts as failed; in the pilot run the error was at most 5 %."""
 APART, FACTOR = 1.0, 2.0
-"""APART: percentage points by which the worst replica must be worse.
+"""APART: least difference, in percentage points, by which the worst replica must be worse than the mean model. FACTOR:
+allowed ratio of measured to pilot figures.
 
 FACTOR: allowed ratio of measured to pilot figures.
 """
@@ -38,12 +39,12 @@ PILOT = {
 gossip(0.01), "51 and more".
 """
 ORDERS = (("sync", "local_sgd(10)", "local_sgd(50)", NONE), ("gossip(0.5)", "gossip(0.1)", "gossip(0.01)"))
-"""Methods in order of decreasing communication."""
+"""Methods in order of decreasing communication, for comparisons."""
 
 
 @dataclass(frozen=True)
 class DataThatDiffer(Claim):
-    """Error of the mean model and of each replica if every worker has data of one or two digits."""
+    """Claim: errors of the mean model and of each replica if every worker's data has only one or two digits."""
 
     seeds: int = 5
     statement = (

@@ -1,4 +1,4 @@
-"""Error feedback needs a contraction; an unbiased codec is not enough."""
+"""Claim: error feedback needs a codec that is a contraction; an unbiased codec is not enough."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from flockstep.feedback.sender import bound_codec
 BATCH, BUCKET = 16, 512
 LEVELS = (1, 4, 16)
 DIVERGE = (1, 4)
-"""Numbers of levels at which uncorrected feedback diverged in the pilot."""
+"""Numbers of quantization levels at which feedback with the undamped codec diverged in the pilot run."""
 
 
 @dataclass(frozen=True)
 class Raw(Residual):
-    """Residual feedback that accepts any codec: the negative control."""
+    """The negative control: residual feedback that accepts any codec."""
 
     needs_contraction = False
-    """False, although the feedback does need a contraction."""
+    """False, so that any codec is accepted, although the feedback needs a contraction."""
 
 
 @dataclass(frozen=True)
 class FeedbackNeedsContraction(Claim):
-    """QSGD without feedback, with uncorrected feedback, and in the damped form that the library composes."""
+    """Claim: QSGD converges without feedback and with the damped codec that flockstep composes, but diverges with
+    feedback on the undamped codec.
+    """
 
     seeds: int = 5
     statement = (
@@ -50,7 +52,9 @@ class FeedbackNeedsContraction(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with each number of levels in each way."""
+        """Train with each number of levels: without feedback, with feedback on the undamped codec, and with the damped
+        codec.
+        """
         dense = with_progress(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
         rows, figures = (
             [ClaimRow("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(dense, 2), dense <= LEARNS)],

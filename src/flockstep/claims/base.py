@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """One figure of a claim: the published (or computed) value, the reproduced value, and whether the claim holds."""
+    """One figure of a claim: the published (or computed) value, the reproduced value, and whether the two agree."""
 
     what: str
     published: float | str
@@ -24,7 +24,7 @@ class ClaimRow:
 
 
 def near(what: str, published: float, ours: float, tolerance: float) -> ClaimRow:
-    """A row that holds if the relative difference is at most `tolerance`."""
+    """Return a row that holds if `ours` and `published` differ by at most `tolerance`, relatively."""
     return ClaimRow(what, published, ours, abs(ours / published - 1) <= tolerance)
 
 
@@ -34,13 +34,13 @@ class Verdict:
 
     rows: tuple[ClaimRow, ...]
     reason: str = ""
-    """The measured reason if a row fails, otherwise a remark for the reader."""
+    """The measured reason if a row fails; otherwise a remark for the reader."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Measured figures that the rows do not contain, by name."""
+    """Name → measured figure that is not in the rows."""
 
     @property
     def holds(self) -> bool:
-        """Whether the claim holds, that is, every row of the verdict holds."""
+        """Whether the claim holds, which means that every row holds."""
         return all(row.holds for row in self.rows)
 
 
@@ -53,7 +53,7 @@ class Claim(Component):
     source: ClassVar[str]
     """Authors, year, and place in the paper."""
     setting: ClassVar[str]
-    """Setting of the reproduction: problem, workers, clock, seeds."""
+    """Setting of the reproduction: problem, number of workers, virtual or real time, seeds."""
     tolerance: ClassVar[str]
     """The asserted bounds, in words."""
     quick: ClassVar[bool] = False
@@ -61,4 +61,4 @@ class Claim(Component):
 
     @abstractmethod
     def check(self, say: Say) -> Verdict:
-        """Check the claim; the figures are equal at every call, unless the claim uses real processes."""
+        """Check the claim. Unless the claim uses real processes, every call gives equal figures."""

@@ -1,4 +1,4 @@
-"""SparCML's speed-ups: sparse, quantized gradients on a network that is the bottleneck."""
+"""Claim: the speed-ups of SparCML, which sends sparse, quantized gradients, on networks that limit training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SPARSE = {
     "gather": f"all_reduce(codec={CODEC}, feedback=residual)",
 }
 NETWORKS = {"Piz Daint": ("SSAR", 0.932, 4.53, 3.65), "EC2": ("gather", 0.991, 22.97, 19.12)}
-"""Network → (sparse algorithm, share of communication from A16, published speed-up of communication,
-published total).
+"""Network → (sparse algorithm, share of communication from A16, published speed-up of communication, published speed-up
+in total).
 """
 LEAST = {"Piz Daint": 4.5, "EC2": 20.0}
 COMPUTE = 1.0
@@ -34,7 +34,7 @@ TIMED, TRAINED, EARLY, BATCH, LR = 12, 225, 120, 32, 0.1
 
 
 class Quiet(Watched):
-    """A simulation that does not store messages, which are large in this claim."""
+    """A simulation that does not store message events, of which this claim would produce too many."""
 
     def note(self, event: Event) -> None:
         """Store the nodes' totals only, and drop all other events."""
@@ -68,7 +68,7 @@ class SparseSpeedUp(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Calibrate the link, time all algorithms on it, and train."""
+        """Calibrate the link, time all algorithms on the calibrated link, and train."""
         nbytes = {"ring": sent(RING), "recursive doubling": sent(DOUBLING), **{n: sent(s) for n, s in SPARSE.items()}}
         rows, figures = (
             [],
@@ -131,7 +131,7 @@ class SparseSpeedUp(Claim):
 
 
 def explained(nbytes: dict[str, float]) -> str:
-    """Return a text about what is calibrated, what is measured, and what limits the speed-ups."""
+    """Return a text on what is calibrated, what is measured, and what limits the speed-ups."""
     ring, doubling = nbytes["ring"], nbytes["recursive doubling"]
     return (
         "The share of communication is calibrated; the speed-up of communication is measured; the speed-up of "
@@ -167,7 +167,7 @@ def _run(strategy: str, steps: int, network: str, seed: int = 0) -> SimulatedRun
 
 
 def sent(strategy: str) -> float:
-    """Mean bytes that a worker sends per element and step, counted from its messages."""
+    """Mean bytes per element that a worker sends in a step, counted from its messages."""
     run = _run(strategy, TIMED, "ideal")
     return sum(run.totals[rank].sent_bytes for rank in range(WORKERS)) / (WORKERS * TIMED * PARAMS)
 

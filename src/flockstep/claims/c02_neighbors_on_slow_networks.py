@@ -1,4 +1,4 @@
-"""Links on which averaging with neighbors is faster than centralized training, and links on which it is not."""
+"""Claim: on some links averaging with neighbors is faster than centralized training, and on others slower."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ SEEDS, EPOCHS, TARGET = 5, 20, 0.95
 
 @dataclass(frozen=True)
 class InTurns(Strategy):
-    """Synchronous SGD with one server whose connections share its link evenly: models are sent in parts, in turns."""
+    """Synchronous SGD with one server whose connections share its link evenly: models are sent in parts, to one worker
+    after the other.
+    """
 
     parts: int = 16
 
@@ -69,7 +71,7 @@ class InTurns(Strategy):
 
 @dataclass(frozen=True)
 class NeighborsOnSlowNetworks(Claim):
-    """Step times of D-PSGD, of a single server and of ring all-reduce, over bandwidth and latency."""
+    """Claim: step times of D-PSGD, of a single server and of ring all-reduce over bandwidth and latency."""
 
     statement = (
         "On slow links D-PSGD on a ring is up to n times as fast as a single server with n workers; by overlapping "
@@ -200,12 +202,12 @@ def closed_form(strategy: str, bandwidth: str, latency: str) -> float:
 
 
 def link(bandwidth: str, latency: str, size: int) -> str:
-    """The network on which a model of `size` bytes takes as long as the full-size model."""
+    """The network on which the scaled model of `size` bytes takes as long as the full-size model."""
     return f"link(bandwidth={BANDWIDTHS[bandwidth] / 8 * size / (MEGABYTES * 1e6)}, latency={LATENCIES[latency]})"
 
 
 def step_time(strategy: Strategy | str, bandwidth: str, latency: str) -> float:
-    """Seconds per step, without the first step."""
+    """Mean seconds per step of a run, without its first step."""
     size = int(MEGABYTES * 1e6 / SCALE)
     job, network = bowl_job(dimension=size // 4, dtype="float32"), link(bandwidth, latency, size)
     compute = f"constant({COMPUTE})"
@@ -217,7 +219,7 @@ def step_time(strategy: Strategy | str, bandwidth: str, latency: str) -> float:
 
 
 def trained(strategy: str, seed: int) -> SimulatedRun:
-    """Return a run on the digits over the slowest link."""
+    """Return a finished run on the digits over the slowest link."""
     steps = EPOCHS * 1437 // (WORKERS * 16)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=16)
     compute, network, every = f"constant({COMPUTE})", link(*SLOW, size=4 * 8970), max(1, steps // 25)

@@ -1,4 +1,4 @@
-"""The number of local steps up to which fewer exchanges save communication."""
+"""Claim: fewer exchanges save communication only up to some number of local steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ EVERY = 8
 TARGET = 0.88
 OPTIMIZER, BATCH = "sgd(lr=0.05)", 8
 MOST = 1.2
-"""Largest allowed factor on the number of steps to the target."""
+"""Largest allowed ratio of the steps to the target with local steps and without."""
 
 
 @dataclass(frozen=True)
 class LocalSgdBytes(Claim):
-    """Bytes to a target as a function of the number H of local steps, with similar data and with different data on
-    the workers.
+    """Claim: bytes to a target for each number H of local steps, with similar and with different data on the
+    workers.
     """
 
     statement = (
@@ -45,7 +45,7 @@ class LocalSgdBytes(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Measure every H on both kinds of data."""
+        """Measure the bytes to the target for every H on both kinds of data."""
         rows: list[ClaimRow] = []
         figures: dict[str, float] = {}
         largest: dict[str, int] = {}
@@ -88,7 +88,9 @@ class LocalSgdBytes(Claim):
 
 
 def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
-    """Steps until the mean of the replicas reaches the target, and bytes per worker sent until that mean was formed."""
+    """Return the steps until the mean of the replicas reaches the target, and the bytes that each worker has sent by
+    then.
+    """
     job = digits_job(OPTIMIZER, BATCH)
     job, strategy = sorted_by_label(job) if by_label else job, f"local_sgd({period}, recursive_doubling)"
     run = run_strategy(

@@ -1,4 +1,4 @@
-"""Generalization of local steps after the first decay of the learning rate, compared with a large batch throughout."""
+"""Claim: local steps after the first decay of the learning rate generalize better than a large batch throughout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Final loss of DiLoCo, compared with synchronous training and with other outer optimizers."""
+"""Claim: the final loss of DiLoCo, compared with synchronous training and with other outer optimizers."""
 
 from __future__ import annotations
 

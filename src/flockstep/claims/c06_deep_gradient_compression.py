@@ -1,5 +1,5 @@
-"""Deep gradient compression: the accuracy when one thousandth of the elements is sent, and the contribution of each
-part of the method.
+"""Claim: deep gradient compression keeps the accuracy when one thousandth of the elements is sent, and every part of
+the method contributes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BATCH, LR, EPOCHS, WARM_EPOCHS = 64, 0.1, 450, 4
 STEPS, WARMUP = (steps_for(epochs, SAMPLES, WORKERS, BATCH) for epochs in (EPOCHS, WARM_EPOCHS))
 WARM = f"dgc(ratio=0.001, warmup={WARMUP})"
 RECEIVER = ", momentum=0.9"
-"""Momentum of the optimizer at the receivers."""
+"""Momentum of the optimizer that the receivers apply."""
 WHOLE = (WARM, "momentum(clip=1.0)", "")
 WITHOUT = {
     "momentum correction": (WARM, "residual", RECEIVER),
@@ -29,17 +29,16 @@ WITHOUT = {
     "factor masking": (WARM, "momentum(masking=false, clip=1.0)", ""),
     "clipping": (WARM, "momentum", ""),
 }
-"""Omitted part of the method → (codec, feedback, optimizer) without this part."""
+"""Part of the method that is left out → (codec, feedback, optimizer) without this part."""
 HURTS = ("momentum correction", "warm-up")
 HIGHER, FEW = 0.4, 3
-"""A second learning rate, and its number of seeds."""
+"""HIGHER: a second, higher learning rate. FEW: number of seeds at the higher rate."""
 
 
 @dataclass(frozen=True)
 class Final:
-    """Result of a run: error in percent, mean loss, and compression.
-
-    The compression is relative to 32 bits per element, overall and after the warm-up.
+    """Result of a run: error in percent, mean loss, and compression relative to 32 bits per element, both overall and
+    after the warm-up.
     """
 
     error: float
@@ -61,7 +60,7 @@ class SeedResults(list[Final]):
         return self.median("error")
 
     def worse(self, than: SeedResults) -> str:
-        """Text with the number of seeds with a higher error and the number of seeds with a lower error."""
+        """Text on how many seeds have a higher error, and how many a lower error, than the same seeds of `than`."""
         pairs = [(mine.error, other.error) for mine, other in zip(self, than, strict=True)]
         return (
             f"higher on {sum(a > b for a, b in pairs)}, lower on {sum(a < b for a, b in pairs)} of {len(pairs)} seeds"
@@ -92,7 +91,7 @@ class DeepGradientCompression(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train dense, with complete DGC, and with DGC without each part."""
+        """Train with dense gradients, with complete DGC, and with DGC without each of its parts."""
         dense = self._outcome("dense", ("identity", "none", RECEIVER), say)
         whole = self._outcome("DGC", WHOLE, say)
         ratio, warm = whole.median("ratio"), whole.median("warm_ratio")

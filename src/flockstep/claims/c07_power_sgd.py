@@ -1,4 +1,4 @@
-"""Accuracy of PowerSGD, and the contributions of feedback and warm start."""
+"""Claim: the accuracy of PowerSGD, and the contributions of error feedback and warm start."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STEPS = 150
 BATCH = 16
 RATE = 0.1
 RATES = (0.02, 0.01, 0.005)
-"""Learning rates for the unbiased compressor; the best one counts."""
+"""Learning rates that are tried with the unbiased compressor; the claim uses the best of them."""
 
 
 @dataclass(frozen=True)
 class PowerSgdAccuracy(Claim):
-    """PowerSGD of rank 2 is as accurate as SGD; without feedback, or with an unbiased compressor, it is not."""
+    """Claim: PowerSGD of rank 2 is as accurate as SGD; without feedback, or with an unbiased compressor, it is not."""
 
     statement = (
         "PowerSGD of rank 2 is as accurate as SGD, and rank 1 nearly as accurate; a cold start reduces the "

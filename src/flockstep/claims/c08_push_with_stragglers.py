@@ -1,4 +1,4 @@
-"""Gradient push compared with all-reduce on slow Ethernet, with and without stragglers."""
+"""Claim: on slow Ethernet, gradient push takes less time per step than all-reduce, with and without stragglers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class Stragglers(ComputeModel):
 
 @dataclass(frozen=True)
 class PushWithStragglers(Claim):
-    """Time per step and accuracy of stochastic gradient push (SGP) and of all-reduce, with and without stragglers."""
+    """Claim: time per step and accuracy of stochastic gradient push (SGP) and of all-reduce, with and without
+    stragglers.
+    """
 
     statement = (
         "On 32 nodes over 10 Gb/s, gradient push is at least twice as fast as all-reduce if random workers are 3 to "
@@ -80,7 +82,7 @@ class PushWithStragglers(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Time both methods with the same random draws, and train with both."""
+        """Measure the seconds per step of both methods with the same random draws, then train with both."""
         rows, figures = [], {}
         for share, name in ((0, "no stragglers"), (1 / 32, "one straggler per step")):
             say(name)
@@ -116,7 +118,7 @@ class PushWithStragglers(Claim):
 
 
 def duration(strategy: str, share: float, seed: int) -> float:
-    """Virtual seconds per step, mean over the workers."""
+    """Mean virtual seconds per step over the workers."""
     job = bowl_job(dimension=int(MEGABYTES * 1e6) // SCALE // 4, dtype="float32")
     compute, steps = Stragglers(SECONDS, share), STEPS[share]
     run = run_strategy(strategy, WORKERS, steps, job=job, compute=compute, network=NETWORK, seed=seed)
@@ -124,7 +126,7 @@ def duration(strategy: str, share: float, seed: int) -> float:
 
 
 def accuracy(strategy: str, seed: int) -> float:
-    """Accuracy of the result on the digits after all epochs; compute times do not affect it."""
+    """Test accuracy on the digits after all epochs; compute times do not affect the accuracy."""
     steps = EPOCHS * 1437 // (WORKERS * BATCH)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=BATCH)
     run = run_strategy(strategy, WORKERS, steps, job=job, compute="constant(1)", network="ideal", seed=seed)

@@ -1,6 +1,4 @@
-"""Synchronous SGD with backup workers, compared with synchronous SGD without backup workers and with asynchronous
-SGD.
-"""
+"""Claim: time to target of synchronous SGD with backup workers, without backup workers, and of asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 LAW, OTHER_LAW = "pareto(0.01, 2.5)", "lognormal(0.01, sigma=1)"
-"""Two heavy-tailed distributions; most draws of the first are close to its minimum, and a straggler is rare."""
+"""Two heavy-tailed distributions of compute times. Most draws of LAW are close to its minimum, with rare stragglers."""
 TARGET = 0.95
 WORKERS = 16
 ADDED = (0, 1, 2, 4, 8)
-"""Numbers of backup workers in addition to 16 workers."""
+"""Numbers of backup workers that are started in addition to 16 workers."""
 SPARED = {2: 100, 4: 100, 8: 100, 12: 200, 14: 200, 15: 300}
-"""Number of backup workers among 16 workers → steps; means over fewer gradients need more steps."""
+"""Number of backup workers among 16 workers → number of steps; a mean over fewer gradients needs more steps."""
 SYNC_RATES, FEW_RATES, ASYNC_RATES = (0.2, 0.4, 0.8), (0.05, 0.1, 0.2, 0.4), (0.0025, 0.005, 0.01)
 LONG = 3.0
-"""Seconds of the long runs, several times the time to the target."""
+"""Virtual seconds of the long runs: several times the time to the target."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,8 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class BackupTimeToTarget(Claim):
-    """Time to the target and final accuracy of synchronous SGD with and without backup workers, and of asynchronous
-    SGD.
+    """Claim: time to the target and final accuracy of synchronous SGD with and without backup workers, and of
+    asynchronous SGD.
     """
 
     seeds: int = 5

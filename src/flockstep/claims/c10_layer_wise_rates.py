@@ -12,12 +12,12 @@ from flockstep.claims.spans import errors_of
 
 WORKERS = (32, 64)
 LARS, LAMB = 20.0, 0.04
-"""Learning rates after the warm-up, for every number of workers."""
+"""Learning rates of LARS and of LAMB after the warm-up, for every number of workers."""
 
 
 @dataclass(frozen=True)
 class LayerWiseRates(Claim):
-    """Final error of LARS and LAMB at batch sizes that SGD cannot use."""
+    """Claim: LARS and LAMB train at batch sizes at which SGD fails."""
 
     seeds: int = 5
     statement = (

@@ -1,4 +1,4 @@
-"""A larger batch has the effect of a smaller learning rate, with fewer updates."""
+"""Claim: a larger batch has the effect of a smaller learning rate, with fewer updates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SCHEDULES = {
     "neither": "constant",
 }
 FEWER = 0.3 + 0.3 / FACTOR + 0.4 / FACTOR**2
-"""Number of updates with larger batches divided by the number with smaller rates, from shares of samples and batch
-sizes.
+"""Number of updates with growing batches divided by the number with falling learning rates, computed from the samples
+and batch sizes.
 """
 
 
 @dataclass(frozen=True)
 class LargerBatches(Claim):
-    """Final error and updates of two schedules with equal gradient noise."""
+    """Claim: two schedules with equal gradient noise reach equal errors with different numbers of updates."""
 
     seeds: int = 10
     statement = (
@@ -43,7 +43,7 @@ class LargerBatches(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with each schedule, and without one, on every seed."""
+        """Train with both schedules, and without a schedule, on every seed."""
         updates, samples, errors = {}, {}, {}
         for name, schedule in SCHEDULES.items():
             steps = round(STEPS * FEWER) if name == "batch x 5" else STEPS

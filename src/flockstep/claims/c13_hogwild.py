@@ -1,4 +1,4 @@
-"""Hogwild!: speed-up of two processes that update one sparse model without a lock."""
+"""Claim: Hogwild!, in which two processes update one sparse model without a lock, is faster than one process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flockstep.records.folder import RunFolder
 
 STEPS, BATCH, OPTIMIZER, PENALTY = 6000, 16, "sgd(lr=2)", 1e-5
 WARM = 4
-"""The first 1/WARM of the steps is not timed."""
+"""The first 1/WARM of the steps is warm-up, which is not timed."""
 LEAST, NEAR = 1.6, 0.05
 APART = f"local_sgd({2 * STEPS})"
-"""Strategy whose workers never synchronize; its speed-up shows what the cores allow."""
+"""Strategy whose workers never synchronize; its speed-up is the most that the cores of this machine allow."""
 KINDS = {"sparse": ("hogwild", 0.0), "dense": ("hogwild", PENALTY), "nothing shared": (APART, 0.0)}
 JOB = """from flockstep.claims.sparse_logistic import sparse_job
 
@@ -35,7 +35,7 @@ class Ran(NamedTuple):
     """Measured figures of one run."""
 
     rate: float
-    """Steps per second of all workers together, while all were running."""
+    """Steps per second of all workers together, while all workers were running."""
     updates: float
     lost: float
     loss: float
@@ -43,7 +43,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class HogwildSpeedUp(Claim):
-    """Steps per second and lost updates of one process, then of two, on the available cores."""
+    """Claim: steps per second and lost updates of Hogwild! with one process and with two, on the available cores."""
 
     rounds: int = 5
     statement = (
@@ -64,7 +64,7 @@ class HogwildSpeedUp(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Run rounds of every kind, in turn."""
+        """Measure every kind of run in turn, round after round."""
         runs: dict[tuple[str, int], list[Ran]] = {(kind, workers): [] for kind in KINDS for workers in (1, 2)}
         for _ in range(self.rounds):
             for (kind, workers), found in runs.items():
@@ -143,7 +143,9 @@ def _run(strategy: str, penalty: float, workers: int) -> Ran:
 
 
 def rate(events: Sequence[Event], workers: int) -> float:
-    """Steps per second of all workers together, from when each has taken a quarter of its steps until one ends."""
+    """Steps per second of all workers together, from the moment when each has taken a quarter of its steps until the
+    first worker ends.
+    """
     times = [
         sorted(event.seconds for event in events if isinstance(event, StepEvent) and event.rank == rank)
         for rank in range(workers)

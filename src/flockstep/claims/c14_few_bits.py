@@ -1,4 +1,4 @@
-"""Accuracy and bits per element of codecs with one, two and four bits per element."""
+"""Claim: accuracy and bits per element of codecs that send one, two or four bits per element."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flockstep.codecs.one_bit import OneBit
 
 BATCH = 16
 SIDE = 1024
-"""Rows of the matrix, which gives its columns the published size."""
+"""Number of rows of the matrix; with it, the columns have the length of the publication."""
 
 
 @dataclass(frozen=True)
 class FewBits(Claim):
-    """Test error and bits per element of 1-bit SGD, TernGrad and QSGD with four levels, compared with dense
+    """Claim: test error and bits per element of 1-bit SGD, TernGrad and QSGD with four levels, compared with dense
     gradients.
     """
 
@@ -71,7 +71,9 @@ class FewBits(Claim):
 
 
 def expected_bits(codec: str) -> float:
-    """Bits per element of the perceptron's gradient, from the shapes alone; every tensor begins at a whole byte."""
+    """Bits per element of the perceptron's gradient, computed from the shapes alone; every tensor begins at a whole
+    byte.
+    """
     shapes = list(Perceptron().shapes.values())
     sizes = [math.prod(shape) for shape in shapes]
     if codec == "one_bit":

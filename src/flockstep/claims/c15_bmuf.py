@@ -1,4 +1,4 @@
-"""Steps that block momentum saves compared with plain averaging."""
+"""Claim: block momentum needs fewer steps than plain averaging."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZER, BATCH = "sgd(lr=0.05)", 8
 
 @dataclass(frozen=True)
 class BlockMomentum(Claim):
-    """Steps to a target accuracy and best accuracy with block momentum (BMUF) and with plain averaging."""
+    """Claim: steps to a target accuracy, and best accuracy, with block momentum (BMUF) and with plain averaging."""
 
     statement = "With block momentum 1 - 1/N, N workers reach the accuracy of plain averaging in fewer steps"
     source = "Chen & Huo 2016, sections 2 and 3"

@@ -1,4 +1,4 @@
-"""The traffic that leaf servers save the root server, and their cost in staleness."""
+"""Claim: leaf servers reduce the traffic of the root server and increase staleness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ MODES = {
 
 @dataclass(frozen=True)
 class HierarchicalServer(Claim):
-    """Traffic of the root server and staleness of gradients, with and without leaf servers for groups of workers."""
+    """Claim: traffic of the root server and staleness of gradients, with and without leaf servers for groups of
+    workers.
+    """
 
     statement = (
         "If each group of workers has a leaf server, the root server's traffic falls by a factor equal to the size "
@@ -41,7 +43,7 @@ class HierarchicalServer(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Compare the root's traffic and staleness with those of a single server."""
+        """Compare the traffic of the root server, and the staleness, with those of a single server."""
         flat, rows, figures = self._run(FLAT), [], {}
         alone = staleness(flat)
         figures["staleness, single server"] = alone
@@ -94,6 +96,8 @@ class HierarchicalServer(Claim):
 
 
 def staleness(run: SimulatedRun) -> float:
-    """Mean staleness of the gradients, in updates between reading and applying."""
+    """Mean staleness of the gradients: the number of updates between reading the parameters and applying the
+    gradient.
+    """
     late = [event.staleness for event in run.of(UpdateEvent) if event.staleness is not None]
     return sum(late) / len(late)

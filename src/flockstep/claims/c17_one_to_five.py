@@ -1,4 +1,4 @@
-"""The length of SparkNet's local phases that keeps workers busy."""
+"""Claim: how many local steps SparkNet needs between two exchanges to keep its workers busy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 ONE_TO_FIVE = 5 / 6
-"""Share of time in which workers compute if communication takes a fifth of the computing time."""
+"""Share of the time in which workers compute, if communication takes a fifth of the computing time."""
 GRADIENT = 0.01
 """T_c, the virtual seconds of a gradient."""
 SIZE = 4000
-"""Size of the model: number of float64 parameters."""
+"""Number of float64 parameters of the model."""
 CLUSTERS = ((4, "link(bandwidth=2e6, latency=0.001)"), (8, "link(bandwidth=1e6, latency=0.001)"), (16, "100mbit"))
 COLLECTIVES = ("ring", "recursive_doubling")
 SWEEP = (1, 3, 10, 30)
@@ -22,7 +22,7 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class OneToFive(Claim):
-    """Share of time that workers compute if the communication between two local phases takes a fifth of the
+    """Claim: workers compute for 5/6 of the time if the communication between two local phases takes a fifth of the
     computing time.
     """
 
@@ -42,7 +42,7 @@ class OneToFive(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Measure every τ, solve for a share of 5/6, and try the solution."""
+        """Measure the share for every τ, solve for a share of 5/6, and run with the solution."""
         rows, figures = [], {}
         for workers, network in CLUSTERS:
             for collective in COLLECTIVES:
@@ -62,7 +62,7 @@ class OneToFive(Claim):
 
 
 def formula(period: int, communication: float) -> float:
-    """tau T_c / (tau T_c + T_comm), the share of time spent computing."""
+    """Return the share of the time that workers compute: tau T_c / (tau T_c + T_comm)."""
     busy = period * GRADIENT
     return busy / (busy + communication)
 

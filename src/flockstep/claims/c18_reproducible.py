@@ -1,4 +1,4 @@
-"""Strategies for which two runs with the same seed end with the same bits."""
+"""Claim: which strategies end with the same bits in two runs with the same seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ ASYNCHRONOUS = ("asgd", "gossip", "easgd")
 
 @dataclass(frozen=True)
 class Reproducible(Claim):
-    """Reproducibility bit for bit of synchronous and asynchronous strategies, on real processes and in virtual time."""
+    """Claim: synchronous and asynchronous strategies are reproducible bit for bit as declared, on real processes and in
+    virtual time.
+    """
 
     attempts: int = 5
     statement = (
@@ -34,7 +36,7 @@ class Reproducible(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Repeat each run, and count the different results."""
+        """Repeat each run, and count how many different results there are."""
         rows = []
         for strategy in (*SYNCHRONOUS, *ASYNCHRONOUS):
             real = self._hashes(strategy, "train")

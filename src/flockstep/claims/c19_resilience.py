@@ -1,4 +1,4 @@
-"""The effect of one failed or slow worker on all workers."""
+"""Claim: the effect that one failed or slow worker has on all workers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ SLOWED = {
     ("central", "asynchronous"): ("asgd", "ps(softsync(1))"),
     ("decentral", "asynchronous"): ("easgd(period=4)", "adpsgd", "gossip"),
 }
-"""(optimization, scheduling) in the taxonomy → strategies that are run with one slow worker."""
+"""Cell of the taxonomy, (optimization, scheduling) → strategies that are run with one slow worker."""
 FAULTS = {"one worker 4× slower": "slows({}, 4)", NARROW: "narrows({}, 40)"}
 ASKS = {"adpsgd": 2}
-"""Strategy → worker whose link affects its own throughput: half of AD-PSGD's workers only answer, and never wait."""
+"""Strategy → worker whose throughput depends on its own link. Half of AD-PSGD's workers only answer requests and never
+wait.
+"""
 NEVER_WAITS = ("gossip",)
-"""Strategies in which a narrow link slows no worker and only makes messages older."""
+"""Strategies in which a narrow link slows no worker, but makes messages older."""
 SERVED = ("ps(bsp)", "asgd", "easgd(period=10)")
 KILLED = {"all_reduce": False, "ps(bsp)": False, "asgd": True, "gossip": True}
 """Strategy → whether the other workers continue after a worker was killed."""
@@ -41,7 +43,9 @@ SHAPED = {"all_reduce": True, "asgd": False}
 
 @dataclass(frozen=True)
 class Resilience(Claim):
-    """Resilience to stragglers and failures, tested by fault injection cell by cell."""
+    """Claim: strategies tolerate stragglers and failures as the taxonomy says, tested by fault injection cell by
+    cell.
+    """
 
     statement = (
         "Each family of methods reacts to a dead worker, a lost message and a slow worker as the table of failures "
@@ -65,7 +69,9 @@ class Resilience(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Check the failure table, then slow workers and links, then real processes."""
+        """Check the failure table, then slow workers and narrow links in virtual time, then faults of real
+        processes.
+        """
         rows: list[ClaimRow] = []
         short: dict[str, int] = {}
         for family in FAMILIES:
@@ -94,7 +100,7 @@ class Resilience(Claim):
 
 
 def cells(family: Family) -> Iterator[tuple[ClaimRow, str]]:
-    """Observations of every example, cell by cell, each with the reason if the cell does not hold."""
+    """Rows of all example strategies, cell by cell; a row whose cell does not hold has the reason."""
     for example in family.examples:
         strategy = Strategy.parse(example)
         yield _cell(f"{example}, replicas equal", family.equal, failures.replicas_equal(strategy))
@@ -114,7 +120,7 @@ def _cell(what: str, cell: Expectation, word: str) -> tuple[ClaimRow, str]:
 
 
 def beyond_cells() -> list[ClaimRow]:
-    """Checks beyond the failure table: kept state, agreement of survivors, servers, repeatability."""
+    """Rows beyond the failure table: preserved state, agreement of the surviving workers, servers, repeatability."""
     dies = f"dies(1, {failures.DEATH}, noticed={failures.UNNOTICED})"
     rows = []
     for text in ("all_reduce", "scatter_reduce"):
@@ -147,8 +153,8 @@ def _repeats(example: str, faults: list[str]) -> bool:
 
 
 def shares() -> Iterator[ClaimRow]:
-    """Return the share of one worker's slowdown that all workers take on, and the recovery of the throughput after
-    the fault.
+    """Return which share of one worker's slowdown all workers suffer, and how far the throughput recovers after the
+    fault.
     """
     yield from shares_of_losses()
     for text in ("all_reduce", "asgd"):
@@ -159,7 +165,7 @@ def shares() -> Iterator[ClaimRow]:
 
 
 def shares_of_losses() -> Iterator[ClaimRow]:
-    """The share of one worker's slowdown that all workers take on, fault by fault."""
+    """Rows on which share of one worker's slowdown all workers suffer, fault by fault."""
     for (where, how), strategies in SLOWED.items():
         wanted, said = (1.0, "1") if how == "synchronous" else (1 / WORKERS, f"≤ {1 / WORKERS}")
         for text, (name, fault) in itertools.product(strategies, FAULTS.items()):
@@ -179,7 +185,7 @@ def shares_of_losses() -> Iterator[ClaimRow]:
 
 
 def waits_for_nobody(text: str) -> ClaimRow:
-    """Check that a narrow link makes the messages of its worker older, and no worker slower."""
+    """Check that a narrow link makes its worker's messages older, but slows no worker."""
     fault = FAULTS[NARROW].format(VICTIM)
     loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
     ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
@@ -192,7 +198,9 @@ def waits_for_nobody(text: str) -> ClaimRow:
 
 
 def foreseen() -> Iterator[ClaimRow]:
-    """Compare a plan's prediction of the share of random delays that all workers take on with virtual time."""
+    """Compare the share of random delays that a plan predicts for all workers with the share measured in virtual
+    time.
+    """
     for text in ("ps(bsp)", "all_reduce", "ps(backup(1))", "asgd", "gossip"):
         plan, ours = predicted(text, WORKERS)
         yield ClaimRow(
@@ -201,7 +209,7 @@ def foreseen() -> Iterator[ClaimRow]:
 
 
 def real(say: Say) -> Iterator[ClaimRow]:
-    """Observe real processes while a worker is killed, and while a link becomes narrow."""
+    """Observe real processes while one worker is killed, and while one link becomes narrow."""
     for text, survives in KILLED.items():
         say(f"SIGKILL of a worker of {text}")
         wanted = failures.GOES_ON if survives else failures.ENDS

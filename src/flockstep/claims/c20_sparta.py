@@ -1,4 +1,4 @@
-"""SPARTA between the synchronizations of DiLoCo: how much rarer the synchronizations may become."""
+"""Claim: with SPARTA between the synchronizations of DiLoCo, the synchronizations may become rarer."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ OFTEN, SELDOM, SHARE = 10, 1000, 0.005
 EARLY = SELDOM - 1
 """Steps between evaluations, chosen so that the last but one is just before the last synchronization."""
 AS_DEAR = 160
-"""Period in steps at which DiLoCo alone sends slightly more: 1 / 160 ≥ 0.005 + 1 / 1000 models per step."""
+"""Period, in steps, at which DiLoCo alone sends slightly more than SPARTA with DiLoCo: 1 / 160 ≥ 0.005 + 1 / 1000
+models per step.
+"""
 MOST = 0.95
 FEWER = (1 / OFTEN) / (SHARE + 1 / SELDOM)
 COLLECTIVE = "recursive_doubling"
 
 
 class Ended(NamedTuple):
-    """Results of a run of this claim."""
+    """Results at the end of one run of this claim."""
 
     perplexity: float
     bytes: float
     early: float
     """Perplexity of the mean model a few steps before the last synchronization of the longest period."""
     apart: float
-    """Distance of the replicas from their mean a few steps before the last synchronization of the longest period."""
+    """Distance between the replicas and their mean a few steps before the last synchronization of the longest
+    period.
+    """
 
 
 @dataclass(frozen=True)
 class SpartaDiloco(Claim):
-    """A random 0.5 % of the parameters averaged at every step, combined with DiLoCo."""
+    """Claim: averaging a random 0.5 % of the parameters at every step helps DiLoCo."""
 
     seeds: int = 5
     statement = (
@@ -59,7 +63,7 @@ class SpartaDiloco(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train DiLoCo with three periods, and SPARTA combined with the longest."""
+        """Train DiLoCo with three periods, and DiLoCo combined with SPARTA with the longest period."""
         alone = {period: self._runs(_diloco(period), say) for period in (OFTEN, AS_DEAR, SELDOM)}
         both = self._runs(f"sparta({SHARE}, full={_diloco(SELDOM)}, collective={COLLECTIVE})", say)
         over = {period: _ratios(both, runs, "perplexity") for period, runs in alone.items()}

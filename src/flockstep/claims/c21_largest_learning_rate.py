@@ -19,9 +19,12 @@ WORKERS = (1, 2, 4, 8, 16, 32)
 COMPUTE = "normal(0.01, cv=0.1)"
 LOCAL_STEPS = 50
 SAMPLES = 2**18
-"""Number of samples times features, large enough that each worker's part has nearly the curvature of the whole."""
+"""Product of the numbers of samples and features; large enough that each worker's part has nearly the curvature of all
+samples.
+"""
 GONE = 1e9
-"""Distance from the optimum at which a model counts as diverged and is no longer updated; models start at distance 1.
+"""Distance from the optimum at which a model counts as diverged, and is no longer updated; every model starts at
+distance 1.
 """
 
 
@@ -37,8 +40,8 @@ class Regime:
 
 
 NOISE = Regime(64, 1, 2.0 ** np.arange(-7, 1.01, 0.25), lambda method, n: 300 if method == "local" else 100 + 500 // n)
-"""Noisy gradients: a step of one sample overshoots, and 2 / (2 + features) is one worker's largest rate stable in mean
-square.
+"""Noisy gradients: a step on one sample overshoots, and one worker is stable in mean square up to a rate of 2 / (2 +
+features).
 """
 CURVATURE = Regime(8, 64, 2.0 ** np.arange(-6, 4.01, 0.25), lambda method, n: 60 + 100 // n)
 """Almost exact gradients of curvature 1: gradient descent is stable below a rate of 2."""
@@ -70,7 +73,9 @@ class LeastSquaresModels(Unjudged):
         return {"w": np.full(self.shapes["w"], self.features**-0.5)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Compute the gradients, rate · mean of x (x · w); the returned losses are zeros."""
+        """Compute the gradients: the mean over the samples x of x (x · w), times the learning rate. The returned losses
+        are zeros.
+        """
         w = params["w"]
         slopes = (w @ x.transpose(0, 2, 1)) @ x
         slopes *= self.rates[:, None] / x.shape[1]
@@ -81,7 +86,7 @@ class LeastSquaresModels(Unjudged):
 
 @dataclass(frozen=True)
 class LargestLearningRate(Claim):
-    """Largest stable learning rate over the number of workers, by method."""
+    """Claim: how the largest stable learning rate depends on the number of workers and the method."""
 
     statement = (
         "With more workers the largest stable learning rate of synchronous SGD grows about linearly, that of "
@@ -100,7 +105,7 @@ class LargestLearningRate(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Measure all methods, and fit a power law to each."""
+        """Measure the largest stable rate of every method, and fit a power law to each method."""
         noise = {method: self._sweep(NOISE, method, say) for method in ("sync", "local", "async")}
         curvature = {method: self._sweep(CURVATURE, method, say) for method in METHODS}
         late = tuple(n for n in WORKERS if n >= 4)

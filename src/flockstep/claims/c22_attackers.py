@@ -17,22 +17,25 @@ SMALL = "a little is enough"
 RULES = (
     "mean", "median", "trimmed_mean(2)", "krum(2)", "multi_krum(2)", "geometric_median", "centered_clipping(1.0)",
 )  # fmt: skip
-"""Aggregations made for two attackers of eight; tau of centered clipping is about the norm of an honest gradient."""
+"""Aggregations configured for two attackers among eight workers; tau of centered clipping is about the norm of an
+honest gradient.
+"""
 ATTACKS = {"sign flip": "flips_sign({})", "×1000": "enlarges({})", SMALL: "little_is_enough({}, z=1.5)"}
 ATTACKERS = (1, 2)
 GUESS = 10.0
-"""Accuracy in percent of a guess, and of a model that diverged."""
+"""Accuracy, in percent, of guessing; a model that diverged is assigned this accuracy."""
 ROOM, LOST, GUESSED = 10.0, 20.0, 25.0
-"""ROOM: percentage points below its own accuracy without attackers within which a rule counts as withstanding.
+"""ROOM: percentage points below its own accuracy without attackers within which a rule counts as withstanding an
+attack.
 
-LOST: points that the coordinate-wise rules lose at least to a small attack.
-GUESSED: largest accuracy of a ruined model.
+LOST: least number of points that a small attack costs the coordinate-wise rules. GUESSED: largest accuracy of a ruined
+model.
 """
 
 
 @dataclass(frozen=True)
 class Attackers(Claim):
-    """Accuracy of each aggregation under each attack."""
+    """Claim: robust aggregations withstand attackers that ruin the mean."""
 
     seeds: int = 3
     statement = (
@@ -55,7 +58,7 @@ class Attackers(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with every rule under every attack."""
+        """Train with every aggregation under every attack."""
         found = accuracies(self.seeds, say)
         rows = [
             _row(f"{rule}, {f} of 8, {attack}", found[rule, attack, f], median(found[rule, "none", 0]) - ROOM)

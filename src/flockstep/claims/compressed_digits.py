@@ -20,7 +20,7 @@ from flockstep.workloads.sampler import steps_for
 
 WORKERS, LR, EPOCHS = 8, 0.3, 40
 LEARNS = 6.0
-"""Error in percent above which dense training counts as failed; the pilot's error is at most 3.3."""
+"""Error, in percent, above which dense training counts as failed; in the pilot run the error was at most 3.3 %."""
 Values = npt.NDArray[np.float64]
 
 
@@ -31,7 +31,7 @@ class Finals:
     error: Values
     """Test error at the end of each run, in percent."""
     loss: Values
-    """Mean loss of the batches of the last 30 steps; infinite if the run diverged."""
+    """Mean training loss of the batches of the last 30 steps; infinite if the run diverged."""
     bits: Values
     """Bits that a worker sent per element of a gradient, counted from its messages."""
 
@@ -42,7 +42,7 @@ class Finals:
 
     @property
     def diverged(self) -> int:
-        """Number of runs that diverged: their parameters were no longer finite."""
+        """Number of runs that diverged, which means that their parameters were no longer finite."""
         return int(np.isinf(self.loss).sum())
 
 
@@ -58,7 +58,7 @@ def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int
 
 
 def with_progress(say: Say, name: str, finals: Finals) -> Finals:
-    """Report the errors as progress, and return `finals`."""
+    """Report the errors of `finals` as a line of progress, and return `finals`."""
     say(f"{name}: " + " ".join(f"{error:.1f}" for error in finals.error))
     return finals
 

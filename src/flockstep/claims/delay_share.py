@@ -1,7 +1,8 @@
-"""The share of one worker's delay that all workers take on, in virtual time and as predicted by a plan.
+"""Measures which share of one worker's delay all workers suffer, in virtual time and as predicted by a plan.
 
-A share compares a run with a fault to a run without: the loss of steps per second of all workers together, divided by
-the loss of the affected worker. 1: all workers slow down to its pace; 1/n: only the worker itself is slower.
+A share compares a run with a fault to a run without the fault: the loss of steps per second of all workers together,
+divided by the loss of the affected worker. 1 means that all workers slow down as much as the affected worker; 1/n means
+that only the affected worker is slower.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ STEPS, REHEARSED = 240, 1000
 MODEL = 18 * 4
 """Size of the small job's model in bytes."""
 TRANSIT = 0.05
-"""Seconds that the model takes over a link; a gradient takes one second."""
+"""Virtual seconds that the model takes over a link; a gradient takes one second."""
 NETWORK = f"link({(MODEL + HEADER_BYTES) / TRANSIT!r}, 0.001)"
 LEAST = 0.1
-"""Smallest loss of pace of the affected worker for which a share is computed."""
+"""Smallest loss of the affected worker's throughput, as a share, for which the share of all workers is computed."""
 VICTIM = 1
 WINDOW = (60.0, 120.0)
-"""Seconds between which the link is narrow in the test of recovery."""
+"""Virtual seconds at which the link becomes narrow and at which it recovers, in the test of recovery."""
 
 CLUSTER = """
 compute = "{compute}"
@@ -46,7 +47,9 @@ bandwidth = "1gbit"
 latency = "50us"
 """
 SPELLS = "slow_spells(constant(1), 0.02, 5, 10)"
-"""Compute times in which one of fifty gradients is the first of ten that take five times as long."""
+"""Compute times with bad spells: with a probability of 1/50, a gradient begins a series of ten that take five times as
+long.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,25 +68,27 @@ class ThroughputLoss:
 
     @property
     def share(self) -> float:
-        """Share of the worker's loss that all workers take on; NaN if the worker has no loss."""
+        """Share of the affected worker's loss that all workers suffer; NaN if the affected worker has no loss."""
         return self.everyone / self.victim if self.exercised else math.nan
 
 
 def measured(strategy: str, workers: int, fault: str, victim: int = VICTIM) -> ThroughputLoss:
-    """Measure the loss caused by a fault of one worker."""
+    """Measure the losses of throughput that a fault of one worker causes."""
     whole, faulty = (paces(ends(strategy, workers, faults)) for faults in ((), (fault,)))
     return ThroughputLoss(float(1 - faulty[victim] / whole[victim]), float(1 - faulty.sum() / whole.sum()))
 
 
 def lateness(strategy: str, workers: int, fault: str) -> tuple[float, float]:
-    """Mean staleness of the worker's updates without and with the fault, for a strategy in which no worker waits."""
+    """Mean staleness of the affected worker's updates without and with the fault, for a strategy in which no worker
+    waits.
+    """
     runs = (_run(strategy, workers, faults) for faults in ((), (fault,)))
     found = [[event.staleness or 0 for event in run.of(UpdateEvent) if event.source == VICTIM] for run in runs]
     return float(np.mean(found[0])), float(np.mean(found[1]))
 
 
 def alone(strategy: str, workers: int) -> tuple[float, float, float]:
-    """The worker's steps per second before, during and after its link is narrow."""
+    """The affected worker's steps per second before, during and after the time in which its link is narrow."""
     begin, end = WINDOW
     own = ends(strategy, workers, (f"narrows({VICTIM}, 10, at={begin}, until={end})",))[VICTIM]
     before, during, after = own[own < begin], own[(own >= begin) & (own < end)], own[own > end + 10]
@@ -91,7 +96,7 @@ def alone(strategy: str, workers: int) -> tuple[float, float, float]:
 
 
 def ends(strategy: str, workers: int, faults: Sequence[str]) -> list[npt.NDArray[np.float64]]:
-    """Virtual seconds at which each gradient of every worker ended."""
+    """Virtual seconds at which every worker finished each of its gradients."""
     steps = _run(strategy, workers, faults).of(StepEvent)
     return [np.array([event.seconds for event in steps if event.rank == rank]) for rank in range(workers)]
 
@@ -103,7 +108,7 @@ def _run(strategy: str, workers: int, faults: Sequence[str]) -> SimulatedRun:
 
 
 def paces(times: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """Steps per second of every worker while all of them train, without the first quarter of that time."""
+    """Steps per second of every worker while all workers train; the first quarter of that time is left out."""
     end = min(own[-1] for own in times)
     return np.array([_pace(own[(own > end / 4) & (own <= end)]) for own in times])
 
@@ -113,9 +118,10 @@ def _pace(times: npt.NDArray[np.float64]) -> float:
 
 
 def predicted(strategy: str, workers: int) -> tuple[float, float]:
-    """The share of random delays beyond their mean that all workers take on: predicted by a plan, and in virtual time.
+    """Which share of random delays beyond their mean all workers suffer: predicted by a plan, and measured in virtual
+    time.
 
-    0: all workers lose the mean delay; 1: all workers lose the delay of the slowest worker in each step.
+    0 means that all workers lose the mean delay, 1 that all workers lose the delay of the slowest worker in each step.
     """
     composed, law = Strategy.parse(strategy), ComputeModel.parse(SPELLS)
     site = Site(

@@ -1,4 +1,4 @@
-"""The handwritten digits on a perceptron in plain numpy, for claims that need thousands of runs."""
+"""A perceptron for the handwritten digits in plain numpy, for claims that need thousands of runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from flockstep.workloads.digits import Digits
 
 SIZES = (64, 64, 64, 10)
 MEAN_PIXEL = 0.3
-"""Mean of the pixels, which is subtracted as in the workload's own network."""
+"""Mean value of the pixels, which is subtracted from the inputs as in the network of the workload `digits`."""
 
 
 @dataclass(frozen=True)
 class Perceptron(Model):
-    """Pixels → rectified units → logits, with cross-entropy loss; 8,970 parameters at the default sizes."""
+    """A perceptron: pixels → rectified units → logits, with cross-entropy loss; 8,970 parameters at the default
+    sizes.
+    """
 
     sizes: tuple[int, ...] = SIZES
     dtype: str = "float32"
@@ -32,7 +34,9 @@ class Perceptron(Model):
         return {name: shape for i, (a, b) in layers for name, shape in ((f"W{i}", (a, b)), (f"b{i}", (b,)))}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return normal weights of variance 2 / (inputs + outputs), by Glorot & Bengio (2010), and zero biases."""
+        """Return normally distributed weights of variance 2 / (inputs + outputs) (Glorot & Bengio 2010), and zero
+        biases.
+        """
         return {
             name: random.standard_normal(shape) * (2 / sum(shape)) ** 0.5 if len(shape) == 2 else np.zeros(shape)
             for name, shape in self.shapes.items()

@@ -1,8 +1,8 @@
 """Expected behavior under faults, family by family: the table that claim C19 checks cell by cell.
 
 A family stands for methods of the literature that fail in the same way; its `examples` are the strategies that are run.
-Each of the four `Expectation`s has the text of the expectation and the observations of `testing.failures` that
-fulfill it. An expectation may depend on the kind of a lost message. Pipelines are missing, because flockstep has none.
+Each of the four `Expectation`s has the text of the expectation and the observations of `testing.failures` that fulfill
+it. An expectation may depend on the kind of a lost message. Pipelines have no row.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ class Short:
 
 @dataclass(frozen=True)
 class Expectation:
-    """An expectation, and the observations that fulfill it; a word that ends in … matches as a prefix."""
+    """One expectation, and the observations that fulfill it; a word that ends in … matches every word with this
+    prefix.
+    """
 
     expected: str
     words: tuple[str, ...]
     short: Short | None = None
-    """Known difference of flockstep from the expectation, if there is one."""
+    """Known difference between flockstep and the expectation; None if there is no difference."""
     kind: str = ""
-    """Kind of the lost message; empty for all kinds without a cell of their own."""
+    """Kind of the lost message; empty for all kinds without a row of their own."""
 
     def holds(self, word: str) -> bool:
         """Whether an observation fulfills the expectation."""
         return any(word == said or (said.endswith("…") and word.startswith(said[:-1])) for said in self.words)
 
     def why(self, word: str) -> str:
-        """Reason why an observation differs from the expectation; empty if it does not."""
+        """Reason why an observation differs from the expectation; empty if the observation fulfills it."""
         if self.holds(word):
             return ""
         return self.short.why if self.short is not None and word in self.short.seen else f"unexpected: {word}"

@@ -1,8 +1,8 @@
 """The exchanges of figure 14 of Langer et al. (2020) as programs, timed in virtual time without latency.
 
 Reducing and updating count as computing: `spend` takes a number of units, of which reducing a whole model takes n and
-updating a model `UPDATE` times as many. Both begin as soon as their inputs are available, as the formulas assume. Rank
-n is the server, where there is one.
+updating a model `UPDATE` times as many. Both operations begin as soon as their inputs are available, as the formulas
+assume. If the exchange has a server, its rank is n.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flockstep.collectives.layouts import Times
 from flockstep.nodes import Worker
 
 SHARE = 8192
-"""Number of float64 elements in 1/n of the model, chosen so that message headers add only one thousandth."""
+"""Number of float64 elements in 1/n of the model; large enough that message headers add only a thousandth."""
 UPDATE = 5
-"""Ratio of the times of updating and reducing a model: 10 GiB/s against 2 GiB/s."""
+"""Time of updating a model divided by the time of reducing a model: 10 GiB/s over 2 GiB/s."""
 
 
 def model(n: int) -> FlatArray:
-    """An array of the whole model's size."""
+    """Return an array with as many elements as the whole model."""
     return np.ones(n * SHARE)
 
 
@@ -43,7 +43,7 @@ def simulated(name: str, n: int) -> float:
 
 
 async def naive_server(me: Worker, n: int) -> None:
-    """All workers send gradients to one server, which sends models to all."""
+    """Every worker sends its gradient to one server, which sends the model to every worker."""
     if me.rank < n:
         me.send(n, "gradient", model(n))
         await me.receive_array("model", n)
@@ -73,7 +73,9 @@ async def tree_server(me: Worker, n: int) -> None:
 
 
 async def scatter_server(me: Worker, n: int) -> None:
-    """Reduce-scatter on a ring, shares to the server and back, all-gather on the ring."""
+    """Gradients are reduced and scattered on a ring; every worker sends its share to the server and receives it back;
+    the ring gathers the shares.
+    """
     share = np.ones(SHARE)
     if me.rank == n:
         for rank in range(n):
@@ -114,7 +116,7 @@ async def asynchronous_all(me: Worker, n: int) -> None:
 
 
 async def distributed_server(me: Worker, n: int) -> None:
-    """Every worker is the server of one share."""
+    """Every worker is the server of one share of the model."""
     share = np.ones(SHARE)
     for tag, units in (("gradient", n - 1 + UPDATE), ("model", 0)):
         for hop in range(1, n):
@@ -136,7 +138,7 @@ async def doubling(me: Worker, n: int) -> None:
 
 
 async def ring(me: Worker, n: int) -> None:
-    """Reduce-scatter and all-gather on a ring."""
+    """Reduce-scatter and all-gather along a ring of all workers."""
     await _around(me, n, units=1)
     await _around(me, n, units=0)
     await spend(me, UPDATE * n)
@@ -161,4 +163,4 @@ PATTERNS: dict[str, tuple[Callable[[Worker, int], Awaitable[None]], int]] = {
     "recursive doubling": (doubling, 0),
     "ring": (ring, 0),
 }
-"""Name, as in `layouts.LAYOUTS` → (program of every node, number of servers)."""
+"""Name of a layout in `layouts.LAYOUTS` → (program of every node, number of servers)."""

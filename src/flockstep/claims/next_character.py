@@ -1,4 +1,4 @@
-"""Prediction of the next character of Python's standard library, by a small network in plain numpy."""
+"""The job of predicting the next character of Python's standard library, with a small network in plain numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ HELD_OUT = 6_000
 
 
 class NextCharacter(Model):
-    """Four embedded characters, concatenated → 48 rectified units → logits (Bengio et al. 2003, figure 1)."""
+    """A network for the next character: four embedded characters, concatenated → 48 rectified units → logits (Bengio et
+    al. 2003, figure 1).
+    """
 
     dtype = "float32"
 
@@ -68,7 +70,9 @@ class NextCharacter(Model):
 
 
 def characters_job(optimizer: str, batch: int) -> Job:
-    """Predict a character from the previous four; the run's seed draws weights and sample order."""
+    """Return the job that predicts a character from the four before it; the run's seed determines weights and sample
+    order.
+    """
 
     def data() -> Data:
         text = b"".join(file.read_bytes() for file in library()[:40])

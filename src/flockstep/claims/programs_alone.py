@@ -15,13 +15,13 @@ WorkerProgram = Callable[[Worker], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Once(Strategy):
-    """A strategy in which every worker runs `program` once."""
+    """A strategy in which every worker runs the function `program` once."""
 
     program: WorkerProgram
 
     @property
     def traits(self) -> Traits:
-        """The traits of a strategy that trains nothing."""
+        """The traits of a strategy that does not train."""
         return Traits(delivery="synchronous", survives=False, results=("rank0",))
 
     async def worker(self, me: Worker) -> None:
@@ -29,13 +29,13 @@ class Once(Strategy):
 
 
 def run_once(program: WorkerProgram, workers: int, network: str, unit: float = 0.0) -> SimulatedRun:
-    """Run a program on `workers` workers; a gradient, which costs nothing to compute, takes `unit` virtual seconds."""
+    """Run a program on `workers` workers in virtual time. A gradient takes `unit` virtual seconds, and no real time."""
     return run_strategy(
         Once(program), workers, 1_000_000, job=still_job(), compute=f"constant({unit!r})", network=network
     )
 
 
 async def spend(me: Worker, units: int) -> None:
-    """Compute for `units` units of virtual time."""
+    """Compute for `units` units of virtual time, without a result."""
     for _ in range(units):
         await me.gradient()

@@ -19,7 +19,7 @@ class RandomProjection(Codec):
 
     The codec accepts float32 numpy arrays only.
 
-    U (m, rank) is normal with variance 1 / rank, the same on all workers in a step.
+    U (m, rank) has normally distributed elements of variance 1 / rank; in each step, all workers have the same U.
     """
 
     rank: int = 1
@@ -33,7 +33,7 @@ class RandomProjection(Codec):
     """The codec is linear, because the product with U is linear."""
 
     shares_seed = True
-    """All workers use the same U, so they share a seed."""
+    """True, because all workers must draw the same U in a step."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """Return the encoded size in bytes: rank · n elements of each matrix, and all elements of vectors."""
@@ -41,7 +41,7 @@ class RandomProjection(Codec):
         return 4 * (sum(m.rows * self.rank for m in layout.matrices) + layout.dense_size)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode M U of all matrices, then the vectors."""
+        """Encode the product M U of every matrix M, then the vectors."""
         layout = LowRank(self.shapes, self.rank)
         products = [
             array[m.part].reshape(m.rows, m.columns) @ u
@@ -63,7 +63,7 @@ class RandomProjection(Codec):
         return decoded
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the elements of the encoding, all of which can be added."""
+        """Return the elements of the encoding; all of them may be added to those of other workers."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(f"random projection needs {self.wire_bytes(size, dtype)} bytes, got {len(data)}")
         return data.view(np.float32)

@@ -1,4 +1,4 @@
-"""Faults of real processes: a killed worker, and a link between network namespaces that becomes narrow."""
+"""Injects faults into real processes: kills a worker, or narrows a link between network namespaces."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flockstep.testing import failures
 
 WORKERS, VICTIM = 3, 1
 STEPS = 6000
-"""Steps of the runs in which a worker is killed, enough for the kill to happen midway."""
+"""Number of steps of the runs in which a worker is killed; enough that the kill happens midway."""
 PATIENCE = 60.0
 """Seconds after which an awaited condition counts as never fulfilled."""
 FULL, NARROW = "50mbit", "5mbit"
 LONG = 4000
-"""Steps of a run whose link becomes narrow; the run is interrupted long before the end."""
+"""Number of steps of the run whose link becomes narrow; the run is interrupted long before the end."""
 HELD_BACK = 8
-"""Largest number of steps that a record may lack."""
+"""Largest number of steps that may be missing from a record, because they were not yet written."""
 _LINK = re.compile(r"\b(fs[0-9]+)c([0-9]+)@")
 _TIME = re.compile(rb'"type":"step","seconds":([0-9.e+-]+)')
 
@@ -45,7 +45,7 @@ class TrainProcess:
     folder: Path
 
     def times(self, rank: int) -> list[float]:
-        """Seconds at which the gradients of a worker ended, as far as recorded."""
+        """Seconds at which a worker finished its gradients, as far as the record has them."""
         try:
             text = (self.folder / "events" / f"worker-{rank}.jsonl").read_bytes()
         except FileNotFoundError:
@@ -63,7 +63,8 @@ class TrainProcess:
             raise RunError(f"the run ended before its fault: {self.process.communicate()[1]}")
 
     def gained(self, steps: int) -> int:
-        """Wait until the victim has taken `steps` more steps; return the number that it had taken before.
+        """Wait until the victim has taken `steps` more steps; return the number of steps that the victim had taken
+        before.
 
         Raises:
             RunError: the run ended before that, or it takes too long.
@@ -76,11 +77,11 @@ class TrainProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended."""
+        """Whether the command has ended."""
         return self.process.poll() is not None
 
     def pid(self, rank: int) -> int:
-        """Process id of a worker, found by its process name among the descendants of the run's process."""
+        """Process id of a worker, which is found by its name among the descendants of the command's process."""
         for process in Path("/proc").iterdir():
             if process.name.isdecimal():
                 with contextlib.suppress(OSError):
@@ -109,7 +110,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[TrainProcess]:
-    """Context manager: run the command in separate processes, all of which are ended at the end."""
+    """Context manager that runs the command in separate processes, and ends all of them on exit."""
     with tempfile.TemporaryDirectory(prefix="fs-") as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, "-m", "flockstep", "train", job, "-s", strategy, "-n", str(WORKERS)]
@@ -130,8 +131,8 @@ def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Trai
 
 
 def killed(strategy: str) -> str:
-    """Kill a worker with SIGKILL, and return what the other workers do, in the words of `testing.failures`, or else a
-    description of what was observed.
+    """Kill a worker with SIGKILL, and return what the other workers do: an outcome of `testing.failures`, or a
+    description if none applies.
     """
     with running("softmax", strategy, STEPS) as run:
         run.wait_for(50)
@@ -151,7 +152,7 @@ def killed(strategy: str) -> str:
 
 
 def why_not() -> str:
-    """Reason why no real link can be narrowed on this machine; empty if one can."""
+    """Reason why this machine cannot narrow a real link; empty if it can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid():
@@ -161,7 +162,9 @@ def why_not() -> str:
 
 
 def narrowed(strategy: str) -> ThroughputLoss:
-    """Loss of a worker, and of all workers, when its link is reduced to a tenth of its bandwidth."""
+    """Shares of throughput that one worker and all workers lose when the worker's link is reduced to a tenth of its
+    bandwidth.
+    """
     with running("digits", strategy, LONG, "--transport", f"namespaces('{FULL}')") as run:
         run.wait_for(HELD_BACK)
         before = watched(run, 4 * HELD_BACK)
@@ -172,7 +175,7 @@ def narrowed(strategy: str) -> ThroughputLoss:
 
 
 def watched(run: TrainProcess, steps: int) -> npt.NDArray[np.float64]:
-    """Steps per second of every worker, from now until the victim has taken `steps` steps."""
+    """Steps per second of every worker, from the time of the call until the victim has taken `steps` more steps."""
     made = run.gained(steps)
     own = run.times(VICTIM)[made:]
     between = [[t for t in run.times(rank) if own[0] <= t <= own[-1]] for rank in range(WORKERS)]
@@ -180,7 +183,7 @@ def watched(run: TrainProcess, steps: int) -> npt.NDArray[np.float64]:
 
 
 def squeeze(pid: int) -> None:
-    """Reduce the bandwidth of a process's network link to a tenth, in both directions."""
+    """Reduce the bandwidth of a process's network link to a tenth in both directions."""
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
     found = _LINK.search(_said([*inside, "ip", "-o", "link"]))
     if found is None:

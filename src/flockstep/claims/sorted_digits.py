@@ -1,4 +1,6 @@
-"""Training on the digits with eight workers, on similar or sorted data, shared by the claims about data that differ."""
+"""Training on the digits with eight workers whose data is similar or sorted, shared by the claims about different
+data.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def parted_job(apart: bool, seed: int) -> Job:
 
 
 def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None, steps: int = STEPS) -> RunErrors:
-    """Return the result of one run of eight equally fast workers, whose messages take a tenth of a gradient's time."""
+    """Return the result of one run of eight workers of equal speed; a message takes a tenth of the time of a
+    gradient.
+    """
     try:
         run = run_strategy(
             strategy,
@@ -78,7 +82,7 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
 def ends_of(
     strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None, steps: int = STEPS
 ) -> list[RunErrors]:
-    """Return the results of one run per seed; the errors are reported as progress."""
+    """Return the results of one run per seed, and report their errors as progress."""
     ends = [end_of(strategy, apart, seed, result, steps) for seed in range(seeds)]
     how = "sorted by label" if apart else "mixed"
     say(f"{strategy}, {how}: " + " ".join(f"{end.error:.1f} (worst worker {end.worst:.1f})" for end in ends))

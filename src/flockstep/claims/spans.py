@@ -1,4 +1,4 @@
-"""Medians and ranges over seeds for the rows of claims, and final test errors."""
+"""Medians and ranges over seeds, for the rows of claims, and the final test errors from which they are computed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flockstep.testing.strategies import run_strategy
 from flockstep.workloads.sampler import steps_for
 
 SAMPLES = 1437
-"""Number of training samples of the digits."""
+"""Number of training samples in the workload `digits`."""
 GUESSING = 90.0
-"""Error in percent assigned to a model that diverged until nothing could be computed."""
+"""Error, in percent, that is assigned to a model that diverged until its error could not be computed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Logistic regression on categories in plain numpy; each sample uses few of the coefficients."""
+"""Logistic regression on categorical data in plain numpy; each sample uses few of the coefficients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAIN, TEST = 60_000, 4_000
 
 
 class SparseLogistic(Model):
-    """The sum of one coefficient per field, with the logistic loss.
+    """A model whose logit is the sum of one coefficient per field, with the logistic loss.
 
     The gradient is zero for categories without a sample.
 
@@ -34,7 +34,7 @@ class SparseLogistic(Model):
         return {"w": (COEFFICIENTS,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Small random values, not zeros, so that no coefficient's penalty has a zero gradient."""
+        """Return small random values; with zeros, the gradient of a coefficient's penalty would be zero."""
         return {"w": 1e-3 * random.standard_normal(COEFFICIENTS)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
@@ -61,7 +61,9 @@ class SparseLogistic(Model):
 
 
 def sparse_job(optimizer: str, batch: int, l2: float = 0.0) -> Job:
-    """Classify a sample as positive, with a probability given by the sum of its categories' true coefficients."""
+    """Return the job of a binary classification; the sum of the true coefficients of a sample's categories gives the
+    probability of its class.
+    """
 
     def data() -> Data:
         random = np.random.default_rng(0)

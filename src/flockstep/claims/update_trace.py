@@ -1,4 +1,4 @@
-"""Runs of which only times and staleness are used: gradients cost nothing, and messages are not stored."""
+"""Runs from which only times and staleness are read: gradients cost no computation, and messages are not stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.testing.strategies import Watched, run_strategy
 
 
 class Unjudged(Model):
-    """A model of which only the parameters are used, not the outputs or the loss."""
+    """A model that has parameters, but no outputs or loss to evaluate."""
 
     dtype = "float64"
 
@@ -38,7 +38,7 @@ def unjudged_job(model: Callable[[], Unjudged], x: FlatArray, batch: int = 1) ->
 
 
 class Still(Unjudged):
-    """A model with one parameter that never changes."""
+    """A model with one parameter, whose gradient is always zero."""
 
     dtype = "float32"
 
@@ -55,12 +55,12 @@ class Still(Unjudged):
 
 
 def still_job() -> Job:
-    """A job with one parameter, one sample per batch, and zero gradients."""
+    """A job with one parameter, one sample per batch, and gradients of zero."""
     return unjudged_job(Still, np.zeros((1024, 1)))
 
 
 class Updates(Watched):
-    """A simulation that stores updates only, for runs with hundreds of thousands of messages."""
+    """A simulation that stores only update events, for runs with hundreds of thousands of messages."""
 
     def note(self, event: Event) -> None:
         if isinstance(event, UpdateEvent):
@@ -71,19 +71,19 @@ class Updates(Watched):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The gradients that took effect, in order, as arrays of equal length."""
+    """The gradients that took effect, in order; every field has one element per gradient."""
 
     t: npt.NDArray[np.float64]
     """Virtual seconds at which each gradient took effect."""
     rank: npt.NDArray[np.int64]
-    """Rank of each gradient's worker."""
+    """Rank of the worker that computed each gradient."""
     staleness: npt.NDArray[np.int64]
     """Staleness of each gradient, in updates."""
 
     def until_first_end(self, steps: int) -> Trace:
         """Return the part of the trace in which all workers take part.
 
-        It ends where the first worker's `steps`-th and last gradient took effect.
+        This part ends at the time when a worker's last gradient, number `steps`, first took effect.
         """
         ends = [np.flatnonzero(self.rank == rank)[steps - 1 : steps] for rank in np.unique(self.rank)]
         first = int(np.concatenate(ends).min()) + 1
@@ -100,7 +100,7 @@ def trace_of(updates: list[UpdateEvent]) -> Trace:
 def timed(
     strategy: str, workers: int, steps: int, compute: str, simulation: type[Updates] = Updates
 ) -> tuple[Trace, Updates]:
-    """Run a strategy with free messages; return its trace and the final simulation."""
+    """Run a strategy with messages that take no time; return its trace and the finished simulation."""
     run = run_strategy(
         strategy, workers, steps, job=still_job(), compute=compute, network="ideal", simulation=simulation
     )
@@ -109,5 +109,5 @@ def timed(
 
 
 def harmonic(n: int) -> float:
-    """The harmonic number H_n = 1 + 1/2 + … + 1/n."""
+    """Return the harmonic number H_n = 1 + 1/2 + … + 1/n."""
     return sum(1 / k for k in range(1, n + 1))

@@ -1,4 +1,4 @@
-"""The commands and their options; other modules implement them."""
+"""The commands of flockstep and their options; other modules implement the commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "flockstep"
 INTERRUPTED = 130
-"""The exit code of a command that a signal ended."""
+"""Exit code of a command that a signal has ended: 130."""
 RUN, LOOK_UP, PLAN, HERE, HELP = "Train and compare", "Look up", "Before a run", "This machine", "Help"
 """Headings of the groups of commands in `--help`."""
 

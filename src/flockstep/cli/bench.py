@@ -1,4 +1,4 @@
-"""`flockstep bench`: the speed of transports, collectives, codecs and the simulator, and the speed of alternatives."""
+"""`flockstep bench`: the speed of transports, collectives, codecs and the simulator, compared with alternatives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flockstep.errors import ConfigurationError, Interrupted
 from flockstep.report import formatting
 
 ELEMENTS = 4 << 20
-"""Default number of elements of the array that the codecs encode."""
+"""Default number of elements of the array that `bench codecs` encodes."""
 NOISY = 0.5
-"""Distance of the quartiles, as a share of the median, above which a row counts as noisy."""
+"""Distance between the first and third quartiles, as a share of the median, above which a row is marked as noisy."""
 LEGEND = (
     "time: median of the rounds. GB/s: size of the array divided by the median time. ~: the quartiles are further "
     "apart than half the median; repeat the measurement on a quieter machine. All implementations took turns in one "
@@ -23,7 +23,7 @@ LEGEND = (
 )
 
 WORDY = ("encode", "quartiles")
-"""Headings of columns that say why a measurement failed."""
+"""Headings of columns that hold text: the reasons why measurements failed."""
 RANKS = {
     "quartiles": 1,
     "processes": 3,
@@ -33,7 +33,7 @@ RANKS = {
     "events/s": 3,
     "of the batched": 2,
 }
-"""Heading → rank of its column: in a narrow terminal the columns of the highest rank are left out."""
+"""Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,7 +49,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Also write a chart to t
 
 @app.command()
 def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, as_json: Json = False) -> None:
-    """Measure one-way pushes that the receiver adds up: flockstep's transports, raw sockets and a memory copy."""
+    """Measure one-way pushes of arrays that the receiver adds up: by transports, raw sockets and a memory copy."""
     from flockstep.bench import plots
     from flockstep.bench.transport import COPY, measure
 
@@ -78,7 +78,7 @@ def collectives(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure all-reduces of float32 arrays, by flockstep, gloo and OpenMPI."""
+    """Measure the time of all-reduces of float32 arrays by flockstep, gloo and OpenMPI."""
     from flockstep.bench import plots
     from flockstep.bench.collectives import IMPLEMENTATIONS, SHOWN, candidates, measure, table_of
     from flockstep.collectives.table import write_table
@@ -141,7 +141,7 @@ def simulator(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure simulated worker-steps per second, next to a plain loop over the same gradients and the batched call."""
+    """Measure simulated worker-steps per second, compared with a plain loop and with batched gradients alone."""
     from flockstep.bench import plots
     from flockstep.bench.simulator import STRATEGIES, measure
 
@@ -179,7 +179,7 @@ def prediction(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Compare predicted steps with steps of real processes on shaped links; needs Linux and root, takes minutes."""
+    """Compare predicted with measured seconds per step on limited links; needs Linux and root, takes minutes."""
     from flockstep.bench import plots
     from flockstep.bench import prediction as bench
 

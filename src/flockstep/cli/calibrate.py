@@ -1,4 +1,4 @@
-"""`flockstep calibrate`: writes this machine, or the machines of a recorded run, as a cluster file."""
+"""`flockstep calibrate`: measures this machine, or the machines of a recorded run, and writes a cluster file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def calibrate(
     ] = True,
     as_json: o.Json = False,
 ) -> None:
-    """Measure this machine, or fit the record of a run, and write a cluster file for `flockstep plan`."""
+    """Measure this machine, or fit a model to a run's record, and write a cluster file for `flockstep plan`."""
     if out is not None and out.suffix != ".toml":
         raise ConfigurationError(f"--out must be a .toml file, got {str(out)!r}; end the name in .toml")
     if records:

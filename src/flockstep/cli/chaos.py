@@ -1,4 +1,4 @@
-"""Disrupts real runs at random, prints a line for each disruption, and the goodput."""
+"""`flockstep chaos`: disrupts real runs at random, and prints a line for each disruption and the goodput."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_chaos(
     place: Path,
     as_json: bool,
 ) -> None:
-    """Disrupt runs until the time is over; exit code 1 if a run broke an invariant."""
+    """Disrupt runs until the time is over; return exit code 1 if a run violated an invariant."""
     import_components(imports)
     if not minutes > 0:
         raise ConfigurationError(f"minutes must be > 0, got {minutes:g}; use 5")
@@ -66,7 +66,9 @@ def run_chaos(
 
 
 def line(found: ChaosTrial) -> str:
-    """A trial in one line of text, and further lines for what it broke and how to repeat it."""
+    """Describe a trial in one line of text, with further lines for violated invariants and the command that repeats the
+    trial.
+    """
     fired = "fired" if found.fired else "NOT FIRED"
     text = (
         f"{found.number:3d}  {found.setting.strategy!s}  {to_text(found.disruption)}  {fired}  {found.ended}  "
@@ -85,7 +87,7 @@ def line(found: ChaosTrial) -> str:
 
 
 def table(goodputs: Sequence[Goodput]) -> Table:
-    """The goodput of each strategy."""
+    """Table of the goodput of each strategy."""
     shown = Table("strategy", "disruptions", "useful steps/s", "without", "goodput")
     for one in goodputs:
         shown.add_row(one.strategy, str(one.runs), f"{one.disturbed:.1f}", f"{one.baseline:.1f}", f"{one.share:.0%}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def compare_all(grid: Grid, out: Path, as_json: bool, gathering: Gathering | None = None) -> int:
-    """Carry out a comparison with its progress; return the exit code: 1 if a strategy has no useful run.
+    """Run a comparison and show its progress; return the exit code: 1 if a strategy has no useful run.
 
     `gathering` gives the hosts of each real run; None: all processes are on this machine.
     """
@@ -60,7 +60,7 @@ def _print(found: Comparison, as_json: bool) -> None:
 
 
 def report(folders: Sequence[Path], out: Path, cluster: str | None, imports: Sequence[str]) -> Path:
-    """Write a report of recorded runs; with predictions for `cluster`, if given."""
+    """Write a report of recorded runs, with predictions for `cluster` if a cluster is given."""
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.check import for_report
     from flockstep.records.folder import RunFolder

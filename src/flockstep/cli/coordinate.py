@@ -45,8 +45,8 @@ def coordinate(
 
 
 def understood(context: typer.Context, words: list[str], instead: str, allowed: Sequence[str] = ()) -> Any:
-    """Return the context of a command with its options parsed; of the options about hosts, only those in `allowed` may
-    be given.
+    """Return the context of a command with its options parsed. Of the options about hosts, the user may give only those
+    in `allowed`.
 
     Raises:
         ConfigurationError: the command has another option about hosts; the message is `instead` and the option.

@@ -1,4 +1,4 @@
-"""Shows the flight recorders of a run."""
+"""`flockstep flight`: shows what the flight recorders of a run's processes have recorded."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flockstep.records.flight import FlightEvent, last_heard
 from flockstep.records.folder import Record, RunFolder
 
 SHOWN = 12
-"""Number of events of each process that are shown."""
+"""Number of last events that are shown for each process."""
 
 
 def show_flight(folder: Path, as_json: bool) -> None:
-    """Print what is known of each lost node, then the last events of every process; with `as_json` all events."""
+    """Print what is known about each lost node, then the last events of every process; with `as_json`, all events."""
     record = RunFolder(folder).read()
     if as_json:
         flights = {name: msgspec.to_builtins(events) for name, events in record.flight.items()}
@@ -45,7 +45,7 @@ def lost_nodes(record: Record) -> list[str]:
 
 
 def line(event: FlightEvent) -> str:
-    """An event in one line of text."""
+    """Describe an event in one line of text."""
     peer = "" if event.peer is None else node_name(event.peer)
     size = f", {event.nbytes} bytes" if event.nbytes else ""
     what = {

@@ -30,16 +30,16 @@ MEANT = (
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """What the user asked about split models."""
+    """The options of `flockstep plan` about split models."""
 
     search: bool
     partitions: tuple[Pipeline, ...]
     memory: float | None
-    """Memory of a worker in bytes; None for what the cluster says."""
+    """Memory of a worker in bytes; None for the memory that the cluster states."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the plan is about split models too."""
+        """Whether the plan includes split models."""
         return self.search or bool(self.partitions) or self.memory is not None
 
 
@@ -47,19 +47,19 @@ def options(hybrid: bool, partitions: Sequence[str] | None, memory: str | None) 
     """Return the options of the command.
 
     Raises:
-        ConfigurationError: a partition is no pipeline, or the memory has no unit.
+        ConfigurationError: a partition is not a pipeline, or the amount of memory has no unit.
     """
     return HybridOptions(hybrid, pipelines_of(partitions or ()), None if memory is None else memory_bytes(memory))
 
 
 def advised(outlook: Outlook, advice: Advice, asked: HybridOptions, strategies: Sequence[str]) -> HybridAdvice:
-    """Choose partition and strategy together, and show the progress."""
+    """Search for the best pairs of partition and strategy, and show the progress."""
     with show.status() as say:
         return advise_hybrid(outlook, advice, asked.partitions, [Strategy.parse(text) for text in strategies], say)
 
 
 def table(found: HybridAdvice, everything: bool) -> TextTable:
-    """Table of the predictions for split replicas, the highest speed-up first."""
+    """Table of the predicted times of split replicas, highest speed-up first."""
     columns = [TableColumn(one, place < 2, rank) for place, (one, rank) in enumerate(zip(HEADINGS, RANKS, strict=True))]
     shown = found.splits if everything else found.splits[:SHOWN]
     styles = {place: "bold" for place, one in enumerate(shown) if one is found.choice}
@@ -69,14 +69,14 @@ def table(found: HybridAdvice, everything: bool) -> TextTable:
 
 
 def listing(found: HybridAdvice) -> Listing:
-    """The predictions as a table of the HTML page."""
+    """The predictions as a listing of the HTML page."""
     rows = [_cells(found, one) for one in found.splits]
     marked = {place: "chosen" for place, one in enumerate(found.splits) if one is found.choice}
     return Listing("Split replicas", " ".join((*found.sentences, MEANT)), HEADINGS, rows, marked, (0, 1))
 
 
 def refusals(found: HybridAdvice) -> list[str]:
-    """Sentences about what could not be combined."""
+    """Sentences on the combinations of partition and strategy that were left out, with the reasons."""
     return [f"{short(name)}: {why}" for name, why in found.refused]
 
 

@@ -1,4 +1,4 @@
-"""`flockstep layers`: the model of a job, of a file, or a reference model, layer by layer."""
+"""`flockstep layers`: shows the layers of a job's model, of a file's model, or of a reference model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.workloads.base import Workload
 
 MANY = 40
-"""Number of layers above which the table leaves out layers without parameters."""
+"""Number of layers above which the table shows only layers with parameters."""
 RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 9, *(12, 11, 10) * len(CONCURRENCY), 2)
-"""Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
+"""Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 
 
 def show_layers(
@@ -31,13 +31,14 @@ def show_layers(
     out: Path | None = None,
     everything: bool = False,
 ) -> None:
-    """Print the layers of `what` with `batch` samples per worker, and draw them in the file `out`.
+    """Print a table of the layers of the model `what` for `batch` samples per worker, and draw a figure into the file
+    `out`.
 
     `what` is a workload's expression, a reference model, or a Python file with `job()` or `model()` and `inputs()`.
     A long table leaves out layers without parameters, unless `everything` is set.
 
     Raises:
-        ConfigurationError: there is no such model, it cannot be run, or batch or workers are below 1.
+        ConfigurationError: there is no such model, the model cannot be run, or batch or workers are below 1.
     """
     if out is not None and out.suffix != ".html":
         raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; end the name in .html")
@@ -60,7 +61,7 @@ def shape_named(what: str) -> ModelShape:
     """Return the layers of the model that a command's argument names.
 
     Raises:
-        ConfigurationError: there is no such model, or it cannot be run.
+        ConfigurationError: there is no such model, or the model cannot be run.
     """
     if what.endswith(".py"):
         return file_shape(what)

@@ -16,13 +16,13 @@ from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.simulation import units
 
 MODELS = ("vgg-a", "resnet-152", "googlenet")
-"""Models that the published figure shows."""
+"""Names of the models in the published figure."""
 
 
 def show_layouts(
     what: Sequence[str], workers: int = 16, bandwidth: str = "10gbit", as_json: bool = False, out: Path | None = None
 ) -> None:
-    """Print the delays of each model, and draw them over workers and bandwidth in the file `out`.
+    """Print the delays for each model, and draw the delays over workers and bandwidth into the file `out`.
 
     Raises:
         ConfigurationError: there is no such model, or workers or bandwidth are not above 0, or bandwidth has no unit.

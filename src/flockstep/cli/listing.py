@@ -1,4 +1,6 @@
-"""Lists of the registry, for the terminal, JSON and the documentation: a summary, one kind, or one component."""
+"""`flockstep list`: a summary of all kinds of components, one kind, or one component, as text, JSON or
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -45,28 +47,28 @@ ABOUT = {
 }
 """Kind of component → what a component of that kind decides."""
 DESCRIBED = ("cluster", "model")
-"""Kinds of built-in descriptions that a plan takes in addition to components."""
+"""Kinds of built-in descriptions that a plan accepts, in addition to the kinds of components."""
 
 
 def nouns() -> list[str]:
-    """All kinds of components and of built-in descriptions."""
+    """Names of all kinds of components and of built-in descriptions."""
     return [*registry.nouns(), *DESCRIBED]
 
 
 def plural(noun: str) -> str:
-    """The noun in the plural: `strategies`, `topologies`, `codecs`."""
+    """The plural of a kind: `strategies`, `topologies`, `codecs`."""
     if noun in ("feedback", "compute"):
         return noun
     return f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
 
 
 def singular(noun: str) -> str:
-    """The singular of `noun`; `noun` itself if it is not a plural."""
+    """The singular of a kind given in the plural; any other word is returned unchanged."""
     return next((one for one in nouns() if noun in (one, plural(one))), noun)
 
 
 def names(noun: str) -> list[str]:
-    """The names of a kind, including short names. No component is imported."""
+    """Names of the components of a kind, including short names; no component is imported."""
     if noun == "cluster":
         from flockstep.costs import clusters
 
@@ -79,13 +81,15 @@ def names(noun: str) -> list[str]:
 
 
 def complete(incomplete: str) -> list[str]:
-    """Completion of the argument of `flockstep list`."""
+    """Return the completions of the argument of `flockstep list`."""
     known = [*map(plural, nouns()), *(name for noun in registry.nouns() for name in names(noun))]
     return [name for name in dict.fromkeys(known) if name.startswith(incomplete)]
 
 
 def summary() -> list[dict[str, Any]]:
-    """One row for each kind: the number of components, what a component of that kind decides, and the names."""
+    """Rows of the summary: for each kind the number of components, what a component of the kind decides, and the
+    names.
+    """
     return [
         {
             "noun": noun,
@@ -183,7 +187,9 @@ def _show_described(found: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def described(noun: str, name: str) -> dict[str, Any]:
-    """One component in detail: how to write it, its whole docstring, and its arguments with types and defaults."""
+    """Describe one component in detail: how to write it in an expression, its docstring, and its arguments with types
+    and defaults.
+    """
     row = next(row for row in listing(noun) if row["name"] == name)
     if name not in (registry.names(noun) if noun not in DESCRIBED else ()):
         return {**row, "about": row["summary"], "arguments": []}
@@ -200,7 +206,8 @@ def described(noun: str, name: str) -> dict[str, Any]:
 
 
 def listing(noun: str) -> list[dict[str, str]]:
-    """One row for each component of `noun`: how to write it, with its defaults, and its docstring's first line.
+    """Rows for the components of the kind `noun`: how to write the component in an expression, its defaults, and the
+    first line of its docstring.
 
     Raises:
         UnknownName: there is no kind of component with this name.

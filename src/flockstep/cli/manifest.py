@@ -1,4 +1,4 @@
-"""`flockstep manifest`: the objects of Kubernetes that run a command in pods."""
+"""`flockstep manifest`: writes Kubernetes objects that run a command in pods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def manifest(
     ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Print a manifest for Kubernetes: an indexed Job whose pods are the hosts of a run; for kubectl apply -f -."""
+    """Print a manifest for `kubectl apply -f -`: an indexed Job whose pods are the hosts of a run."""
     from flockstep.launchers.kubernetes import Pods, require_trains, to_yaml
     from flockstep.launchers.kubernetes import manifest as objects_of
 

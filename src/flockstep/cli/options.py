@@ -1,4 +1,4 @@
-"""Options that several commands share, and the run configuration made from them."""
+"""The options that several commands share, and the run configuration that follows from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def completed(*nouns: str) -> Callable[[str], list[str]]:
-    """Return a function for tab completion, which knows all names of the given kinds, short names included."""
+    """Return a function for tab completion that offers all names of the given kinds, short names included."""
 
     def complete(incomplete: str) -> list[str]:
         known = [
@@ -303,7 +303,9 @@ GpusPerWorker = Annotated[
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Options of a command whose processes may run on several hosts; `with_hosts` gives them to the command."""
+    """The options about hosts, of a command whose processes may run on several hosts; `with_hosts` adds them to a
+    command.
+    """
 
     on: On = "local"
     cpus_per_worker: CpusPerWorker = 1.0
@@ -322,11 +324,11 @@ class HostOptions:
 
 
 HERE = HostOptions()
-"""Options of hosts under which all processes run on this host."""
+"""Values of the options about hosts with which all processes run on this host."""
 
 
 def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: replaces the argument `where` of a command by the options of `HostOptions`."""
+    """Decorator that replaces the argument `where` of a command by the options of `HostOptions`."""
     own, kinds = inspect.signature(command, eval_str=True), get_type_hints(HostOptions, include_extras=True)
     shared = {
         field.name: inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=kinds[field.name])
@@ -486,9 +488,9 @@ Json = Annotated[
 
 
 BY_HAND = ("node_rank", "coordinator", "separate_coordinator", "secret_file")
-"""Options of hosts on which a user starts the same command."""
+"""Options about hosts for runs in which the user starts the command on every host."""
 FOR_SUBMISSION = ("cpus_per_worker", "gpus_per_worker", "slurm_options")
-"""Options that matter on the host where a Slurm job is submitted."""
+"""Options that take effect on the host from which a Slurm job is submitted."""
 _NOT_OF = {
     "train": ("network", "compute", "cluster", "until_target"),
     "simulate": (
@@ -501,7 +503,7 @@ _NOT_OF = {
 
 
 def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
-    """Return the run configuration with a command's options, by name.
+    """Return the run configuration that a command's options describe.
 
     Options that do not apply to the kind of run are left out.
     """
@@ -521,7 +523,8 @@ def gathered(
     arguments: Sequence[str] = (),
     output: Output | None = None,
 ) -> Iterator[Gathering | None]:
-    """Context manager: this process's part in a run over several hosts; None if all processes are on this host.
+    """Context manager that joins a run over several hosts and yields this process's part in the run; None if all
+    processes are on this host.
 
     Args:
         context: the command.
@@ -653,7 +656,7 @@ def _by_ssh(
 
 
 def refuse_by_hand(context: typer.Context, where: HostOptions) -> None:
-    """Refuse options of hosts that a user starts by hand, whose processes end with one run.
+    """Refuse the options for hosts that the user starts by hand, because the processes of such hosts end after one run.
 
     Raises:
         ConfigurationError: such an option is given.
@@ -696,7 +699,7 @@ def _by_hand(context: typer.Context, where: HostOptions) -> Gathering | None:
 def continued(
     context: typer.Context, config: RunConfig, place: Path, gathering: Gathering | None, as_json: bool
 ) -> Continuation:
-    """Continue the run of a command in its folder, and print the outcome, if there is a checkpoint.
+    """If the folder of a command's run has a checkpoint, continue the run and print the outcome.
 
     Args:
         context: the command.
@@ -721,8 +724,8 @@ def continued(
 
 
 def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) -> RunConfig:
-    """Return the configuration of a run over several hosts, for which the default transport is the transport between
-    hosts. On a host that does not coordinate, this function says which given options have no effect there.
+    """Return the configuration of a run over several hosts, whose default transport is one that connects hosts. On a
+    host other than the coordinator, this function reports the given options that have no effect on that host.
     """
     from flockstep.launchers.wait_monitor import on_stderr
 
@@ -734,7 +737,7 @@ def over_hosts(context: typer.Context, config: RunConfig, gathering: Gathering) 
 
 
 def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: typer.Context) -> ClusterShape | None:
-    """The cluster of --cluster; None without that option.
+    """Return the cluster that --cluster names; None if the option is not given.
 
     Raises:
         ConfigurationError: there is no such cluster, or --network or --compute is given too.
@@ -749,7 +752,7 @@ def cluster_of(cluster: str | None, imports: Iterable[str] | None, context: type
 
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:
-    """Refuse given options that do not apply to the kind of run."""
+    """Refuse options that the user gave although they do not apply to the kind of run."""
     for option, value in given_options(context, _NOT_OF[kind]):
         raise ConfigurationError(
             f"{option} {value} "
@@ -762,8 +765,8 @@ def refuse_idle(kind: Kind, context: typer.Context) -> None:
 
 
 def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options given on the command line, out of the parameters in `names`: the option, such as --node-rank,
-    and its value. If the value is a list, its first element is yielded.
+    """Yield (option, value), such as ("--node-rank", 1), for every parameter in `names` that the command line gives. If
+    the value is a list, its first element is yielded.
     """
     options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:
@@ -774,7 +777,7 @@ def given_options(context: typer.Context, names: Iterable[str]) -> Iterator[tupl
 
 
 def rates(grid: str | None, lr: float | None) -> tuple[float, ...]:
-    """The learning rates of a grid; empty if no grid is given.
+    """Return the learning rates of the grid that the option gives; empty if no grid is given.
 
     Raises:
         ConfigurationError: a rate is not a number above 0 or occurs twice, or --lr is given too.

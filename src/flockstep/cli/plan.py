@@ -142,11 +142,13 @@ Keep = Annotated[
     ),
 ]
 FOREMOST, REASONS = 6, 4
-"""Number of strategies in the table of a plan, and number of reasons for the advice; --all shows all of them."""
+"""FOREMOST: number of strategies in the table of a plan. REASONS: number of reasons for the advice. With --all,
+everything is shown.
+"""
 MATTERS = 5
-"""Largest rank of a column in the table of a plan; --all shows all columns."""
+"""Largest rank of the columns in the table of a plan; with --all, all columns are shown."""
 LACKS = "this plan lacks how the strategies scale, and the circumstances that would change the recommendation"
-"""What a plan says whose advice was interrupted."""
+"""Sentence that a plan prints if the user interrupted its advice."""
 BUDGET = 120.0
 """Default budget in real seconds for all trials, if neither --trials nor --budget is given."""
 

@@ -1,4 +1,4 @@
-"""`flockstep reproduce`: published results, the figures measured here, and whether each claim holds."""
+"""`flockstep reproduce`: checks published results, and prints the published and the measured figures with a verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def known() -> list[str]:
 
 
 def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: bool, write: bool = False) -> int:
-    """Check the named claims and print their verdicts, also into the page of claims; return the exit code.
+    """Check the named claims, print their verdicts, and write them to the page of claims; return the exit code.
 
     Raises:
         ConfigurationError: no claim is named, or both names and `everything` are given.

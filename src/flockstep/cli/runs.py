@@ -1,4 +1,4 @@
-"""Single runs: train, simulate, launch."""
+"""Carries out the single runs of the commands train, simulate, launch and resume."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def launch_one(
     overwrite: bool,
     gathering: Gathering | None = None,
 ) -> None:
-    """Run a user's script, and show the output of the selected ranks, with the progress of all of them."""
+    """Run a user's script; show the output of the selected ranks, and the progress of all ranks."""
     from flockstep.cli.script_display import beside_scripts
     from flockstep.launchers.script import launch
 
@@ -145,7 +145,9 @@ def missed(summary: Summary) -> str | None:
 
 
 def as_data(summary: Summary, folder: Path) -> dict[str, Any]:
-    """A summary for --json, with the folder, the hash of the resulting parameters and how gradients were computed."""
+    """Return a summary for --json, with the run's folder, the hash of the final parameters, and how gradients were
+    computed.
+    """
     record = RunFolder(folder)
     data: dict[str, Any] = {"folder": str(folder), **msgspec.to_builtins(summary, str_keys=True)}
     data["result_hash"] = fingerprint(record.read_result()[0]) if (folder / "result.npy").exists() else None

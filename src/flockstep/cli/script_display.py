@@ -1,4 +1,4 @@
-"""The output of a run's scripts on a terminal, above a live table of the run's nodes."""
+"""Shows the output of a run's scripts on a terminal, above a live table of the run's nodes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from flockstep.messages import Address
 
 PERIOD = 0.1
-"""Longest time in seconds for which lines are held back, so that the table is not drawn again after each of many lines.
-"""
+"""Longest time in seconds for which lines of output are held back, so that many lines redraw the table only once."""
 MOST = 1 << 18
-"""Number of bytes of held-back lines at which the script waits for the terminal."""
+"""Number of held-back bytes at which the script has to wait for the terminal."""
 
 
 @contextmanager
@@ -30,8 +29,8 @@ def beside_scripts() -> Iterator[tuple[Callable[[dict[Address, NodeProgress]], N
 
     Without a terminal, only output is printed.
 
-    The table disappears as soon as a script prints a carriage return, as progress bars do, because both would draw over
-    each other.
+    The table disappears as soon as a script prints a carriage return, as progress bars do; otherwise the table and the
+    progress bar would overwrite each other.
     """
     if not show.console.is_terminal:
         yield lambda nodes: None, to_terminal

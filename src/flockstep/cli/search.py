@@ -1,4 +1,6 @@
-"""`flockstep plan --simulate`: trials with their progress, saved as they finish, and a table of the best."""
+"""`flockstep plan --simulate`: shows the progress of trials, saves each trial as it finishes, and prints a table of the
+best.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,11 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Tried:
-    """Results of the trials, and the reason why there are no more trials."""
+    """Results of the trials, and the reason why the trials ended."""
 
     found: tuple[Found, ...]
     target: float | None
-    """Metric that trials must reach; None if the search was interrupted before the target was known."""
+    """Metric that the trials must reach; None if the user interrupted the search before the target was known."""
     notes: tuple[str, ...]
     interrupted: str | None
     """Sentence to print at the end if the user interrupted the trials; None otherwise."""
@@ -52,10 +54,10 @@ class Tried:
 
 
 def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
-    """Try the plan's most promising strategies, or all strategies in `named`.
+    """Simulate the plan's most promising strategies, or all strategies in `named`.
 
     Raises:
-        ConfigurationError: the job has no data or no target, or the folder holds trials of something else.
+        ConfigurationError: the job has no data or no target, or the folder holds trials with other settings.
     """
     search = None
     try:
@@ -109,13 +111,13 @@ def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
 
 
 def table(tried: Tried) -> TextTable:
-    """Table of the tried strategies by their time to target, the shortest first."""
+    """Table of the simulated strategies, shortest time to target first."""
     columns = [TableColumn(one, one in ("strategy", "with"), rank) for one, rank in zip(HEADINGS, RANKS, strict=True)]
     return TextTable(columns, _rows(tried), _title(tried))
 
 
 def listing(tried: Tried) -> Listing:
-    """Return the table of the tried strategies as a listing of an HTML page."""
+    """Return the table of the simulated strategies as a listing of the HTML page."""
     note = f"Time to target: {_title(tried)}. Note: {'; '.join((*tried.notes, *left_out()))}."
     return Listing("Trials", note, HEADINGS, _rows(tried))
 
@@ -160,7 +162,7 @@ def outcome(trial: Trial) -> str:
 
 
 def left_out() -> Sequence[str]:
-    """Sentences about effects that trials leave out."""
+    """Sentences about the effects that trials do not model."""
     return (*LEFT_OUT, "the best of several trials with one seed is better than a typical trial")
 
 

@@ -1,4 +1,4 @@
-"""Progress on standard error, with the time left; tables and JSON on standard output."""
+"""Writes progress, with the time left, to standard error, and tables and JSON to standard output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ console = Console(stderr=True)
 
 
 def page() -> Console:
-    """Standard output for tables: as wide as the terminal or the variable COLUMNS says, 120 characters otherwise."""
+    """Console that prints tables on standard output, as wide as the terminal or the variable COLUMNS says, otherwise
+    120 characters.
+    """
     known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return Console(width=None if known else 120)
 
@@ -38,17 +40,17 @@ def json(value: object) -> None:
 
 
 PERIOD = 10.0
-"""Seconds between two lines about the current task where standard error is not a terminal."""
+"""Seconds between two lines of progress if standard error is not a terminal."""
 BAR = 16
 """Width of a progress bar in columns of the terminal."""
 SHOWN = 16
-"""Number of workers in the live table; further workers are only counted."""
+"""Largest number of workers in the live table; the remaining workers are only counted."""
 
 
 @contextmanager
 def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int], None]]:
-    """Context manager that shows a live table of the nodes of a real run, and the time left; shows nothing if standard
-    error is not a terminal.
+    """Context manager that shows a live table of the nodes of a real run, and the time left; nothing is shown if
+    standard error is not a terminal.
     """
     if not console.is_terminal:
         yield lambda nodes, steps: None
@@ -71,7 +73,7 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, NodeProgress], int
 @contextmanager
 def status() -> Iterator[ProgressCallback]:
     """Context manager that shows the current task and, if the total is known, the time left; if standard error is not a
-    terminal, a line every `PERIOD` seconds.
+    terminal, a line is printed every `PERIOD` seconds.
     """
     if not console.is_terminal:
         with _lines() as say:
@@ -112,8 +114,8 @@ def _lines() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """Context manager that shows a progress bar of the worker-steps of a simulation, and the time left; shows nothing
-    if standard error is not a terminal.
+    """Context manager that shows a progress bar of the worker-steps of a simulation, and the time left; nothing is
+    shown if standard error is not a terminal.
     """
     if not console.is_terminal:
         yield lambda done, total, clock: None
@@ -157,7 +159,7 @@ def _progress(unit: str = "") -> Progress:
 def node_table(nodes: dict[Address, NodeProgress]) -> Table:
     """Return a table of the state of every node, with its loss if any node's loss is known.
 
-    flockstep does not know the loss of a script.
+    The loss of a user's script is not known.
     """
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`flockstep systems`: the table of the systems of the literature, and one system in detail."""
+"""`flockstep systems`: prints the table of the literature's systems, or one system in detail."""
 
 from __future__ import annotations
 

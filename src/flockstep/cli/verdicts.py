@@ -1,4 +1,4 @@
-"""`flockstep reproduce --write`: updates the documentation page with the newest verdict on every claim."""
+"""`flockstep reproduce --write`: writes the newest verdict on every claim to the documentation page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PAGE = Path("docs") / "explanation" / "claims.md"
 BEGIN, END = "<!-- verdicts -->\n", "<!-- end verdicts -->"
 HEAD = "| claim | tried on | verdict | figures (published) |\n| --- | --- | --- | --- |\n"
 SHOWN = 3
-"""Number of figures shown for a claim in addition to those that fail."""
+"""Number of figures that are shown for a claim in addition to the figures that fail."""
 
 
 def require_page(page: Path = PAGE) -> None:
-    """Raise `ConfigurationError` unless the page of claims exists and has a place for verdicts."""
+    """Raise `ConfigurationError` unless the page of claims exists and has a table for verdicts."""
     if not page.is_file() or BEGIN not in page.read_text("utf-8"):
         raise ConfigurationError(
             f"--write needs {page} with its table of verdicts, got none; run the command in the root folder of a clone"
@@ -25,7 +25,7 @@ def require_page(page: Path = PAGE) -> None:
 
 
 def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE) -> None:
-    """Replace a claim's row by a new result; `order` holds the names of all claims."""
+    """Replace a claim's row in the table by the new verdict; `order` holds the names of all claims."""
     before, _, rest = page.read_text("utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
     rows = {line.split("|")[1].strip(): line for line in old.removeprefix(HEAD).splitlines() if line}
@@ -35,7 +35,7 @@ def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE
 
 
 def row(result: Mapping[str, Any]) -> str:
-    """Return one row of the table of claims: first the figures that fail, then the first of the other figures."""
+    """Return one row of the table of claims: the figures that fail, then the first few other figures."""
     short = [_figure(one) for one in result["rows"] if not one["holds"]]
     held = [_figure(one) for one in result["rows"] if one["holds"]]
     more = len(held) - SHOWN

@@ -1,1 +1,1 @@
-"""Codecs: array → bytes → array, with a wire size that is known in advance."""
+"""Codecs, which encode arrays as bytes and decode them; the size in bytes, or its upper bound, is known in advance."""

@@ -18,7 +18,7 @@ from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
 from flockstep.errors import ConfigurationError, ProtocolError
 
 CAP = 1.5
-"""Largest ratio of the common value to the mean magnitude that it replaces.
+"""Largest ratio of the common value to the mean magnitude of the elements that the value replaces.
 
 Up to a ratio of 2 the decoded array is closer to the original than zeros are; beyond 2 it is not.
 """
@@ -29,16 +29,16 @@ class AdaComp(Streamed):
     """AdaComp (Chen et al. 2017, algorithm 2): sends, from every bin, the elements that the newest gradient brings near
     the largest.
 
-    With G = R + dW and H = G + dW, it sends in every bin the elements j with |H_j| ≥ max |G|, as sign(G_j) times the
+    With G = R + dW and H = G + dW, it sends from every bin the elements j with |H_j| ≥ max |G|, as sign(G_j) times the
     mean of all bins' max |G|, and keeps R = G minus what was sent. R is the error kept and dW the array given to
-    `encode_residual`; without an error R = 0. Tensors are encoded separately. `bin` is a number of elements; the paper
-    has 50 for convolutions and 500 for other layers. Two additions to the paper make every encoding a contraction: if
-    no |H_j| of a bin suffices, the largest element is sent, and the mean is capped at 1.5 times the mean of the |G_j|
-    sent, which matters only if bins differ by orders of magnitude.
+    `encode_residual`; without an error R = 0. Tensors are encoded separately. `bin` is the number of elements of a bin;
+    the paper uses 50 for convolutions and 500 for other layers. Two additions to the paper make every encoding a
+    contraction: if no |H_j| of a bin reaches max |G|, the largest element is sent, and the mean is capped at 1.5 times
+    the mean of the |G_j| sent, which matters only if bins differ by orders of magnitude.
 
-    The encoding holds the common value (float32; float64 for float64 arrays), the number of elements sent of each bin,
-    then each element's place in its bin and its sign, in as few whole bits as needed. If that is not smaller than the
-    array, the array itself is sent.
+    The encoding holds the common value (float32; float64 for float64 arrays), the number of elements sent from each
+    bin, then each element's place in its bin and its sign, in the fewest whole bits. If this encoding is not smaller
+    than the array, the array itself is sent.
     """
 
     bin: int = 50
@@ -98,7 +98,7 @@ class AdaComp(Streamed):
         return indices, cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return ||x||²: no sent element moves further from its value than zero is."""
+        """Return ||x||²: decoding a sent element never brings it further from its value than zero is."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:

@@ -1,4 +1,6 @@
-"""Adaptive threshold: a bound estimated from the array, so that about the wanted number of elements exceed it."""
+"""Adaptive threshold: sends the elements above a bound that is estimated so that about the wanted number of elements
+exceed it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ class AdaptiveThreshold(Counted):
     find the threshold of a fixed proportion, separately for either sign, and send means; here one threshold serves both
     signs and values are sent). `gaussian`: the threshold is mean + c·std of x, with c such that a normal distribution
     has the fraction `ratio` beyond ±c (Shi et al. 2019, Gaussian-k); mean and std are those of the sample, and the
-    paper's up to four corrections are left out, because any number of elements may be sent. At least the largest
-    element is sent.
+    paper's up to four corrections are left out, because any number of elements may be sent. If no element reaches the
+    threshold, the largest element is sent.
     """
 
     ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
@@ -42,7 +44,7 @@ class AdaptiveThreshold(Counted):
         check_ratio("adaptive_threshold", self.ratio)
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Choose the elements that reach the threshold, or the largest element if none does."""
+        """Select the elements that reach the threshold, or the largest element if none does."""
         k, size = kernels.of(array), len(array)
         stride = max(1, int(size * self.ratio) // SAMPLES)
         offset = kernels.seed_from(random) % stride

@@ -1,4 +1,4 @@
-"""The contract of a codec."""
+"""The interface of a codec."""
 
 from __future__ import annotations
 
@@ -61,15 +61,13 @@ class Codec(Component):
 
     @property
     def shares_seed(self) -> bool:
-        """Whether all senders must encode with a generator in the same state, which the run's step number
-        determines.
-        """
+        """Whether all senders must use generators in the same state; the run's step number determines this state."""
         return False
 
     @abstractmethod
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Return the bytes that `size` elements of `dtype` take on the wire, or at most take if the size depends on the
-        data.
+        """Return the number of bytes that the encoding of `size` elements of `dtype` takes; an upper bound if the size
+        depends on the data.
         """
 
     @abstractmethod
@@ -102,8 +100,8 @@ class Codec(Component):
 
     @abstractmethod
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of E||x - decode(encode(x))||² for this x; for a deterministic codec, a bound of the
-        error itself.
+        """Return an upper bound of E||x - decode(encode(x))||² for this array x; for a deterministic codec, an upper
+        bound of the error itself.
         """
 
     def variance(self, size: int) -> float | None:
@@ -135,7 +133,9 @@ class Codec(Component):
         return data
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return a view of the part of an encoding that can be added up; for linear codecs only."""
+        """Return a view of the part of an encoding that may be added to those of other senders; for linear codecs
+        only.
+        """
         raise NotImplementedError(f"{self} is not linear")
 
     def stream(self, data: Bytes, size: int, dtype: str) -> tuple[FlatArray, FlatArray]:
@@ -148,19 +148,21 @@ class Codec(Component):
         raise NotImplementedError(f"{self} is not sparse")
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
-        """Return the codec for arrays that are concatenated tensors of these shapes; by default the codec itself."""
+        """Return the codec to use for an array that concatenates tensors of these shapes; by default, the codec
+        itself.
+        """
         return self
 
     def bind_step(self, step: int) -> Codec:
-        """Return the codec for a step of the run, counted from 0; by default the codec itself."""
+        """Return the codec to use in the given step of the run, counted from 0; by default, the codec itself."""
         return self
 
     def exact_parts(self, size: int) -> list[slice]:
-        """Return the slices of `size` elements that are always decoded exactly."""
+        """Return the slices of an array of `size` elements that always decode exactly."""
         return [slice(0, size)] if self.lossless else []
 
     def sparse_parts(self, size: int) -> list[slice]:
-        """Return the slices of `size` elements of which only some elements are sent."""
+        """Return the slices of an array of `size` elements from which only some elements are sent."""
         return [slice(0, size)] if self.sparse else []
 
 

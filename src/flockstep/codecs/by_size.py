@@ -1,4 +1,4 @@
-"""By size: one codec for large tensors, another for small tensors."""
+"""By size: one codec for large tensors, and another codec for small tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from flockstep.expression import SIZED
 
 @dataclass(frozen=True)
 class BySize(Composed):
-    """By size: `large` for tensors of at least `limit` elements and several dimensions, `small` for other tensors.
+    """By size: the codec `large` for tensors of at least `limit` elements and several dimensions, the codec `small` for
+    other tensors.
 
-    Biases, normalization scales and short tensors have few elements that matter much; published compressors leave them
-    uncompressed (Lin et al. 2018; Vogels et al. 2019). An array whose tensors are unknown counts as one tensor of more
-    than one dimension.
+    Biases, normalization scales and short tensors have few elements, which matter much; published compressors leave
+    them uncompressed (Lin et al. 2018; Vogels et al. 2019). An array whose tensors are unknown counts as one tensor of
+    more than one dimension.
     """
 
     large: Codec = TopK()
@@ -38,14 +39,14 @@ class BySize(Composed):
         return self.large, self.small
 
     def of(self, size: int) -> Codec:
-        """Return the codec for one array of the given size."""
+        """Return the codec that is used for one array of the given size."""
         return self.large if size >= self.limit else self.small
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         return self.of(size).wire_bytes(size, dtype)
 
     def variance(self, size: int) -> float | None:
-        """The larger variance of the two codecs."""
+        """The larger of the variances of the two codecs."""
         found = [0.0 if codec.lossless else codec.variance(size) for codec in (self.large, self.small)]
         known = [omega for omega in found if omega is not None]
         return max(known) if len(known) == len(found) else None
@@ -66,8 +67,8 @@ class BySize(Composed):
         return self.of(prod(array.shape)).error_bound(array)
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
-        """Return a codec with one member per tensor, or a single codec if all tensors use `small` and it is
-        lossless.
+        """Return a codec that encodes each tensor with its own member, or a single codec if all tensors use `small` and
+        `small` is lossless.
         """
         chosen = [self._for(shape) for shape in shapes]
         if chosen and all(codec is self.small for codec in chosen) and self.small.lossless:

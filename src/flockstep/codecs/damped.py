@@ -1,4 +1,4 @@
-"""Damped: an unbiased codec, scaled down until it is a contraction."""
+"""Damped: an unbiased codec, scaled down so that it becomes a contraction."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from flockstep.errors import CompositionError
 class Damped(Codec):
     """The array C(x) / (1 + omega), for an unbiased codec C with E||C(x) - x||² ≤ omega ||x||².
 
-    E||x - C(x) / (1 + omega)||² ≤ omega / (1 + omega) ||x||² (Richtárik, Sokolov & Fatkhullin 2021, lemma 8): a
-    contraction, which error feedback needs. The bytes are those of C; the receiver divides.
+    E||x - C(x) / (1 + omega)||² ≤ omega / (1 + omega) ||x||² (Richtárik, Sokolov & Fatkhullin 2021, lemma 8): the
+    damped codec is a contraction, which error feedback needs. It sends the bytes of C, and the receiver divides by 1 +
+    omega.
     """
 
     codec: Codec
@@ -64,7 +65,7 @@ class Damped(Codec):
         self.codec.add_decoded(data, out, scale * self.factor(len(out)))
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return omega / (1 + omega) ||x||²."""
+        """Return the upper bound of the error: omega / (1 + omega) ||x||²."""
         return (1 - self.factor(array.size)) * float(np.sum(np.square(array.astype(np.float64))))
 
     def sparse_parts(self, size: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""DeMo's compressor: the largest coefficients of a cosine transform, chunk by chunk."""
+"""DeMo's compressor: sends the largest coefficients of a cosine transform, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Dct(Codec):
     """DeMo's codec (Peng, Quesnelle & Kingma 2024, section 3): the `k` largest DCT-II coefficients of every chunk.
 
     Tensors of more than one dimension are matrices whose rows are their first dimension, cut into chunk × chunk blocks;
-    others are cut into chunks of one row. As in the authors' code, a chunk's side is the largest divisor of the
+    other tensors are cut into chunks of one row. As in the authors' code, a chunk's side is the largest divisor of the
     tensor's side that is at most `chunk`, so nothing is padded, and a side of prime length above `chunk` has chunks of
     length one. Of every chunk, k indices are sent, in the fewest whole bits, and k values as float32 (float64 for
-    float64 arrays). A tensor for which that takes no fewer bytes than its elements is sent unchanged.
+    float64 arrays). A tensor whose encoding takes no fewer bytes than its elements is sent unchanged.
     """
 
     k: int = field(default=32, metadata=searched(1, 64))
@@ -45,14 +45,14 @@ class Dct(Codec):
         return ((size,),)
 
     def tilings(self, size: int, dtype: str) -> tuple[Tiling, ...]:
-        """Return how each tensor of an array of the given size is cut into chunks."""
+        """Return for each tensor of an array of the given size how the tensor is cut into chunks."""
         return tilings(self.shapes_of(size), self.k, self.chunk, dtype)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         return sum(t.wire_bytes(dtype) for t in self.tilings(size, dtype))
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode tensor by tensor: the indices of all chunks, then the values."""
+        """Encode each tensor in turn: the indices of all chunks, then the values."""
         k, flat = kernels.of(array), array.reshape(-1)
         pieces = [k.as_bytes(flat[:0])] * 2
         for t in self.tilings(len(flat), kernels.name_of(flat)):
@@ -115,7 +115,7 @@ class Dct(Codec):
         return total
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
-        """Return the codec that transforms each of these tensors separately."""
+        """Return the codec that transforms each tensor of these shapes separately."""
         return ShapedDct(self.k, self.chunk, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:

@@ -1,4 +1,6 @@
-"""Deep gradient compression's choice of elements: sampled top-k with a warm-up of the sparsity."""
+"""Deep gradient compression: sends the largest elements, found by sampling, and raises the sparsity during a
+warm-up.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 
 STAGES = 4
-"""Number of ratios before the final one: 25 %, 6.25 %, 1.5625 %, 0.4 %, as published."""
+"""Number of warm-up ratios before the final ratio: 25 %, 6.25 %, 1.5625 % and 0.4 %, as published."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Dgc(Largest):
             raise ConfigurationError(f"dgc needs a warmup >= 0 steps, got {self.warmup}; use 0 for no warm-up")
 
     def bind_step(self, step: int) -> Codec:
-        """Return the codec with the ratio of the given step."""
+        """Return the codec with the ratio that belongs to the given step."""
         warm = self._with(values=self.values.bind_step(step), warmup=0)
         if step >= self.warmup:
             return warm

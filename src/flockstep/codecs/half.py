@@ -17,9 +17,9 @@ class Half(Rounded):
     """Rounding to the nearest IEEE float16: 2 bytes per element, 11 significant bits.
 
     Finite values beyond ±65504 become ±65504; infinities and NaN do not change. Magnitudes below 2⁻²⁵ become zero.
-    Rounding is deterministic, hence biased. It contracts any array of d elements whose largest magnitude lies in [2⁻²⁴,
-    65504], with delta ≥ 8/(9d); residual feedback keeps what lies outside that range and sends it later. Arrays of
-    float16 are sent unchanged.
+    Rounding is deterministic, hence biased. The codec contracts any array of d elements whose largest magnitude lies in
+    [2⁻²⁴, 65504], with delta ≥ 8/(9d); residual feedback keeps what lies outside that range and sends it later. Arrays
+    of float16 are sent unchanged.
     """
 
     form: ClassVar[str] = "float16"

@@ -40,7 +40,7 @@ class Identity(Codec):
         """Return the array in `data`; it may share memory with `data`.
 
         Raises:
-            ProtocolError: the number of bytes is not that of `size` elements.
+            ProtocolError: the number of bytes is wrong for `size` elements.
         """
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(
@@ -50,7 +50,7 @@ class Identity(Codec):
         return array
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the whole array: every element may be summed."""
+        """Return the whole encoding as an array: every element may be summed."""
         return self.decode(data, size, dtype)
 
     def error_bound(self, array: FlatArray) -> float:

@@ -1,4 +1,4 @@
-"""8-bit blocks: sends every element as a signed byte, to be multiplied by its block's scale."""
+"""8-bit blocks: sends every element as a signed byte, which the receiver multiplies by the block's scale."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Int8(Levels):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the rounding is stochastic."""
+        """Whether rounding is stochastic, so that it preserves the mean."""
         return self.stochastic
 
     @property
@@ -46,7 +46,7 @@ class Int8(Levels):
         return LEVELS, self.block, self.stochastic
 
     def scales(self, k: Any, floats: FlatArray) -> FlatArray:
-        """Return the largest magnitude of every block."""
+        """Return the largest magnitude of every block, which is the block's scale."""
         found: FlatArray = k.block_scales(floats, self.block)
         return found
 
@@ -58,7 +58,9 @@ class Int8(Levels):
         return min(size, self.block) / (4 * LEVELS**2) if self.stochastic else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return (absmax / 254)² per element, plus a ten-thousandth for the rounding of x / absmax * 127."""
+        """Return (absmax / 254)² for each element, increased by a ten-thousandth for the rounding of x / absmax *
+        127.
+        """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         x = np.abs(array.reshape(-1).astype(np.float64))

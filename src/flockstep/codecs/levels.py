@@ -1,4 +1,4 @@
-"""Blocks of elements as integer multiples of a fraction of their scale: the base of int8, QSGD and TernGrad."""
+"""The base of int8, QSGD and TernGrad: elements become integer multiples of a fraction of their block's scale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Levels(Quantizer):
 
     @property
     def bits(self) -> int:
-        """The fewest bits that distinguish the integers from -levels to levels."""
+        """The smallest number of bits that distinguishes the integers from -levels to levels."""
         return (2 * self.grid()[0]).bit_length()
 
     def _scale_bytes(self, size: int, dtype: str) -> int:

@@ -1,4 +1,6 @@
-"""The layout of low-rank factorization: which tensors of a flat array are factored, and where their factors are."""
+"""The layout of low-rank factorization: which tensors of a flat array are factored, and where their factors are
+stored.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +69,12 @@ class LowRank:
 
     @cached_property
     def lefts(self) -> list[slice]:
-        """The slice of each P in the concatenation of all P."""
+        """The slice of each matrix's P in the concatenation of all P."""
         return _neighbors([m.rows * self.rank for m in self.matrices])
 
     @cached_property
     def rights(self) -> list[slice]:
-        """The slice of each Q in the concatenation of all Q."""
+        """The slice of each matrix's Q in the concatenation of all Q."""
         return _neighbors([m.columns * self.rank for m in self.matrices])
 
 

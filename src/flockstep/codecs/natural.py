@@ -12,12 +12,13 @@ from flockstep.codecs.base import Bytes
 from flockstep.codecs.quantizer import Quantizer, scale_dtype
 
 TOP = {"float32": 127, "float64": 1023}
-"""Exponent of the largest power of two, by dtype."""
+"""Name of a dtype → exponent of the largest power of two that is sent."""
 
 
 @dataclass(frozen=True)
 class Natural(Quantizer):
-    """Natural compression (Horváth et al. 2019, definition 2.1): sign(x) times a power of two next to |x|, at random.
+    """Natural compression (Horváth et al. 2019, definition 2.1): x becomes sign(x) times one of the two powers of two
+    next to |x|, chosen at random.
 
     Sign and exponent take 9 bits per element, 12 for float64. E||C(x) - x||² ≤ ||x||² / 8; powers of two and zero do
     not change. Magnitudes beyond 2^127 (2^1023 for float64) become that power, and subnormal magnitudes become zero or
@@ -37,7 +38,7 @@ class Natural(Quantizer):
         return 2 * TOP[dtype]  # as the biased exponent field, exponent plus TOP
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode the low 8 bits of all exponents, then the remaining exponent bits and the signs."""
+        """Encode the low 8 bits of all exponents, then the remaining exponent bits with the signs."""
         k = kernels.of(floats)
         low, high, finite = k.to_powers(floats, self._top(kernels.name_of(floats)), kernels.seed_from(random))
         self.refuse(floats, not finite)

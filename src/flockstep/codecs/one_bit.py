@@ -1,4 +1,6 @@
-"""1-bit SGD: sends a sign for every element, and the means of the two sides."""
+"""1-bit SGD: sends a sign for every element, the mean of the nonnegative elements and the mean of the negative
+elements.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from flockstep.codecs.quantizer import Quantizer, computed_in, scale_dtype
 
 @dataclass(frozen=True)
 class OneBit(Quantizer):
-    """1-bit SGD (Seide et al. 2014, section 2.2): each x ≥ 0 becomes the mean of these elements, each x < 0 the mean of
-    the others.
+    """1-bit SGD (Seide et al. 2014, section 2.2): each x ≥ 0 becomes the mean of all elements ≥ 0, each x < 0 the mean
+    of all elements < 0.
 
     Each column of a matrix has its own two means; any other tensor, and an array whose tensors are unknown, has two
-    means. The sum of either side is preserved. Use residual feedback: without it, what an encoding leaves out is lost.
-    A column or tensor of d elements takes d + 64 bits.
+    means. The sums of the elements ≥ 0 and of the elements < 0 are preserved. Use residual feedback: without it, what
+    an encoding leaves out is lost. A column or tensor of d elements takes d + 64 bits.
     """
 
     contraction = True
@@ -58,7 +60,7 @@ class OneBit(Quantizer):
         return data
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode as the base class does, computing sums and remainder in one pass each."""
+        """Encode `error + array` as the base class does, but compute the sums and the remainder in one pass each."""
         k, size, dtype = kernels.of(array), len(error), kernels.name_of(error)
         if not computed_in(error) or kernels.name_of(array) != dtype or self.as_it_is(size, dtype):
             return super().encode_residual(array, error, random)
@@ -86,7 +88,7 @@ class OneBit(Quantizer):
         return means, data[head:]
 
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return for every element the mean of its side."""
+        """Return for every element the mean that replaces it: of the elements ≥ 0 or of the elements < 0."""
         means, bits = self._read(data, size, dtype)
         k = kernels.of(data)
         columns: FlatArray = (
@@ -105,7 +107,9 @@ class OneBit(Quantizer):
             k.add_signs(bits, *(scale * mean for mean in means.reshape(-1).tolist()), out)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the sum of (x - mean of its side)², which is the exact error."""
+        """Return the exact error: the sum of the squared differences between each element and the mean that replaces
+        it.
+        """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         x = array.astype(np.float64).reshape(-1, self.columns(array.size))

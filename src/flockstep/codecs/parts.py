@@ -1,4 +1,4 @@
-"""Concatenated tensors, each with its own codec."""
+"""A codec for concatenated tensors, in which each tensor has its own codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH_BYTES = 4
 
 
 class Composed(Codec):
-    """A codec made of several codecs, with the guarantees that all of its members have."""
+    """A codec made of several codecs; it gives the guarantees that all of its members give."""
 
     @abstractmethod
     def members(self) -> tuple[Codec, ...]:
@@ -53,7 +53,9 @@ class Composed(Codec):
 
 @dataclass(frozen=True)
 class Parts(Composed):
-    """Concatenated encodings; an encoding without an exact size is preceded by its length as uint32."""
+    """A codec that concatenates the encodings of its members; an encoding without an exact size is preceded by its
+    length as uint32.
+    """
 
     codecs: tuple[Codec, ...]
     sizes: tuple[int, ...]
@@ -68,7 +70,7 @@ class Parts(Composed):
 
     @property
     def sparse(self) -> bool:
-        """Whether some members are sparse and all other members lossless."""
+        """Whether at least one member is sparse and all other members are lossless."""
         return any(c.sparse for c in self.codecs) and all(c.sparse or c.lossless for c in self.codecs)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
@@ -90,7 +92,7 @@ class Parts(Composed):
         return self._joined(flat, [c.encode_residual(flat[at], error[at], random) for c, at in self._each(len(flat))])
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return all decoded parts, concatenated.
+        """Decode every part, and return the concatenated array.
 
         Raises:
             ProtocolError: a part cannot be decoded, or the lengths do not match.
@@ -100,14 +102,14 @@ class Parts(Composed):
         return joined
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """Add the decoded parts to `out`, one after another; if a part is refused, earlier parts may have been
-        added.
-        """
+        """Add each decoded part to its slice of `out`; if a part is refused, earlier parts may have been added."""
         for codec, _, at, some in self._split(data, len(out), kernels.name_of(out)):
             codec.add_decoded(some, out[at], scale)
 
     def stream(self, data: Bytes, size: int, dtype: str) -> tuple[FlatArray, FlatArray]:
-        """Return the elements that the sparse parts contain, and all elements of the lossless parts."""
+        """Return the elements that the sparse parts contain, and all elements of the lossless parts, as indices and
+        values.
+        """
         k, indices, values = kernels.of(data), [], []
         all_of = partial(k.all_indices, data)
         for codec, n, at, some in self._split(data, size, dtype):

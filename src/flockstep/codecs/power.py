@@ -1,4 +1,4 @@
-"""PowerSGD's compressor: matrices as products of two thin factors."""
+"""PowerSGD's compressor: sends every matrix as the product of two thin factors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PowerSgdCodec(Codec):
     Every tensor of more than one dimension is a matrix M (n, m) whose rows are its first dimension. With Gaussian Ω, P
     ← orthonormal(M Ω) and Q ← Mᵀ P are sent, `rank`(n + m) elements of float32 (float64 for float64 arrays), and decode
     to P Qᵀ = P Pᵀ M. Tensors of one dimension, and matrices that are no larger than their factors, are sent unchanged;
-    so is an array whose tensors are unknown. The strategy of the same name starts from the last Q instead.
+    so is an array whose tensors are unknown. The strategy `power_sgd` starts from the Q of the previous step instead.
     """
 
     rank: int = field(default=2, metadata=searched(1, 8))
@@ -47,7 +47,9 @@ class PowerSgdCodec(Codec):
         return factors * factor_dtype(dtype).itemsize + layout.dense_size * numpy_dtype(dtype).itemsize
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode all P, all Q, then the elements that are not factored."""
+        """Encode the factors P of all matrices, the factors Q of all matrices, then the elements that are not
+        factored.
+        """
         k, flat, seed = kernels.of(array), array.reshape(-1), seed_from(random)
         layout = self.layout(len(flat), kernels.name_of(flat))
         lefts, rights = [], []
@@ -67,7 +69,7 @@ class PowerSgdCodec(Codec):
         """Return the products of the factors, and the elements that are not factored.
 
         Raises:
-            ProtocolError: the number of bytes is not that of `size` elements, or a factor is not finite.
+            ProtocolError: the number of bytes is wrong for `size` elements, or a factor is not finite.
         """
         decoded: FlatArray = zeros(data, size, dtype=dtype)
         for part, piece in self._add_products(data, decoded, 1.0):
@@ -111,7 +113,8 @@ class PowerSgdCodec(Codec):
         """Return (1 - rank / min(n, m)) ‖M‖² for every matrix, in expectation over Ω.
 
         In expectation a Gaussian column captures 1/rank(M) of the energy, because it weighs directions by their
-        singular values. The remainder has one direction less, and the next column captures its fraction of that.
+        singular values. The remainder has one direction less, of which the next column captures the corresponding
+        share.
         """
         flat, total = array.reshape(-1).astype(np.float64), 0.0
         for m in self.layout(len(flat), array.dtype.name).matrices:
@@ -123,7 +126,7 @@ class PowerSgdCodec(Codec):
         return ShapedPowerSgd(self.rank, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:
-        """Return the slices that are not factored for any dtype."""
+        """Return the slices that are sent exactly for every dtype, because they are not factored."""
         return list(self.layout(size, "float64").dense)
 
 

@@ -19,8 +19,8 @@ from flockstep.expression import searched
 class Qsgd(Levels):
     """QSGD (Alistarh et al. 2017, §3): ||x|| sign(x) ξ / s, ξ being s|x| / ||x|| rounded at random with the mean kept.
 
-    The encoding holds one norm per `bucket` of elements, and the integers -s..s in the fewest whole bits that hold
-    them; s is `levels`. E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
+    The encoding holds one norm per `bucket` of elements, and the integers from -s to s, each in the fewest whole bits;
+    s is `levels`. E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
     """
 
     levels: int = field(default=4, metadata=searched(1, 64))
@@ -35,11 +35,11 @@ class Qsgd(Levels):
             raise ConfigurationError(f"bucket of qsgd must be a multiple of 8, got {self.bucket}; 512 is usual")
 
     unbiased = True
-    """The codec is unbiased, because the rounding at random preserves the mean."""
+    """The codec is unbiased, because stochastic rounding preserves the mean."""
 
     @property
     def contraction(self) -> bool:
-        """Whether the variance omega is below 1."""
+        """Whether the variance omega is below 1, so that the codec is a contraction."""
         return (self.variance(self.bucket) or 0.0) < 1
 
     def grid(self) -> tuple[int, int, bool]:

@@ -1,4 +1,4 @@
-"""The base of codecs that send a few bits of every element."""
+"""The base of codecs that send every element in a few bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.codecs.low_rank import not_finite
 from flockstep.errors import ProtocolError
 
 LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
-"""The largest finite number of each dtype that is computed with as float32."""
+"""Name of a dtype that is computed in float32 → the dtype's largest finite number."""
 
 
 def scale_dtype(dtype: str) -> str:
@@ -25,13 +25,14 @@ def scale_dtype(dtype: str) -> str:
 
 
 def computed_in(array: Any) -> bool:
-    """Whether kernels may work on an array in place: the array must be contiguous, and float32 or float64."""
+    """Whether kernels may work on an array in place, which requires a contiguous array of float32 or float64."""
     contiguous = not isinstance(array, np.ndarray) or array.flags.c_contiguous
     return contiguous and kernels.name_of(array) in ("float32", "float64")
 
 
 class Quantizer(Codec):
-    """Encodes every element in a few bits; if that takes no fewer bytes than the array, the array is sent unchanged.
+    """Encodes every element in a few bits; if the encoding takes no fewer bytes than the array, the array is sent
+    unchanged.
 
     A NaN or an infinity raises `Diverged`, except in an array sent unchanged. A decoded value beyond the range of the
     array's dtype becomes the dtype's largest number.
@@ -39,11 +40,11 @@ class Quantizer(Codec):
 
     @abstractmethod
     def coded_bytes(self, size: int, dtype: str) -> int:
-        """Return the number of bytes of the code for `size` elements."""
+        """Return the number of bytes of the encoding of `size` elements."""
 
     @abstractmethod
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """Return the code of a flat array of float32 or float64.
+        """Return the encoding of a flat array of float32 or float64.
 
         Raises:
             Diverged: an element is infinite or not a number.
@@ -51,10 +52,10 @@ class Quantizer(Codec):
 
     @abstractmethod
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the array of float32 or float64 that a code of the right length encodes."""
+        """Return the array of float32 or float64 that `data`, an encoding of the right length, stands for."""
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
-        """Add scale * decoded values to `out`, for contiguous arrays of float32 and float64."""
+        """Add `scale` times the decoded values to `out`, for contiguous arrays of float32 and float64."""
         decoded: Any = self.uncoded(data, len(out), kernels.name_of(out))
         out += decoded * scale
 
@@ -66,7 +67,7 @@ class Quantizer(Codec):
         return min(self.coded_bytes(size, dtype), size * kernels.numpy_dtype(dtype).itemsize)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Return the code, or the array's own bytes if these are not more.
+        """Return the encoding, or the array's own bytes if they are not more.
 
         Raises:
             Diverged: an encoded element is infinite or not a number.
@@ -79,7 +80,9 @@ class Quantizer(Codec):
             return self.coded(k.as_floats(flat), random)
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode `error + array`, and subtract the decoded values from `error` without an array in between."""
+        """Encode `error + array`, and subtract the decoded values from `error` directly, without an array for the
+        decoded values.
+        """
         error += array.reshape(-1)
         data = self.encode(error, random)
         self.add_decoded(data, error, -1.0)
@@ -102,7 +105,8 @@ class Quantizer(Codec):
         return cast(array, dtype, copy=False)
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """Add scale * decode(data) to `out`, directly from the code; refused data may leave `out` partly changed.
+        """Add scale * decode(data) to `out`, directly from the encoding; data that is refused may leave `out` partly
+        changed.
 
         Raises:
             ProtocolError: `decode` would refuse `data`.

@@ -1,4 +1,4 @@
-"""Random-k: sends elements chosen by a shared seed, without their indices."""
+"""Random-k: sends elements that a shared seed selects, without their indices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RandomK(Sparsifier):
     The encoding holds the seed, 8 bytes, and the values. The seed follows from the step of the run and is the same for
     all senders, so that the sum of encodings is the encoding of the sum; if values are rounded at random, every sender
     has its own seed. E||x - C(x)||² = (1 - k/d) ||x||². With `scaled`, receivers multiply by d/k, which makes the codec
-    unbiased, with variance d/k - 1, and not a contraction. A NaN that is not chosen is not noticed.
+    unbiased, with variance d/k - 1, and not a contraction. A NaN is detected only if its element is chosen.
     """
 
     ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
@@ -38,12 +38,12 @@ class RandomK(Sparsifier):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the codec is `scaled` and its values are unbiased."""
+        """Whether the codec is `scaled` and the codec of its values is unbiased."""
         return self.scaled and self.values.unbiased
 
     @property
     def contraction(self) -> bool:
-        """Whether the codec is not `scaled` and its values are a contraction or unbiased."""
+        """Whether the codec is not `scaled`, and the codec of its values is a contraction or unbiased."""
         return not self.scaled and super().contraction
 
     @property
@@ -62,18 +62,18 @@ class RandomK(Sparsifier):
         return self.factor(size) * (1 + more) - 1 if self.unbiased and more is not None else None
 
     def factor(self, size: int) -> float:
-        """Return d/k if `scaled`, otherwise 1."""
+        """Return the receivers' factor: d/k if `scaled`, otherwise 1."""
         return size / self.count(size) if self.scaled and size else 1.0
 
     def count(self, size: int) -> int:
         return wanted(self.ratio, size)
 
     def head_bytes(self, size: int) -> int:
-        """Return the number of bytes of the seed."""
+        """Return the number of bytes that the seed takes."""
         return SEED_BYTES
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Choose the elements that the seed determines."""
+        """Select the elements that the seed determines."""
         k = kernels.of(array)
         seed = kernels.seed_from(random) << 32 | kernels.seed_from(random)
         chosen = k.subset(array, len(array), self.count(len(array)), seed)

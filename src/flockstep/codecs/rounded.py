@@ -1,4 +1,4 @@
-"""The base of codecs with two bytes per element: rounding to a shorter float."""
+"""The base of codecs that round every element to a float of two bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rounded(Codec):
     form: ClassVar[str]
     """The dtype that elements are rounded to: float16 or bfloat16."""
     whole: ClassVar[tuple[str, ...]]
-    """Dtypes of two bytes that are sent unchanged."""
+    """Dtypes of two bytes per element whose arrays are sent unchanged."""
 
     contraction = True
     """The codec is a contraction for arrays within the range of `form`."""
@@ -41,7 +41,7 @@ class Rounded(Codec):
         """Return the rounded elements, as `dtype`.
 
         Raises:
-            ProtocolError: the number of bytes is not that of `size` elements.
+            ProtocolError: the number of bytes is wrong for `size` elements.
         """
         array: FlatArray = kernels.of(data).widened(self._rounded(data, size, dtype), dtype)
         return array

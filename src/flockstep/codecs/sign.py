@@ -1,4 +1,4 @@
-"""signSGD: sends a sign for every element, and one scale."""
+"""signSGD: sends the sign of every element, and one scale."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sign(Quantizer):
 
     @property
     def contraction(self) -> bool:
-        """Whether the codec is scaled: ||x||₁² ≥ ||x||²."""
+        """Whether the codec is scaled; then it is a contraction, because ||x||₁² ≥ ||x||²."""
         return self.scaled
 
     def _head(self, size: int, dtype: str) -> int:
@@ -38,7 +38,7 @@ class Sign(Quantizer):
         return self._head(size, dtype) + (size + 7) // 8
 
     def as_it_is(self, size: int, dtype: str) -> bool:
-        """False without a scale, so that every receiver gets signs."""
+        """False if the codec has no scale: an array that is sent unchanged would not consist of signs."""
         return self.scaled and super().as_it_is(size, dtype)
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
@@ -70,7 +70,7 @@ class Sign(Quantizer):
         kernels.of(data).add_signs(data[self._head(len(out), dtype) :], high, -high, out)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return ‖x‖² - ‖x‖₁² / d, the exact error; without a scale the sum of (|x| - 1)²."""
+        """Return the exact error: ‖x‖² - ‖x‖₁² / d; without a scale, the sum of (|x| - 1)²."""
         x = np.abs(array.reshape(-1).astype(np.float64))
         if not self.scaled:
             return float(np.sum(np.square(x - 1)))
@@ -79,5 +79,5 @@ class Sign(Quantizer):
         return float(np.sum(np.square(x - x.mean())))
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
-        """Return the codec that gives every tensor its own scale."""
+        """Return the codec that sends a separate scale for every tensor."""
         return Parts.of([self] * len(shapes), shapes)

@@ -1,4 +1,4 @@
-"""The base of codecs that send only some of the elements."""
+"""The base of codecs that send only some elements of an array."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flockstep.errors import CompositionError
 
 
 class Sparsifier(Streamed):
-    """Some elements are sent, with their positions; the other elements decode to zero.
+    """Sends some elements with their positions; the other elements decode to zero.
 
     The encoding holds a head, which determines the chosen elements, and their values in the array's dtype or as the
-    codec `values` encodes them. If that is not smaller than the array, the array itself is sent: data of the array's
-    length is the array. A NaN or an infinity among the chosen elements raises `Diverged`.
+    codec `values` encodes them. If this encoding is not smaller than the array, the array itself is sent: data as long
+    as the array is the array. A NaN or an infinity among the chosen elements raises `Diverged`.
 
     `topk(0.01) + qsgd(4)` is `topk(0.01, values=qsgd(4))`. Residual feedback does not keep the error of an unbiased
-    values codec (as in SparCML, Renggli et al. 2019), because it averages out; it keeps that of a biased one. If values
-    are copied, the decoded array and the error kept add up to the array bit for bit.
+    values codec (as in SparCML, Renggli et al. 2019), because the error averages out; feedback keeps the error of a
+    biased codec. If values are copied, the decoded array and the error kept add up to the array bit for bit.
     """
 
     values: Codec
@@ -44,7 +44,7 @@ class Sparsifier(Streamed):
 
     @abstractmethod
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Return the elements of a flat array to send: the head of their encoding, and their ascending indices."""
+        """Select the elements of a flat array to send; return the head of the encoding and the ascending indices."""
 
     @abstractmethod
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:

@@ -1,4 +1,4 @@
-"""The base of codecs that send indices and values, or the array itself if that is not larger."""
+"""The base of codecs that send indices and values, or the array itself if the array is not larger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plain_bytes(size: int, dtype: str) -> int:
 
 
 def refuse(codec: Codec, value: float, place: int) -> Diverged:
-    """Return the error for a NaN or an infinity."""
+    """Return the error to raise for an array with a NaN or an infinity."""
     return Diverged(
         f"cannot encode {value} at element {place} with {codec}; lower the learning rate or clip the gradient"
     )

@@ -17,17 +17,18 @@ from flockstep.codecs.parts import Parts
 from flockstep.errors import ConfigurationError
 
 WHOLE = 1 << 62
-"""Block size that exceeds every tensor."""
+"""Block size that is larger than every tensor, so that each tensor is one block."""
 
 
 @dataclass(frozen=True)
 class TernGrad(Levels):
     """TernGrad (Wen et al. 2017, §3): s sign(x) b with s = max|x| of the tensor, b being 1 with probability |x| / s.
 
-    Magnitudes are first cut off at `clip` times the standard deviation; inf does not cut. The deviation is about zero,
-    the mean that the paper's argument assumes: about its own mean, a constant tensor would have deviation zero and be
-    cut off entirely. Cutting biases the codec. 2 bits per element, and a scale per tensor, that of its sender: the
-    paper shares the largest scale among all workers, which is not needed here because sums of codes are never sent.
+    Magnitudes are first cut off at `clip` times the standard deviation; with inf, nothing is cut off. The deviation is
+    about zero, the mean that the paper's argument assumes: about its own mean, a constant tensor would have deviation
+    zero and be cut off entirely. Cutting biases the codec. An element takes 2 bits, and every tensor has a scale. Each
+    sender has its own scale; the paper shares the largest scale among all workers, which is not needed here, because
+    sums of encodings are never sent.
     """
 
     clip: float = 2.5
@@ -38,7 +39,7 @@ class TernGrad(Levels):
 
     @property
     def unbiased(self) -> bool:
-        """Whether no magnitude is cut off."""
+        """Whether `clip` is infinite, so that no magnitude is cut off."""
         return math.isinf(self.clip)
 
     def grid(self) -> tuple[int, int, bool]:
@@ -59,8 +60,8 @@ class TernGrad(Levels):
         return (math.sqrt(size) - 1) / 2 if self.unbiased and size else 0.0 if self.unbiased else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the sum of c (s - c), c being an element's magnitude after the cut, plus the squares of the amounts
-        cut off.
+        """Return the sum of c (s - c) over all elements, c being the magnitude after the cut, plus the squares of the
+        amounts cut off.
         """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
@@ -70,5 +71,5 @@ class TernGrad(Levels):
         return float(np.sum(kept * (s - kept) + np.square(x - kept))) * (1 + 1e-5)
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
-        """Return the codec that gives every tensor its own scale."""
+        """Return the codec that sends a separate scale for every tensor."""
         return Parts.of([self] * len(shapes), shapes)

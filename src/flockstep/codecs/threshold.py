@@ -1,4 +1,4 @@
-"""Threshold: sends every element beyond a bound."""
+"""Threshold: sends every element whose magnitude exceeds a bound."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ COUNT_BYTES = 4
 
 
 class Counted(Sparsifier):
-    """A number of elements that depends on the data: the number (uint32), the indices (uint32), the values."""
+    """Base of codecs that send a number of elements that depends on the data: the number (uint32), the indices
+    (uint32), the values.
+    """
 
     exact_size = False
-    """False, because the size depends on the data; it is at most that of the array."""
+    """False, because the encoding's size depends on the data; it is at most the size of the array."""
 
     def count(self, size: int) -> int:
         return size
@@ -57,11 +59,11 @@ class Counted(Sparsifier):
 
 @dataclass(frozen=True)
 class Threshold(Counted):
-    """A fixed threshold: every element with |x| > `t`, or the largest element if there is none.
+    """Sends every element with |x| above the fixed threshold `t`, or the largest element if there is none.
 
     Strom (2015) sends the elements beyond a fixed threshold as ±t; here their values are sent, as in Aji & Heafield
-    (2017). Sending the largest element is an addition to both: with it, the codec contracts every array, with delta of
-    at least 1/d.
+    (2017). Neither paper sends the largest element; because it is sent, the codec contracts every array, with a delta
+    of at least 1/d.
     """
 
     t: float = field(default=0.001, metadata=searched(1e-05, 0.1, whole=False))
@@ -75,7 +77,7 @@ class Threshold(Counted):
             )
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Choose the elements with |x| > t, or the largest element if there is none."""
+        """Select the elements with |x| > t, or the largest element if there is none."""
         k = kernels.of(array)
         found, _ = k.above(array, k.just_above(array, self.t), len(array))
         if not len(found) and len(array):

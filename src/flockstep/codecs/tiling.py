@@ -1,4 +1,4 @@
-"""How tensors are cut into the chunks of a cosine transform, and the transform itself."""
+"""Cuts tensors into the chunks of a cosine transform, and computes the transform."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tiling:
     height: int
     width: int
     kept: int
-    """Number of coefficients sent of each chunk; 0 if the tensor is sent unchanged."""
+    """Number of coefficients that are sent from each chunk; 0 if the tensor is sent unchanged."""
 
     @property
     def area(self) -> int:
@@ -34,12 +34,12 @@ class Tiling:
 
     @property
     def sent(self) -> int:
-        """Number of coefficients that are sent."""
+        """Number of coefficients that are sent from the whole tensor."""
         return self.rows * self.columns // max(1, self.area) * self.kept
 
     @property
     def bits(self) -> int:
-        """Number of bits of an index within a chunk."""
+        """Number of bits of an index into a chunk."""
         return (self.area - 1).bit_length()
 
     @property
@@ -79,7 +79,9 @@ def _side(size: int, chunk: int) -> int:
 
 
 def transformed(tiles: FlatArray) -> FlatArray:
-    """Return the orthonormal DCT-II of every tile (tiles, height, width), of shape (tiles, height · width)."""
+    """Return the orthonormal DCT-II of every tile of `tiles` (tiles, height, width), as an array (tiles, height ·
+    width).
+    """
     count, height, width = tiles.shape
     k = kernels.of(tiles)
     along = (tiles.reshape(-1, width) @ k.cosines(tiles, width).T).reshape(count, height, width)
@@ -88,7 +90,7 @@ def transformed(tiles: FlatArray) -> FlatArray:
 
 
 def restored(spectrum: FlatArray, height: int, width: int) -> FlatArray:
-    """Return the tiles (tiles, height, width) whose transform is `spectrum` (tiles, height · width)."""
+    """Return the tiles (tiles, height, width) whose DCT-II is `spectrum` (tiles, height · width)."""
     k, count = kernels.of(spectrum), len(spectrum)
     tiles: FlatArray = (spectrum.reshape(-1, width) @ k.cosines(spectrum, width)).reshape(count, height, width)
     return tiles if height == 1 else k.cosines(tiles, height).T @ tiles

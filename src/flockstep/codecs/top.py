@@ -1,4 +1,4 @@
-"""Top-k: sends the elements of the largest magnitude."""
+"""Top-k: sends the elements of largest magnitude."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.expression import searched
 
 SAMPLES = 128
-"""Number of a sample's elements that should exceed the threshold, for a standard error of about 9 %."""
+"""Number of elements of the sample that should exceed the threshold, for a standard error of about 9 %."""
 LEAST, MOST = 0.8, 1.3
-"""Bounds of Lin et al. on the number of elements that the threshold lets through, relative to the number wanted."""
+"""LEAST and MOST: bounds of Lin et al. on the number of elements that exceed the threshold, divided by the wanted
+number.
+"""
 TRIES = 4
 
 
 class Largest(Sparsifier):
-    """The largest elements of the whole array or of every bucket, or nearly the largest, found by a sample."""
+    """Base of codecs that send the largest elements of the whole array or of every bucket, exactly or approximately
+    from a sample.
+    """
 
     ratio: float
     sampled: bool = False
@@ -40,7 +44,7 @@ class Largest(Sparsifier):
         return -(-self.count(size) * self._bits // 8)
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Choose the largest elements, or with a sample elements that are nearly the largest."""
+        """Select the largest elements; with `sampled`, approximately the largest."""
         k = kernels.of(array)
         if self.bucket:
             indices = k.largest_of_buckets(array, self.bucket, self._counts(len(array)))
@@ -71,8 +75,8 @@ class Largest(Sparsifier):
         return indices, head
 
     def left_out(self, array: FlatArray) -> float:
-        """Return (1 - k/d) ‖x‖² for every bucket; with a sample, only floor(0.8 k) elements are certain, which replace
-        k.
+        """Return (1 - k/d) ‖x‖² for every bucket; with `sampled`, floor(0.8 k) in place of k, because only so many of
+        the largest elements are certainly sent.
         """
         squares = np.square(array.reshape(-1).astype(np.float64))
         step = self.bucket or max(1, len(squares))
@@ -92,13 +96,13 @@ class Largest(Sparsifier):
 
 @dataclass(frozen=True)
 class TopK(Largest):
-    """Top-k: the `ratio`·d elements of the largest magnitude, at least one; of equal elements, the first.
+    """Top-k: sends the `ratio`·d elements of largest magnitude, at least one; of equal elements, the first.
 
     With `sampled`, the threshold is estimated from a sample, repeatedly from the same sample until 0.8 to 1.3 times as
     many elements exceed it as wanted; the largest of these are sent (as in the code published with Lin et al. 2018),
     and if they are too few, the first of the other elements fill up the number, so that the size stays exact. With
-    `bucket` > 0, the fraction is taken of every bucket of elements, with indices within the bucket in as few whole bits
-    as needed (SparCML, Renggli et al. 2019). Without buckets an index takes 32 bits.
+    `bucket` > 0, the largest elements are selected from every bucket of so many elements, with indices within the
+    bucket in as few whole bits as needed (SparCML, Renggli et al. 2019). Without buckets an index takes 32 bits.
     """
 
     ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
@@ -119,11 +123,11 @@ class TopK(Largest):
 
 
 def select(array: FlatArray, count: int, sampled: bool, random: np.random.Generator) -> Indices:
-    """Return ascending indices of the `count` largest elements; with `sampled`, of `count` elements that are nearly the
+    """Return ascending indices of the `count` largest elements; with `sampled`, of elements that are approximately the
     largest.
 
-    A threshold from a sample reduces the candidates. If no threshold does, as in an array of equal elements, all
-    elements are candidates.
+    A threshold from a sample reduces the candidates. If no threshold reduces them, as in an array of equal elements,
+    all elements are candidates.
     """
     k, size = kernels.of(array), len(array)
     seed = kernels.seed_from(random) if sampled else 0
@@ -145,7 +149,7 @@ def select(array: FlatArray, count: int, sampled: bool, random: np.random.Genera
 
 
 def check_ratio(name: str, ratio: float) -> None:
-    """Check that a ratio lies in (0, 1].
+    """Check that a ratio is in (0, 1].
 
     Raises:
         ConfigurationError: the ratio lies outside of (0, 1].
@@ -155,5 +159,5 @@ def check_ratio(name: str, ratio: float) -> None:
 
 
 def wanted(ratio: float, size: int) -> int:
-    """Return the number of elements that is the fraction `ratio` of `size`: at least one if `size` is positive."""
+    """Return the number of elements to send: the fraction `ratio` of `size`, and at least one if `size` is positive."""
     return min(size, max(1, round(ratio * size)))

@@ -1,4 +1,4 @@
-"""Automatic choice of the fastest collective, by size and number of workers."""
+"""Automatic selection of the fastest collective for the array size and the number of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CANDIDATES: tuple[Collective, ...] = (
     *map(DoubleTree, (2, 8, 32, 128)),
     *map(Pipelined, (4, 16, 64, 256)),
 )
-"""The collectives that `auto` chooses from; of collectives of equal cost, the first is chosen."""
+"""The collectives from which `auto` selects; of two collectives of equal cost, the first."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Auto(Collective):
     """Chooses for every array the collective of least cost (selection as in Thakur, Rabenseifner & Gropp 2005).
 
     The cost is that of the model in `collectives/costs.py` for `latency` in seconds and `bandwidth` in bytes per
-    second. With `table`, a TOML file that every host needs a copy of, the cost is the measurement nearest in size for
-    the nearest number of workers. The choice depends on P and the array's bytes alone, so it is the same on all ranks,
-    and so is the order of the sum; arrays of different sizes may be summed in different orders.
+    second. With `table`, a TOML file of which every host needs a copy, the cost is the time measured for the nearest
+    array size and the nearest number of workers. The choice depends only on P and the array's bytes, so all ranks make
+    the same choice and sum in the same order; arrays of different sizes may be summed in different orders.
     """
 
     latency: float = 5e-5
@@ -72,9 +72,9 @@ class Auto(Collective):
         return self.choose(workers, round(nbytes)).cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the elements sent by the collective chosen for elements of four bytes."""
+        """Return the number of elements that the selected collective sends for float32 elements."""
         return self.choose(workers, 4 * size).sent_elements(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """Return the rounds of the collective chosen for an empty array."""
+        """Return the number of rounds of the collective that is selected for an empty array."""
         return self.choose(workers, 0).rounds(workers)

@@ -1,4 +1,4 @@
-"""The contract of a collective."""
+"""The interface of a collective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Collective(Component):
 
     All workers must call the same operations in the same order, with arrays of the same size and dtype. All workers get
     results that are identical in every bit. Every operation raises `PeerLost` if a worker that it waits for has died,
-    and `ProtocolError` if a message was lost, because a later message would be taken for it.
+    and `ProtocolError` if a message was lost, because a later message would be mistaken for the lost message.
     """
 
     noun: ClassVar[str] = "collective"
@@ -38,8 +38,8 @@ class Collective(Component):
         """
 
     async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on `root` by the sum, along a binomial tree; on other workers `array` then holds a partial
-        sum.
+        """Replace `array` on `root` by the sum over all workers, along a binomial tree; other workers end with a
+        partial sum in `array`.
         """
         await reduce_on_tree(me, array, root)
 
@@ -78,8 +78,8 @@ class Collective(Component):
         return slices(size, workers)[rank]
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """Return the arrays of all workers, in order of rank; each worker sends n-1 messages around a ring, and sizes
-        may differ.
+        """Return a list of all workers' arrays, which may differ in size, in order of rank; each worker sends n-1
+        messages along a ring.
         """
         n, rank = me.workers, me.rank
         gathered = [array] * n
@@ -99,7 +99,7 @@ class Collective(Component):
             array /= me.workers
 
     async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
-        """Replace `mean` on every worker by the mean of `given` over all workers; `given` does not change."""
+        """Replace `mean` on every worker by the mean over all workers' `given`; `given` does not change."""
         mean[:] = given
         await self.average(me, mean)
 
@@ -119,7 +119,9 @@ class Collective(Component):
         return total
 
     def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
-        """Return the seconds that `all_reduce` of `nbytes` bytes takes on `link`; exact for P = 2^k that divides K."""
+        """Return the seconds that an `all_reduce` of `nbytes` bytes takes on `link`; exact if P is a power of two that
+        divides K.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
@@ -127,7 +129,7 @@ class Collective(Component):
         raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")
 
     def rounds(self, workers: int) -> int:
-        """Return the number of messages of an `all_reduce` that wait for one another, each of which adds the
+        """Return the number of rounds of an `all_reduce`: messages that must follow one another, each of which adds the
         latency.
         """
         raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")

@@ -13,11 +13,11 @@ from flockstep.collectives.group import Group
 
 @dataclass(frozen=True)
 class BinomialTree(Collective):
-    """Reduce to rank 0 and broadcast from it, along a binomial tree (Ben-Nun & Hoefler 2019: "Tree").
+    """Reduce to rank 0, then broadcast from rank 0, along a binomial tree (Ben-Nun & Hoefler 2019: "Tree").
 
-    The exchange has 2 ⌈log2 n⌉ rounds of whole arrays, and all workers together send 2(n-1)K elements. Rank r adds to
-    its own array the sums of the subtrees of r+1, r+2, r+4, … in that order, as far as r is a multiple of twice the
-    distance.
+    The exchange has 2 ⌈log2 n⌉ rounds of whole arrays, and all workers together send 2(n-1)K elements. Rank r adds the
+    sums of the subtrees of r+1, r+2, r+4, … to its own array in that order, for every distance d for which r is a
+    multiple of 2d.
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
@@ -28,7 +28,7 @@ class BinomialTree(Collective):
         return costs.tree(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the elements sent: each node sends K to its parent and K to each of its children."""
+        """Return the number of elements sent: each node sends K to its parent and K to each of its children."""
         return (len(children(rank, workers)) + (rank > 0)) * size
 
     def rounds(self, workers: int) -> int:

@@ -1,4 +1,6 @@
-"""All-reduce in two levels where workers share hosts: within each host, and between hosts in several lanes."""
+"""All-reduce in two levels if workers share hosts: within each host, and between hosts over several connections at
+once.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from flockstep.errors import ProtocolError
 
 @dataclass(frozen=True)
 class ByHost(Collective):
-    """All-reduce by `flat` if all workers are on one host, or each on a host of its own; otherwise in two levels (Jia
-    et al. 2018).
+    """All-reduce by `flat` if all workers are on one host, or each worker is on its own host; otherwise in two levels
+    (Jia et al. 2018).
 
-    Let h be the number of hosts, and r the smallest number of workers on one of them. The array is cut into r shares.
-    On every host, one worker for each share sums it over the workers of the host, beginning with its own; the h workers
-    with the same share sum it with `flat`; then each passes it on to the other workers of its host. Where the workers
-    of a host share memory, they sum in it, in the same order. Background tasks, which may not wait in shared memory,
-    signal each other by messages without arrays there, if the array lies in shared memory; otherwise they send the
-    shares. With a ring, every host sends 2(h-1)/h K elements to other hosts, where a ring of all n workers sends
-    2(n-1)/n K or more. In virtual time the machines of the network `tiers` are hosts.
+    Let h be the number of hosts, and r the smallest number of workers on a host. The array is cut into r shares. On
+    every host, one worker for each share sums the share over the workers of the host, beginning with its own array; the
+    h workers with the same share sum it with `flat`; then each sends the sum to the other workers of its host. If the
+    workers of a host share memory, they sum in shared memory, in the same order. Background tasks must not wait in
+    shared memory: if the array lies in shared memory, they signal each other by messages without arrays; otherwise they
+    send the shares. With a ring, every host sends 2(h-1)/h K elements to other hosts, where a ring of all n workers
+    sends 2(n-1)/n K or more. In virtual time, the machines of the network `tiers` count as hosts.
     """
 
     flat: Collective = field(default_factory=Ring)
@@ -114,14 +116,14 @@ class ByHost(Collective):
                 await here.receive_array("outside", source, array[shares[source]])
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Reduce-scatter by `flat`, whose shares do not depend on hosts."""
+        """Reduce and scatter with `flat`, so that shares do not depend on hosts."""
         return await self.flat.reduce_scatter(me, array)
 
     def share(self, workers: int, size: int, rank: int) -> slice:
         return self.flat.share(workers, size, rank)
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """Gather by `flat`; on several hosts around a ring on which the workers of a host follow one another."""
+        """Gather with `flat`; on several hosts, along a ring on which the workers of a host are adjacent."""
         if not _shared(me):
             return await self.flat.all_gather(me, array)
         order = [rank for host in me.hosts for rank in host]
@@ -129,7 +131,7 @@ class ByHost(Collective):
         return [gathered[rank] for rank in range(me.workers)]
 
     def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
-        """Return the cost of `flat`, which is used if all workers are on one host or each is on a host of its own."""
+        """Return the cost of `flat`, which is exact if all workers are on one host or each is on its own host."""
         return self.flat.cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""What collectives cost on a network with a latency and a bandwidth.
+"""Models of the time that collectives take on a network with a latency and a bandwidth.
 
 The model is that of Ben-Nun & Hoefler (2019) and of Hoefler's slides: a message of b bytes takes L + bG, every node
 sends one message and receives one at a time, and all nodes do so at the same time. m is the number of bytes of the
@@ -15,7 +15,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The network: `latency` L in seconds, `per_byte` G in seconds per byte, and `header` bytes added to each
+    """A link model: `latency` L in seconds, `per_byte` G in seconds per byte, and `header` bytes added to each
     message.
     """
 
@@ -52,29 +52,32 @@ def halvings(workers: int) -> int:
 
 
 def tree(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return 2 L log2 P + 2 m G log2 P: reduce and broadcast along a binomial tree; with ⌈log2 P⌉ if P is not a power
-    of two.
+    """Return the seconds of a reduce and broadcast along a binomial tree: 2 L log2 P + 2 m G log2 P; with ⌈log2 P⌉ if P
+    is not a power of two.
     """
     return 2 * halvings(workers) * link.message(nbytes)
 
 
 def butterfly(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return L log2 P + m G log2 P: recursive doubling; with folding, 2 L + 3 m G more if P is not a power of two.
+    """Return the seconds of recursive doubling: L log2 P + m G log2 P; if P is not a power of two, folding adds 2 L + 3
+    m G.
 
-    A worker's folded array and the first message of the other rounds arrive at the same network card, hence 3 m G for
-    two messages.
+    Folding adds two messages, but 3 m G: the folded array and the first message of the other rounds arrive at the same
+    network card.
     """
     folds = 2 * link.message(nbytes) + link.occupied(nbytes) if _folds(workers) else 0
     return doublings(workers) * link.message(nbytes) + folds
 
 
 def pipeline(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return 2 L (P-1) + 2 m G (P-1)/P: a ring of chunks."""
+    """Return the seconds of a ring of chunks: 2 L (P-1) + 2 m G (P-1)/P."""
     return 2 * (workers - 1) * link.message(nbytes / workers)
 
 
 def halving_doubling(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return 2 L log2 P + 2 m G (P-1)/P: reduce-scatter and gather; 2 L + 5/2 m G more if P is not a power of two."""
+    """Return the seconds of reduce-scatter and gather by halving and doubling: 2 L log2 P + 2 m G (P-1)/P; if P is not
+    a power of two, 2 L + 5/2 m G more.
+    """
     rounds, power = doublings(workers), 1 << doublings(workers)
     share = nbytes * (power - 1) / power
     moved = 2 * (rounds * link.message(0) + share * link.per_byte)
@@ -82,7 +85,9 @@ def halving_doubling(workers: int, nbytes: float, link: LinkModel) -> float:
 
 
 def lower_bound(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return L log2 P + 2 m G (P-1)/P: a lower bound for every all-reduce (Ben-Nun & Hoefler), without headers."""
+    """Return a lower bound of the seconds of every all-reduce, without headers: L log2 P + 2 m G (P-1)/P (Ben-Nun &
+    Hoefler).
+    """
     return link.latency * math.log2(workers) + 2 * nbytes * link.per_byte * (workers - 1) / workers
 
 

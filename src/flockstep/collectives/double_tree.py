@@ -29,7 +29,7 @@ def trees(workers: int, rank: int) -> tuple[TreeNode, TreeNode]:
     """Return the rank's nodes in both trees.
 
     The first tree is the in-order binary tree over the ranks, in which even ranks are leaves. The second tree is the
-    first with all ranks shifted by one, so that odd ranks are leaves, and rank 0 if the number of workers is odd.
+    first tree with all ranks shifted by one: odd ranks are its leaves, and also rank 0 if the number of workers is odd.
     """
     return _place(workers, rank, 0), _place(workers, rank, 1)
 
@@ -41,7 +41,8 @@ class DoubleTree(Collective):
     Each half of the array is reduced to the root of its own tree and broadcast from there, in `chunks` pipelined
     chunks. An inner rank of one tree is a leaf of the other, so that no network card carries more than K elements up
     and K down in total. An all-reduce takes about 2 log2 n rounds. A parent adds the sum of its left subtree to its own
-    array, then that of the right. (In NCCL's second tree an inner rank of the first is inner again if n is odd.)
+    array, then the sum of its right subtree. (In NCCL's second tree an inner rank of the first is inner again if n is
+    odd.)
     """
 
     chunks: int = 8
@@ -68,11 +69,11 @@ class DoubleTree(Collective):
                 me.send_all(place.children, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return 2 (d L + (c + d - 1) m G / c) for c chunks per half and trees of depth d = ⌊log2 P⌋; half the bytes if
-        P = 2.
+        """Return the seconds of an all-reduce: 2 (d L + (c + d - 1) m G / c) for c chunks per half and trees of depth d
+        = ⌊log2 P⌋; half the bytes if P = 2.
 
         This is a full pipeline: each network card passes two chunks of m / 2c per turn, and each level adds a turn. In
-        virtual time an all-reduce takes 3/4 to 5/4 of that, depending on how chunks overlap.
+        virtual time an all-reduce takes 3/4 to 5/4 of this cost, depending on how chunks overlap.
         """
         if workers == 1:
             return 0.0
@@ -80,7 +81,7 @@ class DoubleTree(Collective):
         return 2 * (depth * link.latency + min(2, workers - 1) * (self.chunks + depth - 1) * piece)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the elements sent: half of K to the parent and to each child, in both trees."""
+        """Return the number of elements sent: in both trees, K/2 to the parent and K/2 to each child."""
         halves = [part.stop - part.start for part in slices(size, 2)]
         links = [len(place.children) + (place.parent is not None) for place in trees(workers, rank)]
         return sum(half * count for half, count in zip(halves, links, strict=True))

@@ -29,8 +29,9 @@ def parent(rank: int, workers: int, root: int = 0) -> int:
 def tree(hosts: Hosts, rank: int, root: int) -> tuple[int, list[int]]:
     """Return the parent of a rank (its own rank for the root) and its children, in the order of their sums.
 
-    The root and the first worker of each other host form a binomial tree; the workers of a host form a binomial tree,
-    whose root is the host's member of the first tree. An array crosses to each other host once.
+    The root and the first worker of every other host form a binomial tree between hosts. The workers of each host form
+    another binomial tree, whose root is the host's member of the tree between hosts. So an array is sent to every other
+    host only once.
     """
     leaders = [root if root in host else host[0] for host in hosts]
     number = next(i for i, host in enumerate(hosts) if rank in host)
@@ -45,7 +46,9 @@ def tree(hosts: Hosts, rank: int, root: int) -> tuple[int, list[int]]:
 
 
 async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Sum the arrays along a `tree`: `array` becomes the sum over the rank's subtree, on the root the whole sum."""
+    """Sum the arrays along a `tree`: `array` becomes the sum over the rank's subtree; on the root, the sum over all
+    workers.
+    """
     above, below = tree(me.hosts, me.rank, root)
     for child in below:
         array += await me.receive_array("reduce", child)
@@ -54,7 +57,9 @@ async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
 
 
 async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Replace `array` by the root's array along a `tree`; other hosts and large subtrees are served first."""
+    """Replace `array` by the root's array along a `tree`; messages to other hosts and to large subtrees are sent
+    first.
+    """
     above, below = tree(me.hosts, me.rank, root)
     if me.rank != root:
         await me.receive_array("broadcast", above, array)
@@ -62,8 +67,8 @@ async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
 
 
 async def signal_all(me: Group) -> None:
-    """Return once every worker has called this, after ⌈log2 n⌉ rounds (dissemination barrier: Hensgen, Finkel & Manber
-    1988).
+    """Return once every worker has called this function; each call takes ⌈log2 n⌉ rounds (dissemination barrier:
+    Hensgen, Finkel & Manber 1988).
     """
     distance = 1
     while distance < me.workers:

@@ -1,4 +1,4 @@
-"""The members of a collective, and the operations that a collective needs of them."""
+"""The members of a collective, and the operations that a collective needs from them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ class Group(Protocol):
     """Sums over all members in shared memory; None if not all members of the group share memory."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all members, divided by `divisor`, in shared memory; False if the members
-        share no memory.
+        """Replace `array` by the sum over all members, divided by `divisor`, in shared memory; return False if the
+        members share no memory.
         """
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
-        """Sum `array` over this host's members in shared memory, in `shares` shares; None if the members share no
-        memory.
+        """Sum `array` over this host's members in shared memory, divided into `shares` shares; return None if the
+        members share no memory.
         """
 
     def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
         """Divide this member's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """The arrays of this host's members at the place of `array` in shared memory; None if it lies elsewhere."""
+        """Return the arrays of this host's members that correspond to `array` in shared memory; None if `array` is not
+        in shared memory.
+        """
 
     def count_on_host(self, array: Array, shares: int) -> None:
-        """Count the bytes of shares that were exchanged through `arrays_on_host`, as if messages had carried them."""
+        """Count the bytes of shares that were exchanged through `arrays_on_host` as sent bytes."""
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member; the array is copied."""
@@ -50,10 +52,10 @@ class Group(Protocol):
     def send_all(
         self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
     ) -> None:
-        """Send the same message to several members."""
+        """Send one message to each of several members."""
 
     def receive(self, tag: str, source: Address) -> Awaitable[Message]:
-        """Return the next message with the given tag from a member."""
+        """Return the next message with the given tag from one member."""
 
     def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Awaitable[Array]:
         """Return the array of the next message with the given tag from a member, in `into` if it is given.
@@ -71,7 +73,7 @@ class Group(Protocol):
 
 
 class WithoutSharedMemory:
-    """The part of a member of a group that shares no memory with the others."""
+    """The shared-memory operations of a group member that shares no memory with the others."""
 
     rendezvous: Rendezvous | None = None
     shared_sum: SharedSum | None = None
@@ -85,7 +87,7 @@ class WithoutSharedMemory:
         return None
 
     def gather_on_host(self, summed: Array, array: Array, shares: int, divisor: int = 1) -> None:
-        """Raise, because `reduce_on_host` has no result."""
+        """Raise an error: `reduce_on_host` never returns a sum to gather."""
         raise AssertionError("the members of this group have no shared memory")
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
@@ -93,7 +95,7 @@ class WithoutSharedMemory:
         return None
 
     def count_on_host(self, array: Array, shares: int) -> None:
-        """Raise, because `arrays_on_host` has no result."""
+        """Raise an error: `arrays_on_host` never returns arrays to exchange."""
         raise AssertionError("the members of this group have no shared memory")
 
 
@@ -101,7 +103,7 @@ class Subgroup(WithoutSharedMemory):
     """Some members of a group, ranked in the order of `members`, one of which is `me`.
 
     Messages between two members arrive in order, so subgroups may share members as long as these use the subgroups in
-    the same order. A subgroup shares no memory, because only a whole group does.
+    the same order. A subgroup does not use shared memory, because shared memory belongs to the whole group.
     """
 
     def __init__(self, me: Group, members: Sequence[int]) -> None:
@@ -119,7 +121,7 @@ class Subgroup(WithoutSharedMemory):
     def send_all(
         self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
     ) -> None:
-        """Send the same message to several members of the subgroup."""
+        """Send one message to each of several members of the subgroup."""
         self._me.send_all([self._members[rank] for rank in to], tag, array, note)
 
     def receive(self, tag: str, source: Address) -> Awaitable[Message]:

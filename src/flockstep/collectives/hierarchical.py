@@ -1,4 +1,4 @@
-"""All-reduce in two levels: inside groups, and between the groups in as many lanes as a group has workers."""
+"""All-reduce in two levels: inside groups, and between groups over as many connections as a group has workers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ INNER = Ring()
 class HierarchicalCollective(Collective):
     """Two-level all-reduce (Jia et al. 2018; hierarchical in NCCL and Horovod): inside groups, and between groups.
 
-    A group is `group` consecutive ranks, r in what follows. Each group reduce-scatters around a ring; the workers that
-    hold the same share, one of each group, sum it with `outer`; then each group gathers the shares around the ring.
-    Every group sends 2(n/r-1)/(n/r) K elements to other groups, in r lanes. Shares are summed in the ring's order
-    within groups and then in the outer order over groups. If r does not divide n, each worker of the last, smaller
-    group first folds its array into that of rank - r and gets the result at the end. With r ≥ n there is one group.
+    A group consists of `group` consecutive ranks; r is their number. Each group reduce-scatters around a ring; the
+    workers that hold the same share, one of each group, sum it with `outer`; then each group gathers the shares around
+    the ring. Every group sends 2(n/r-1)/(n/r) K elements to other groups, over r connections at once. Shares are summed
+    in the ring's order within groups and then in the outer order over groups. If r does not divide n, each worker of
+    the last, smaller group first adds its array to the array of rank - r, from which it receives the result at the end.
+    With r ≥ n there is one group.
     """
 
     group: int = field(default=4, metadata=SHOWN)
@@ -54,8 +55,8 @@ class HierarchicalCollective(Collective):
             me.send(me.rank + r, "unfold", array)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the time of a ring of r workers and of an all-reduce of m/r over n/r groups; for folding 2 L + (2 +
-        1/r) m G more.
+        """Return the seconds of a ring of r workers plus an all-reduce of m/r bytes over n/r groups; folding adds 2 L +
+        (2 + 1/r) m G.
         """
         r, full = self._grid(workers)
         folds = 2 * link.message(nbytes) + link.occupied(nbytes / r) if full < workers else 0
@@ -71,7 +72,7 @@ class HierarchicalCollective(Collective):
         return INNER.sent_elements(r, size, rank % r) + outer + folded * size
 
     def rounds(self, workers: int) -> int:
-        """Return the rounds of both levels, and two more for folding."""
+        """Return the number of rounds of both levels, plus two if workers fold."""
         r, full = self._grid(workers)
         return INNER.rounds(r) + self.outer.rounds(full // r) + 2 * (full < workers)
 

@@ -15,7 +15,7 @@ from flockstep.collectives.costs import halvings
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds to transmit, to reduce and to update a whole model."""
+    """Seconds to transmit, to reduce and to update a whole model, as three fields."""
 
     transmit: float
     reduce: float
@@ -37,12 +37,16 @@ def naive_server(n: int, t: Times) -> float:
 
 
 def tree_server(n: int, t: Times) -> float:
-    """One server with a binomial tree over n+1 nodes: 2⌈log2(n+1)⌉T + ⌈log2 n⌉R + U."""
+    """One server that exchanges with the workers along a binomial tree over n+1 nodes: 2⌈log2(n+1)⌉T + ⌈log2 n⌉R +
+    U.
+    """
     return 2 * halvings(n + 1) * t.transmit + halvings(n) * t.reduce + t.update
 
 
 def scatter_server(n: int, t: Times) -> float:
-    """One server, a reduce-scatter by the workers before it and a gather after it: (2 + 2(n-1)/n)T + (n-1)/n R + U."""
+    """One server; workers reduce-scatter before they send, and gather after they receive: (2 + 2(n-1)/n)T + (n-1)/n R +
+    U.
+    """
     return (2 + 2 * (n - 1) / n) * t.transmit + (n - 1) / n * t.reduce + t.update
 
 
@@ -81,4 +85,4 @@ LAYOUTS: dict[str, Callable[[int, Times], float]] = {
     "recursive doubling": doubling,
     "ring": ring,
 }
-"""Name → formula, in the order of the figure."""
+"""Name of a layout → formula of its delay, in the order of the figure."""

@@ -40,13 +40,15 @@ class Pipelined(Collective):
                 me.send(me.rank - 1, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return 2 (P-1) L + 2 (P-2+c) m G / c for c chunks; 0 for a single worker."""
+        """Return the seconds for c chunks: 2 (P-1) L + 2 (P-2+c) m G / c; 0 for a single worker."""
         if workers == 1:
             return 0.0
         return 2 * ((workers - 1) * link.latency + (workers - 2 + self.chunks) * link.occupied(nbytes / self.chunks))
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the elements sent: K up for all ranks but the last, and K down for all ranks but the first."""
+        """Return the number of elements sent: K up from all ranks but the last, and K down from all ranks but the
+        first.
+        """
         return size * ((rank < workers - 1) + (rank > 0))
 
     def rounds(self, workers: int) -> int:

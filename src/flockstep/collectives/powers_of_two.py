@@ -1,6 +1,7 @@
-"""Folding: how algorithms for 2^k workers serve any number of workers.
+"""Folding, with which an algorithm for 2^k workers serves any number of workers.
 
-The workers beyond 2^k first add their arrays into the arrays of partners, and get the result from them at the end.
+Each worker beyond 2^k first adds its array to the array of a partner, and receives the result from the partner at the
+end.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from flockstep.collectives.group import Group
 
 
 async def fold(me: Group, array: FlatArray) -> int:
-    """Fold, and return 2^⌊log2 n⌋, the number p of workers that continue; rank r < p has added the array of
-    rank r + p.
+    """Fold the workers beyond p = 2^⌊log2 n⌋, and return p, the number of workers that continue; rank r < p has added
+    the array of rank r + p.
     """
     power = 1 << doublings(me.workers)
     if me.rank >= power:
@@ -23,7 +24,7 @@ async def fold(me: Group, array: FlatArray) -> int:
 
 
 async def unfold(me: Group, array: FlatArray) -> None:
-    """Send the result to the workers that have folded."""
+    """Send the result from each worker that continued to the worker that has folded into it."""
     power = 1 << doublings(me.workers)
     if me.rank >= power:
         await me.receive_array("unfold", me.rank - power, array)
@@ -43,5 +44,5 @@ def sent_in_folds(workers: int, size: int, rank: int) -> int:
 
 
 def rounds_with_folds(workers: int, phases: int) -> int:
-    """Return the rounds of `phases` phases of ⌊log2 n⌋ rounds each, plus the rounds of folding and unfolding."""
+    """Return the number of rounds in `phases` phases of ⌊log2 n⌋ rounds each, plus those of folding and unfolding."""
     return phases * doublings(workers) + 2 * (not is_power(workers))

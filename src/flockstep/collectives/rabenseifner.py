@@ -19,8 +19,8 @@ class Rabenseifner(Collective):
 
     In each of log2 n rounds, partners, at first adjacent ranks, exchange halves of the part that they still hold; then
     the rounds run in reverse. Each worker sends 2(n-1)/n K elements in 2 log2 n messages. The sums equal those of
-    recursive doubling in every bit. If n is not a power of two, workers fold as there (the paper avoids part of that
-    cost).
+    recursive doubling in every bit. If n is not a power of two, workers fold as in recursive doubling (the paper avoids
+    part of this cost).
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
@@ -31,7 +31,7 @@ class Rabenseifner(Collective):
         await unfold(me, array)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each of 2^k workers with a chunk of the sum; the workers that have folded get no chunk."""
+        """Leave each of 2^k workers with a chunk of the sum; workers that have folded receive no chunk."""
         await fold(me, array)
         for partner, kept, given in _halvings(me.workers, len(array), me.rank):
             me.send(partner, "halve", array[given])
@@ -45,17 +45,19 @@ class Rabenseifner(Collective):
         return [whole, *(kept for _, kept, _ in _halvings(workers, size, rank))][-1]
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """Gather for n = 2^k in k messages each, otherwise around a ring."""
+        """Gather the arrays of 2^k workers in k messages each; for any other number of workers, gather along a ring."""
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the time of 2 log2 P messages, each of the two phases carrying (P-1)/P of the array; more with
-        folding.
+        """Return the seconds of 2 log2 P messages, in two phases that each carry (P-1)/P of the array; folding adds to
+        them.
         """
         return costs.halving_doubling(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the elements of the halves given away, of the halves kept (sent once), and of the arrays folded."""
+        """Return the number of elements sent: those of the halves given away, of the halves kept (sent once), and of
+        folded arrays.
+        """
         halves = _halvings(workers, size, rank)
         inner = sum(int(given.stop - given.start + kept.stop - kept.start) for _, kept, given in halves)
         return inner + sent_in_folds(workers, size, rank)

@@ -19,8 +19,8 @@ from flockstep.messages import Message, node_name
 class RecursiveDoubling(Collective):
     """All-reduce in log2(n) rounds of whole arrays (Thakur, Rabenseifner & Gropp 2005).
 
-    If n is not a power of two, the last n - 2^floor(log2 n) workers first fold their array into a partner's and get the
-    result back at the end. Addition commutes, so partners compute the same bits.
+    If n is not a power of two, the last n - 2^floor(log2 n) workers first add their array to a partner's array, and
+    receive the result from the partner at the end. Addition commutes, so partners compute the same bits.
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
@@ -35,15 +35,17 @@ class RecursiveDoubling(Collective):
         await unfold(me, array)
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """Gather for n = 2^k in k messages each, of 1, 2, 4, … arrays; otherwise around a ring."""
+        """Gather the arrays of 2^k workers in k messages each, of 1, 2, 4, … arrays; for any other number of workers,
+        gather along a ring.
+        """
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the time of log2 P messages of the whole array; more with folding."""
+        """Return the seconds of log2 P messages of the whole array; folding adds to them."""
         return costs.butterfly(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return K log2 P, and the elements of the arrays folded."""
+        """Return the number of elements sent: K log2 P, plus those of folded arrays."""
         inner = costs.doublings(workers) * size if rank < 1 << costs.doublings(workers) else 0
         return inner + sent_in_folds(workers, size, rank)
 
@@ -55,7 +57,7 @@ class RecursiveDoubling(Collective):
 async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
     """Return the arrays of all 2^k workers, in order of rank; each worker sends k messages.
 
-    Sizes may differ, the dtype may not.
+    The arrays may differ in size, but not in dtype.
     """
     held = {me.rank: array}
     distance = 1

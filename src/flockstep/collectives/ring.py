@@ -51,15 +51,19 @@ class Ring(Collective):
         return parts[mine], chunks[mine]
 
     def share(self, workers: int, size: int, rank: int) -> slice:
-        """Return chunk rank + 1, modulo the number of workers."""
+        """Return the slice of the chunk that this rank holds after a reduce-scatter: chunk rank + 1, modulo the number
+        of workers.
+        """
         return slices(size, workers)[(rank + 1) % workers]
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the time of 2 (P-1) messages of a P-th of the array."""
+        """Return the seconds of 2 (P-1) messages, each with a P-th of the array."""
         return costs.pipeline(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return 2K minus the two chunks that the rank never sends; 0 for a single worker."""
+        """Return the number of elements sent: 2K minus the two chunks that the rank never sends; 0 for a single
+        worker.
+        """
         chunks = [part.stop - part.start for part in slices(size, workers)]
         spared = chunks[(rank + 1) % workers] + chunks[(rank + 2) % workers]
         return 2 * size - spared if workers > 1 else 0

@@ -21,7 +21,7 @@ from flockstep.collectives.streams import INDEX_BYTES, Stream, threshold
 
 Algorithm = Literal["auto", "ssar_doubling", "ssar_split", "dsar"]
 SMALL = 65536
-"""Bytes of a stream up to which the number of messages matters more than their size."""
+"""Bytes of a stream up to which the number of messages determines the time more than the bytes do."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Sparse(Collective):
     Streams of (index, value) pairs are added; a stream with more than δ = N s_v / (s_i + s_v) elements becomes a dense
     array, so that no message is larger than the dense array. There are three algorithms:
 
-    * `ssar_doubling`: recursive doubling of whole streams, in the order of `recursive_doubling`;
-    * `ssar_split`: each worker sums one part of the index range, in order of rank, and the sums are gathered;
-    * `dsar`: as `ssar_split`, but the sums are gathered dense, encoded with `second` (the paper's Q4 is one).
+    * `ssar_doubling`: recursive doubling of whole streams, in the order of `recursive_doubling`; * `ssar_split`: each
+    worker sums one part of the index range, in order of rank, and the sums are gathered; * `dsar`: as `ssar_split`, but
+    the sums are gathered dense, encoded with the codec `second` (in the paper, for example, Q4).
 
     `auto` takes dsar if the sum is expected to have more than δ elements, E[nnz] = N (1 - (1-k/N)^P); ssar_doubling for
     streams of at most 64 KiB; otherwise ssar_split. `dense` is used for arrays and for encodings that are not sparse,
@@ -60,7 +60,7 @@ class Sparse(Collective):
         return await gathered_parts(me, own, size, dtype, self.second, algorithm == "dsar")
 
     def choose(self, workers: int, size: int, dtype: str, elements: float) -> Algorithm:
-        """Return the algorithm for streams of `elements` of `size` elements on each worker."""
+        """Return the name of the algorithm for streams in which each worker has `elements` of `size` elements."""
         width = numpy_dtype(dtype).itemsize
         if expected_elements(size, elements, workers) > threshold(size, width):
             return "dsar"
@@ -87,7 +87,9 @@ class Sparse(Collective):
 
 
 def expected_elements(size: int, elements: float, workers: int) -> float:
-    """Return E[nnz] = N (1 - (1 - k/N)^P) of the sum of P streams of k elements each, with random supports."""
+    """Return the expected number of non-zero elements in the sum of P streams with k elements at random places: E[nnz]
+    = N (1 - (1 - k/N)^P).
+    """
     if elements >= size:
         return float(size)
     return -size * math.expm1(workers * math.log1p(-elements / size))

@@ -55,7 +55,9 @@ async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArr
 
 
 async def gathered_parts(me: Group, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
-    """Gather all parts from the workers that summed them; if `dense`, as dense arrays encoded with `codec`."""
+    """Gather all parts of the sum from the workers that summed them; if `dense`, as dense arrays that `codec`
+    encodes.
+    """
     parts = slices(size, me.workers)
     total: FlatArray = zeros(own.values, size, dtype=dtype)
     message = own.dense() if dense else own.wire

@@ -1,4 +1,4 @@
-"""Sparse vectors during a sum: index and value pairs, until the dense form is smaller."""
+"""Sparse vectors in a sum: (index, value) pairs, as long as the dense array is not smaller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ INDEX_BYTES = 4
 
 
 def threshold(size: int, value_bytes: int) -> float:
-    """Return δ = N s_v / (s_i + s_v), the number of non-zero elements above which the dense form of N is smaller."""
+    """Return δ = N s_v / (s_i + s_v), the number of non-zero elements above which the dense array of N elements is
+    smaller.
+    """
     return size * value_bytes / (INDEX_BYTES + value_bytes)
 
 
@@ -30,8 +32,8 @@ class Stream:
 
     @classmethod
     def of(cls, size: int, values: FlatArray, indices: FlatArray) -> Stream:
-        """Return the vector of the given elements, dense if they are more than δ; a negative zero becomes zero, as in
-        dense sums.
+        """Return the vector of the given elements, dense if there are more than δ elements; a negative zero becomes
+        zero, as in dense sums.
         """
         values = copied(values)
         values += 0.0  # in place, because numpy would widen bfloat16
@@ -60,7 +62,7 @@ class Stream:
 
     @property
     def wire(self) -> FlatArray:
-        """The form to send: the dense array, or nnz (s_i + s_v) bytes, all indices before all values."""
+        """Return the array to send: the dense array, or nnz (s_i + s_v) bytes with all indices before all values."""
         if self.indices is None:
             return self.values
         k = kernels.of(self.values)
@@ -75,7 +77,7 @@ class Stream:
         return whole
 
     def plus(self, other: Stream) -> Stream:
-        """Return the sum, adding `other` to this vector; dense as soon as it has more than δ elements."""
+        """Return the sum of this vector and `other`; the sum is dense as soon as it has more than δ elements."""
         if self.indices is None:
             return Stream(self.size, self.values + other.dense(), None)
         if other.indices is None:
@@ -87,7 +89,9 @@ class Stream:
         return Stream.of(self.size, values, indices)
 
     def cut(self, part: slice) -> Stream:
-        """Return the elements of a slice, with indices counted from its start; dense above the slice's own δ."""
+        """Return the part of the vector in a slice, with indices counted from the start of the slice; dense above the
+        slice's own δ.
+        """
         size = part.stop - part.start
         if self.indices is None:
             return Stream(size, self.values[part], None)

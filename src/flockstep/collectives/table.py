@@ -65,7 +65,8 @@ def read_table(path: str) -> tuple[Measured, ...]:
 
 
 def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measured]:
-    """For the number of workers nearest to `workers`, return each collective's row nearest in size, in log scale.
+    """Return one measurement of each collective: of those with the number of workers nearest to `workers`, the nearest
+    in size. Distances are taken on a logarithmic scale.
 
     Of equally near rows, the row with the smaller number of workers and the smaller size is chosen. Collectives are
     ordered by their text, so that all workers agree.

@@ -22,14 +22,13 @@ BACKENDS = ("gloo", "nccl", "mpi")
 
 @dataclass(frozen=True)
 class TorchDistributed(Collective):
-    """Every operation is an operation of torch.distributed (Li et al. 2020), on its own sockets and in its own
-    threads.
+    """Executes every operation by torch.distributed (Li et al. 2020), which uses its own sockets and threads.
 
     The workers must be separate processes. All workers get the same bits, but the order of addition is the backend's:
     the result may differ from that of `ring` by rounding. In a background task the operation continues while gradients
-    are computed. The recorded bytes are those of the formulas below, because flockstep does not see the backend's
-    sockets; the figure `bytes_by_formula` records how many they are. All workers must start the same operations in the
-    same order, including those of background tasks.
+    are computed. The recorded bytes are those of the formulas below, because flockstep cannot observe the backend's
+    sockets; the figure `bytes_by_formula` records their number. All workers must start the same operations in the same
+    order, including those of background tasks.
     """
 
     backend: str = "gloo"

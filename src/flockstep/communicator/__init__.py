@@ -1,1 +1,3 @@
-"""The public communicator: named arrays between any ranks, requests, windows and collectives, from any thread."""
+"""The public communicator: exchange of named arrays between any ranks, from any thread, by messages, requests, windows
+and collectives.
+"""

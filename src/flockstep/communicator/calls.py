@@ -1,4 +1,4 @@
-"""The base of a communicator's calls: how a thread submits work to the engine, and waits for its end."""
+"""The base of a communicator's methods: submits a thread's work to the engine, and waits for the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_NAME = 200
 
 
 class Calls:
-    """The base of all calls of a communicator."""
+    """Base class that all methods of a communicator build on."""
 
     rank: int
     """This process's rank, from 0."""
@@ -44,7 +44,7 @@ class Calls:
         """Id of a shared array → function that replaces the array by the sum, divided by a number, within a timeout."""
 
     def check_rank(self, rank: int) -> None:
-        """Check that there is a rank of that number.
+        """Check that a rank with this number exists.
 
         Raises:
             ConfigurationError: there is no such rank.
@@ -66,9 +66,7 @@ class Calls:
     def packet_or_nothing(
         self, array: Any, codec: str | Codec | None, kind: type[E], use: str = ""
     ) -> tuple[Array | None, E]:
-        """Return the array that `packet` makes and its note as the given kind; without an array, None and an empty
-        note.
-        """
+        """Return the array and the note, of type `kind`, that `packet` makes; for no array, None and an empty note."""
         if array is None:
             return None, kind()
         packet = self.packet(array, codec, use)
@@ -105,7 +103,7 @@ class Calls:
         return message
 
     def run(self, program: Callable[[Rank], Awaitable[T]], timeout: float | None, what: str) -> T:
-        """Run a program on the engine's thread, and return its result."""
+        """Run a program on the engine's thread, and return the program's result."""
         self.require_open()
         return self._engine.wait(self._engine.start(program), timeout, what)
 
@@ -134,15 +132,15 @@ class Calls:
             raise PeerLost(f"{self.end_of(rank)}; worker {self.rank} needs the window of that worker")
 
     def end_of(self, rank: int) -> str:
-        """Return a text that says how a rank ended."""
+        """Return a text that says how a rank ended: by leaving, closing, or dying."""
         return self._engine.node.end_of(rank)
 
     def book(self, sent: int, received: int, messages: int) -> None:
-        """Record the bytes and messages that an exchange through shared memory replaced, in each direction."""
+        """Record the bytes and messages, in each direction, that an exchange through shared memory made unnecessary."""
         self._engine.ask(lambda: self._engine.runner.metrics.traffic.moved(sent, received, messages))
 
     def forget(self, tag: str) -> None:
-        """Free the name of the window with the given tag."""
+        """Free the name of a window, which is given by the window's tag."""
         self._engine.node.forget(tag)
         with self._lock:
             self._holders.pop(tag, None)
@@ -180,7 +178,7 @@ class Calls:
 
 
 def named(name: str) -> str:
-    """Return a name after a check of its length.
+    """Return `name` after checking that it is not too long.
 
     Raises:
         ConfigurationError: the name is too long.

@@ -1,4 +1,4 @@
-"""The calls that all ranks make together, built on the same collectives as the strategies."""
+"""The methods of a communicator that all ranks call together; they use the same collectives as the strategies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 class Collectives(Calls):
-    """The calls that all ranks make together, in the same order; calls from several threads at once need names."""
+    """The methods that all ranks must call together, in the same order; calls from several threads at the same time
+    need names.
+    """
 
     def all_reduce(
         self,
@@ -128,8 +130,7 @@ class Collectives(Calls):
         name: str = "",
         timeout: float | None = None,
     ) -> Array:
-        """Return the array of rank `source` on every rank, decoded if a codec is given; other ranks need not give an
-        array.
+        """Return the array of rank `source` on every rank, decoded if a codec is given; other ranks may omit the array.
 
         Raises the errors of `all_reduce`.
         """
@@ -220,8 +221,8 @@ class Collectives(Calls):
 async def fence(me: Rank) -> None:
     """Return once all puts that any rank made before are done on every rank.
 
-    Messages between two ranks arrive in order. A rank that has received "issued" from every rank has all their puts,
-    and once every rank has sent "done", every rank has.
+    Messages between two ranks arrive in order. A rank that has received "issued" from every rank has received all their
+    puts. Once every rank has sent "done", this is true of all ranks.
     """
     for tag in ("issued", "done"):
         for rank in me.others:

@@ -30,9 +30,11 @@ from flockstep.transports.shared_memory import SharedMemory
 MAX_BYTES = 1 << 30
 """Default size in bytes of the largest array that a communicator accepts."""
 LINGER, LOST_LINGER = 2.0, 0.3
-"""Seconds for which the last messages are still delivered after the end of a run, and after the death of a rank."""
+"""Seconds for which the last messages are still delivered. LINGER: after the end of a run. LOST_LINGER: after the death
+of a rank.
+"""
 LONGEST = 4000
-"""Maximum number of characters of an error that is sent."""
+"""Maximum number of characters of an error message that is sent to another rank."""
 
 
 class Sockets(Protocol):
@@ -117,7 +119,7 @@ class Communicator(Collectives):
         return self.receive_from(name, source, timeout)[1]
 
     def receive_from(self, name: str, source: int | None = None, timeout: float | None = None) -> tuple[int, Array]:
-        """Return the sender's rank and the next array of the given name, which `receive` returns alone."""
+        """Return the sender's rank together with the next array of the given name; `receive` returns only the array."""
         if source is not None:
             self.check_rank(source)
         message = self.run(lambda me: me.receive(SEND + named(name), source), timeout, repr(name))
@@ -149,8 +151,8 @@ class Communicator(Collectives):
     def serve(self, name: str, handler: Handler) -> None:
         """Answer requests of the given name with `handler(source, array)`, which returns an array or None.
 
-        The handler runs on its own thread, one request at a time. Errors that it raises are raised in the rank that
-        asked. Requests that arrived earlier are answered, too.
+        The handler runs on its own thread, one request at a time. An error in the handler is raised in the rank that
+        sent the request. Requests that arrived before this call are answered, too.
         """
         with self._lock:
             if name in self._servers:
@@ -172,7 +174,7 @@ class Communicator(Collectives):
         return Request(message.source, name, array, message)
 
     def reply(self, request: Request, array: Any = None, codec: str | Codec | None = None) -> None:
-        """Answer a request, with an array or with None."""
+        """Answer a request with an array, or with None."""
         self._reply(request.message, array, codec)
 
     def shared(self, shape: int | Sequence[int], dtype: str = "float32", timeout: float | None = None) -> Array:
@@ -247,7 +249,7 @@ class Communicator(Collectives):
         return window
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave: this communicator accepts no more calls, and answers other ranks until they close, too.
+        """Close this communicator: it accepts no more calls, but answers other ranks until they close theirs, too.
 
         Everything sent before is delivered first. In a script without a strategy, the process's part in the run ends
         here.

@@ -1,4 +1,6 @@
-"""Arrays of any shape as messages: the note describes the flat payload; every part of it is checked."""
+"""Arrays of any shape as messages; a note describes the flat payload, and the receiver checks every field of the
+note.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,12 @@ class Encoded(Note, frozen=True, omit_defaults=True):
     """Text on which all ranks have to agree, in a call in which every rank takes part; empty in other calls."""
 
     def within(self, kind: type[E], **others: Any) -> E:
-        """Return this note's fields in a note with more fields."""
+        """Return a note of a larger type that has the fields of this note."""
         return kind(**asdict(self), **others)
 
 
 What = Literal["put", "add", "get"]
-"""Names of the operations on another rank's window."""
+"""Type of the names of operations on another rank's window."""
 
 
 class WindowOperation(Encoded, frozen=True, omit_defaults=True):
@@ -61,7 +63,7 @@ class WindowOperation(Encoded, frozen=True, omit_defaults=True):
 
 
 class Reply(Encoded, frozen=True, omit_defaults=True):
-    """Note of the reply to a request; `error` says why there is no answer."""
+    """Note of the reply to a request; `error` says why the request has no answer."""
 
     error: str = ""
 
@@ -74,9 +76,11 @@ class Failed(Note, frozen=True):
 
 
 SEND, REQUEST, WINDOW, UNDONE, CALLED_OFF = "send:", "request:", "window:", "undone:", "called off:"
-"""Prefixes of message tags, followed by the name; messages of collective calls have none of them."""
+"""Prefixes of message tags, each followed by a name; the messages of collective calls have no prefix."""
 CLOSING = "closing/"
-"""Tag of the message of a rank that is closing: it sends no more arrays, but answers until all ranks are closing."""
+"""Tag of the message from a rank that is closing: the rank sends no more arrays, but answers until all ranks are
+closing.
+"""
 _KINDS: dict[str, type[Note]] = {WINDOW: WindowOperation, UNDONE: Failed, CALLED_OFF: Failed}
 
 
@@ -98,7 +102,7 @@ class _Notes(Mapping[str, type[Note]]):
 
 
 NOTES = _Notes()
-"""The types of the notes that a communicator sends with arrays."""
+"""Types of the notes that a communicator sends with arrays."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ def checked(array: Any, most: int) -> Array:
     """Return `array` as a numpy array that can be sent.
 
     Raises:
-        ConfigurationError: the wire format does not support its dtype, or it has more than `most` bytes.
+        ConfigurationError: the wire format does not support the dtype of the array, or the array has more than `most`
+            bytes.
     """
     found: Array = np.asarray(array)
     if found.dtype.name not in DTYPES:
@@ -127,15 +132,14 @@ def checked(array: Any, most: int) -> Array:
 
 
 def codec_of(codec: str | Codec | None) -> Codec | None:
-    """Return the codec that a caller named; None if arrays are sent unchanged."""
+    """Return the codec that an argument names; None if arrays are sent unchanged."""
     return None if codec is None else Codec.parse(codec)
 
 
 def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -> Codec:
     """Return `codec` bound to the shape of an array and to a step.
 
-    Raises:
-        ConfigurationError: the array is not of floating-point numbers.
+    Raises: ConfigurationError: the array does not hold floating-point numbers.
     """
     if array.dtype.name not in FLOATS:
         raise ConfigurationError(
@@ -145,7 +149,7 @@ def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -
 
 
 def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np.random.Generator]) -> Packet:
-    """Return a copy of the array as it is now, encoded if there is a codec."""
+    """Return a copy of the array, taken at the time of the call; encoded if there is a codec."""
     if codec is None:
         return Packet(frozen(array.reshape(-1)), Encoded(array.shape))
     text, fit = str(codec), at_hand(codec, array, step)
@@ -174,7 +178,7 @@ def unpacked(message: Message, most: int) -> Array:
 
 
 def add_unpacked(message: Message, out: FlatArray, scale: float, most: int) -> None:
-    """Add scale * the array that a message describes to `out`, of shape (size,).
+    """Decode the array that a message describes, multiply it by `scale`, and add it to `out`, of shape (size,).
 
     Raises:
         ProtocolError: `unpacked` would refuse the message, or the array has another size or dtype than `out`.

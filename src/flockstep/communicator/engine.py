@@ -1,4 +1,6 @@
-"""The progress engine: a thread that moves a rank's messages while the process's other threads compute or wait."""
+"""The progress engine: a thread that sends and receives a rank's messages while the other threads of the process
+compute or wait.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from flockstep.transports.bus import Bus, Traffic
 
 T = TypeVar("T")
 AHEAD = 1 << 26
-"""Number of bytes that threads may submit for one rank beyond the bytes that the bus has accepted, before the threads
+"""Number of bytes to one rank that threads may submit beyond the bytes that the bus has accepted; then the threads
 wait.
 """
 LOOK = 1.0
@@ -30,7 +32,7 @@ LOOK = 1.0
 
 
 class Alone:
-    """The sockets and the bus of a script that was not launched: there are no peers."""
+    """The sockets and the bus of a script that no launcher has started: it has no peers."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -43,15 +45,15 @@ class Alone:
         return None
 
     def broken(self, seconds: float) -> set[Address]:
-        """Return an empty set: there are no connections."""
+        """Return an empty set, because there are no connections that could break."""
         return set()
 
     def close(self, linger: float) -> None:
-        """Do nothing: no socket is open."""
+        """Do nothing, because no socket is open."""
 
 
 class ProgressEngine(Messenger):
-    """Owns a rank and its sockets; the threads of the process submit messages and calls to it."""
+    """Owns a rank and its sockets; the threads of the process submit messages and calls to the engine."""
 
     node: Rank
 
@@ -82,7 +84,7 @@ class ProgressEngine(Messenger):
         self._thread.start()
 
     def ask(self, action: Callable[[], None]) -> None:
-        """Run an action on the engine's thread, after all actions submitted before; does not wait."""
+        """Queue an action to run on the engine's thread after all earlier actions; return without waiting."""
         self.asked.append(action)
         if not self._signalled:
             self._signalled = True
@@ -115,7 +117,7 @@ class ProgressEngine(Messenger):
             self.ask(action)
 
     def start(self, program: Callable[[Rank], Awaitable[T]], channel: str = "", what: str = "") -> Future[T]:
-        """Start a call; a call with a channel is made by all ranks, which must agree on `what`."""
+        """Start a call. A call with a channel is one that all ranks make, and they must agree on `what`."""
         future: Future[T] = Future()
 
         def begin() -> None:
@@ -150,7 +152,7 @@ class ProgressEngine(Messenger):
         return future.result()
 
     async def flush(self) -> None:
-        """Return once no message waits to be sent; from now on, threads that send get an error."""
+        """Return once no message waits to be sent; threads that send from now on get an error."""
         self._refuse(closed())
         await completed(_Flushed(self))
 
@@ -188,7 +190,7 @@ class ProgressEngine(Messenger):
             self._do()
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message, or queue it for a later attempt without blocking other calls."""
+        """Send a message; if the bus has no room, queue the message without blocking other calls."""
         self.transmit(to, message)
 
     def note_loss(self, address: Address, reason: str) -> None:
@@ -258,5 +260,5 @@ class _Flushed:
 
 
 def closed() -> ConfigurationError:
-    """Return the error of a call after the communicator was closed."""
+    """Return the error to raise in a call after the communicator was closed."""
     return ConfigurationError("this communicator is closed; make all calls before close(), or inside its with block")

@@ -1,4 +1,4 @@
-"""How a process gets a communicator: in addition to a strategy, instead of one, or as a single process."""
+"""Creates the communicator of a process that has a strategy, that has none, or that runs alone."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from flockstep.records.events import ClockEvent
 from flockstep.strategies.base import Strategy, Traits
 
 COMMUNICATOR = "communicator"
-"""Tag of messages about communicators between a process and the supervisor."""
+"""Tag of the messages about communicators that a process and the supervisor exchange."""
 NOTHING = Schema.of({"nothing": (1,)})
-"""Schema of the placeholder model of a script without a model."""
+"""Schema of the placeholder model in a script that has no model."""
 
 
 @dataclass(frozen=True)
 class Unled(Strategy):
-    """The strategy of a script that only moves arrays: the script decides what to do, and continues when a
+    """The strategy of a script that only exchanges arrays: the script itself decides what to do, and continues when a
     worker dies.
     """
 
@@ -49,7 +49,7 @@ class Unled(Strategy):
 
 
 def rule_of(text: str) -> Strategy:
-    """Return the strategy of an expression; for "", the strategy of a script without one."""
+    """Return the strategy that an expression describes; for "", the strategy of a script without a strategy."""
     return Strategy.parse(text) if text else Unled()
 
 
@@ -108,7 +108,7 @@ class ScriptMembership(Membership):
             raise
 
     def finish(self, metrics: NodeMetrics) -> None:
-        """Write the totals, and wait until all workers have finished."""
+        """Write the totals to the record, and wait until all workers have finished."""
         if self._failed:
             return
         emit = metrics.emit = EventSender(self.member).write
@@ -123,7 +123,7 @@ class ScriptMembership(Membership):
             self.member.leave()
 
     def fail(self, error: Exception) -> None:
-        """Report to the supervisor why this script cannot continue."""
+        """Tell the supervisor why this script cannot continue."""
         if not self._failed:
             self._failed = True
             with contextlib.suppress(FlockstepError):

@@ -1,4 +1,4 @@
-"""A communicator's node: each of its tasks is a call of a thread of its process, with a channel and an end."""
+"""The node of a communicator; each of its tasks is one call that a thread of the process has made."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from flockstep.programs import Task
 
 T = TypeVar("T")
 KINDS = {kind.__name__: kind for kind in (ConfigurationError, PeerLost, TimedOut)}
-"""Names of the errors that end a call on all ranks → their classes."""
+"""Name of an error that ends a call on all ranks → class of the error."""
 
 
 @dataclass(eq=False)
 class CollectiveCall:
-    """A call in which every rank takes part, as far as this rank knows it."""
+    """The state of a call in which every rank takes part, as far as this rank knows the state."""
 
     what: str = ""
-    """Text of the call that this rank makes; empty before this rank has made the call."""
+    """Text that describes this rank's call; empty before this rank has made the call."""
     theirs: dict[str, Address] = field(default_factory=dict)
     """Text of a call that other ranks make → the first rank that makes the call; used until this rank has made its own
     call.
@@ -38,7 +38,7 @@ class CollectiveCall:
 
 
 class Rank(Peer):
-    """One rank of a communicator; everything in it runs on the engine's thread."""
+    """One rank of a communicator; all its methods run on the engine's thread."""
 
     def __init__(self, rank: int, workers: int, seed: int):
         self.seeds = np.random.SeedSequence((seed, 0x30FE, rank))
@@ -54,24 +54,24 @@ class Rank(Peer):
         self._closing = False
 
     def gone(self, rank: Address) -> bool:
-        """Whether a rank sends no more arrays, because it has left, is closing or has died."""
+        """Whether a rank sends no more arrays, because the rank has left, is closing, or has died."""
         return rank in self.departed or rank in self.leaving
 
     def handle(self, tag: str, handler: Callable[[Message], None]) -> None:
-        """Pass every message with a tag to `handler`, beginning with those that have arrived already."""
+        """Pass every message with a tag to `handler`, including messages that have already arrived."""
         self._handlers[tag] = handler
         for message in self.mailbox.take_all(Wanted(tag)):
             handler(message)
 
     def forget(self, tag: str) -> None:
-        """Stop passing messages with a tag to its handler."""
+        """Stop passing messages with a tag to their handler."""
         self._handlers.pop(tag, None)
 
     def begin(
         self, program: Callable[[Rank], Awaitable[T]], future: Future[T], channel: str = "", what: str = ""
     ) -> None:
-        """Start a call whose result goes into `future`; a call with a channel is made by all ranks, which must agree on
-        `what`.
+        """Start a call whose result goes into `future`; a call with a channel is one that all ranks make, and they must
+        agree on `what`.
         """
         call, channel = CollectiveCall(), f"/{channel}"
         if what:
@@ -84,17 +84,17 @@ class Rank(Peer):
             self._open[future] = task
 
     def give_up(self, future: Future[Any], error: FlockstepError) -> None:
-        """Raise `error` in a call that waits."""
+        """Raise `error` in one waiting call."""
         if future in self._open:
             self._fail(self._open[future], error)
 
     def give_up_all(self, error: FlockstepError) -> None:
-        """Raise `error` in every call that waits."""
+        """Raise `error` in every waiting call."""
         for future in list(self._open):
             self.give_up(future, error)
 
     async def leave(self) -> None:
-        """Stop answering requests except by handlers, and wait until all other ranks have done so, too."""
+        """Stop answering requests except by handlers, and wait until all other ranks have stopped, too."""
         self._closing = True
         for tag in [tag for tag in self.mailbox.queues if tag.startswith(REQUEST)]:
             for message in self.mailbox.take_all(Wanted(tag)):
@@ -116,7 +116,9 @@ class Rank(Peer):
         super().deliver(message)
 
     def can_never_arrive(self, wanted: Wanted) -> bool:
-        """Whether a message that has not arrived can no longer arrive; a rank that is closing still replies."""
+        """Whether a message that has not arrived can no longer arrive; a rank that is closing still answers
+        requests.
+        """
         if wanted.reply_to is not None:
             return wanted.source in self.departed
         if wanted.source is not None:
@@ -124,14 +126,14 @@ class Rank(Peer):
         return self.workers > 1 and all(map(self.gone, self.others))
 
     def missed(self, wanted: Wanted) -> PeerLost:
-        """Return the error for a wait that can never end."""
+        """Return the error to raise in a wait for a message that can never arrive."""
         who, tag = wanted.source, wanted.tag or ""
         what = repr(tag[len(SEND) : -1]) if tag.startswith(SEND) else "a reply" if wanted.reply_to else "its part"
         end = "all other workers have left the run" if who is None else self.end_of(who)
         return PeerLost(f"{end}{' while' if who is None else ';'} {node_name(self.rank)} waited for {what}")
 
     def end_of(self, rank: Address) -> str:
-        """Return a text that says how a rank ended."""
+        """Return a text that says how a rank ended: by leaving, closing, or dying."""
         return self.reasons.get(rank) or f"{node_name(rank)} has {'left' if self.gone(rank) else 'not answered'}"
 
     async def _run(

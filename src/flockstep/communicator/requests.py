@@ -11,12 +11,12 @@ from typing import Any
 from flockstep.messages import Array, Message
 
 Handler = Callable[[int, Array | None], Any]
-"""Function that answers a request, given the asking rank and its array; returns an array or None."""
+"""Function that answers a request: receives the rank that asks and its array; returns an array or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A request of another rank: answer it with `reply`."""
+    """A request from another rank, to be answered with `reply`."""
 
     source: int
     name: str
@@ -34,11 +34,11 @@ class RequestServer:
         Thread(target=self._run, name=f"flockstep-serve-{name}", daemon=True).start()
 
     def take(self, message: Message) -> None:
-        """Queue a request for the server's thread."""
+        """Queue a request for the thread that answers."""
         self._queue.put(message)
 
     def stop(self) -> None:
-        """End the thread once the queued requests are answered."""
+        """End the thread after it has answered all queued requests."""
         self._queue.put(None)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Arrays of a communicator in memory that all ranks on a host share: sums in place, windows without messages."""
+"""Arrays in memory that all ranks on a host share: sums in place, and windows without messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SharedArray:
         Raises:
             PeerLost: a rank has left or died.
             ProtocolError: the ranks do not call the same operation.
-            TimedOut: the other ranks did not call within `timeout` seconds, or did not for an earlier sum.
+            TimedOut: the other ranks did not call within `timeout` seconds, in this sum or an earlier sum.
         """
         until = None if timeout is None else time.monotonic() + timeout
 
@@ -91,12 +91,12 @@ class SharedArray:
 
 
 def segment_bytes(workers: int, shape: Sequence[int], dtype: str) -> int:
-    """Return the number of bytes of the segment of a shared array."""
+    """Return the number of bytes of the memory segment that holds a shared array for every rank."""
     return needed(workers, array_bytes(shape, dtype))
 
 
 def array_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Return the number of bytes of one rank's array.
+    """Return the number of bytes of one rank's array in a shared segment.
 
     Raises:
         ConfigurationError: an array of that shape and dtype cannot be shared.
@@ -111,7 +111,7 @@ def array_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def attached(address: str, size: int) -> SharedMemory:
-    """Return the segment of `size` bytes that rank 0 has created.
+    """Return the memory segment of `size` bytes that rank 0 has created.
 
     Raises:
         CompositionError: this rank is on another host.
@@ -123,8 +123,8 @@ def attached(address: str, size: int) -> SharedMemory:
 
 
 class SharedWindow(Window):
-    """A window on a shared array: the caller works in the owner's memory, and an operation is done when the call
-    returns.
+    """A window on a shared array: the caller accesses the owner's memory directly, and an operation is complete when
+    the call returns.
     """
 
     def __init__(self, calls: Calls, name: str, shared: SharedArray):

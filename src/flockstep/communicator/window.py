@@ -1,4 +1,4 @@
-"""Windows: named arrays that every rank can read, write and add to without action by the owner."""
+"""Windows: named arrays that every rank can read, write and add to, without an action by the owner."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Window:
     def local(self) -> Iterator[Array]:
         """Yield this rank's own array, while no operation of another rank takes effect on it, for atomic changes.
 
-        The communicator waits meanwhile: be brief, and do not call the communicator inside.
+        The communicator waits as long as the block runs: keep the block short, and do not call the communicator in it.
         """
         with self._lock:
             self._holder = get_ident()
@@ -147,12 +147,12 @@ class Window:
                 self._holder = 0
 
     def close(self, timeout: float | None = None) -> None:
-        """Fence, then free the name; the array does not change."""
+        """Wait for a fence, then free the name of the window; the array does not change."""
         self.fence(timeout)
         self._calls.forget(self.tag)
 
     def held_here(self) -> bool:
-        """Whether the calling thread is inside `local`."""
+        """Whether the calling thread is inside a `local` block."""
         return self._holder == get_ident()
 
     def hear(self, message: Message, me: Rank) -> None:

@@ -1,1 +1,1 @@
-"""Costs of training in closed form: layers and models by shape, clusters, links, and a strategy's step."""
+"""Closed-form costs of training: layers and models by their shapes, clusters, links, and the step of a strategy."""

@@ -1,4 +1,4 @@
-"""A builder for network shapes: methods that add layers and return the shape of the layer's output."""
+"""A builder for the shapes of networks; each method adds a layer and returns the shape of the layer's output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class At:
-    """Shape of an output: `channels` maps of `size` × `size` per sample, computed by the layers `after`."""
+    """Shape of a layer's output: `channels` maps of `size` × `size` per sample; `after` names the layers that compute
+    it.
+    """
 
     channels: int
     size: int
@@ -21,18 +23,18 @@ class At:
 
     @property
     def elements(self) -> int:
-        """Number of elements per sample."""
+        """Number of elements of the output per sample."""
         return self.channels * self.size**2
 
 
 @dataclass
 class Net:
-    """Layers in the order of their addition, each with the names of the layers that it reads."""
+    """Layers in the order in which they were added, each with the names of the layers whose outputs it reads."""
 
     layers: list[Layer] = field(default_factory=list)
 
     def add(self, layer: Layer, after: tuple[str, ...], channels: int, size: int = 1) -> At:
-        """Append `layer`; if it reads no layer, its inputs are data, which need no gradient."""
+        """Append `layer`. If it reads the output of no other layer, its inputs are the data, which need no gradient."""
         wired = dataclasses.replace(layer, after=after)
         self.layers.append(wired if after else dataclasses.replace(wired, by_input=NOTHING))
         return At(channels, size, (layer.name,))
@@ -56,7 +58,7 @@ class Net:
         )
 
     def pool(self, x: At, name: str, kernel: int, stride: int, pad: int = 0, ceil: bool = False) -> At:
-        """Append a square maximum or mean pooling; `ceil` rounds the size of the output up."""
+        """Append a square maximum or mean pooling; with `ceil`, the size of the output is rounded up."""
         size = _outputs(x.size, kernel, stride, pad, ceil)
         layer = formulas.pooling(name, x.elements, x.channels * size**2, (kernel, kernel))
         return self.add(layer, x.after, x.channels, size)
@@ -70,11 +72,11 @@ class Net:
         return self.add(formulas.batch_norm(name, x.channels, x.size**2), x.after, x.channels, x.size)
 
     def linear(self, x: At, name: str, width: int) -> At:
-        """Append a fully connected layer with biases over all elements."""
+        """Append a fully connected layer with biases, over all elements of a sample."""
         return self.add(formulas.linear(name, x.elements, width), x.after, width)
 
     def total(self, xs: Sequence[At], name: str) -> At:
-        """Append a layer that sums branches."""
+        """Append a layer that adds the outputs of branches."""
         after = tuple(one for x in xs for one in x.after)
         return self.add(formulas.total(name, xs[0].elements, len(xs)), after, xs[0].channels, xs[0].size)
 
@@ -84,7 +86,7 @@ class Net:
 
 
 def in_parallel(xs: Sequence[At]) -> At:
-    """Concatenate the channels of branches."""
+    """Concatenate the channels of the outputs of branches."""
     return At(sum(x.channels for x in xs), xs[0].size, tuple(one for x in xs for one in x.after))
 
 

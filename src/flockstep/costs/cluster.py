@@ -26,21 +26,21 @@ from flockstep.simulation.tiers import Tiers
 class ClusterShape:
     """A cluster: groups of machines in order of rank, and the links between the workers.
 
-    Groups that one `inside` link names form a tier; every two tiers are connected by a separate link.
+    The groups that an `inside` link names form a tier; a separate link connects every two tiers.
     """
 
     name: str
     groups: tuple[MachineGroup, ...]
     wires: tuple[ClusterLink, ...] = ()
     law: ComputeModel = field(default_factory=lambda: ConstantTime(0.01))
-    """Seconds that a gradient takes on a machine of speed 1."""
+    """Distribution of the seconds that a gradient takes on a machine of speed 1."""
     operations: float | None = None
     """Floating-point operations per second of one worker on a machine of speed 1; None if unknown."""
     overhead: float = 0.0
-    """Seconds that a gradient takes in addition to its operations, for any size of the model."""
+    """Seconds that a gradient takes in addition to its operations, whatever the size of the model."""
     about: str = ""
     job: str | None = None
-    """The job whose gradients `law` describes; None if it describes no job in particular."""
+    """The job whose gradients `law` describes; None if `law` describes no particular job."""
     rates: Rates = field(default_factory=Rates)
     message: float = 0.0
     """Seconds that a worker spends on each message that it sends or receives, whatever the message's size."""
@@ -94,7 +94,7 @@ class ClusterShape:
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether any workers may join and leave at any time."""
+        """Whether any group has workers that may join and leave at any time."""
         return any(group.comes_and_goes for group in self.groups)
 
     @property
@@ -109,7 +109,7 @@ class ClusterShape:
         return min(known, default=None)
 
     def with_memory(self, nbytes: float | None) -> ClusterShape:
-        """Return the cluster with `nbytes` of memory for each worker; None: unknown."""
+        """Return the cluster with `nbytes` bytes of memory for each worker; None means unknown."""
         groups = (replace(one, memory=None if nbytes is None else nbytes * one.workers) for one in self.groups)
         return replace(self, groups=tuple(groups))
 
@@ -143,11 +143,11 @@ class ClusterShape:
         return [(group, min(room, size - first)) for first in range(0, size, room)]
 
     def groups_by_rank(self, workers: int | None = None) -> tuple[MachineGroup, ...]:
-        """The group of every worker, in order of rank."""
+        """The machine group of every worker, in order of rank."""
         return tuple(group for group, size in self.placed(workers) for _ in range(size))
 
     def factors(self, workers: int | None = None) -> tuple[float, ...]:
-        """Factor on the durations of `law` for every worker that has a core of its own."""
+        """Factor of every worker on the durations of `law`, if each worker has a core of its own."""
         return tuple(1 / group.speed for group in self.groups_by_rank(workers))
 
     def seconds_for(self, work: float) -> float:
@@ -164,9 +164,9 @@ class ClusterShape:
         return self.overhead + work / self.operations
 
     def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
-        """The compute model of the workers, for virtual time.
+        """Return the compute model of the workers for virtual time.
 
-        `seconds` is the mean duration of a gradient at speed 1; None: the mean of `law`.
+        `seconds` is the mean duration of a gradient at speed 1; None stands for the mean of `law`.
 
         If only some machines have fewer cores than workers, those workers are slowed in proportion instead of sharing
         cores.
@@ -186,10 +186,10 @@ class ClusterShape:
         return SharedCores(law, sum(_cores(*machine) for machine in machines), turns=True) if all(crowded) else law
 
     def network(self, workers: int | None = None) -> Network:
-        """The network between the workers, for virtual time, in its simplest form.
+        """Return the simplest network model between the workers for virtual time.
 
-        Servers have cards of their own: on separate machines in a tier of one worker per machine, otherwise on the
-        workers' machines.
+        Servers have their own network cards: on separate machines if the tier has one worker per machine, otherwise on
+        the workers' machines.
         """
         machines = self.placed(workers)
         tiers = self.tiers
@@ -223,10 +223,10 @@ class ClusterShape:
         )
 
     def wire_between(self, one: int, other: int, workers: int | None = None) -> ClusterLink:
-        """The slowest link that messages between two workers pass, with the latency of the whole path.
+        """Return the slowest link on the path between two workers, with the latency of the whole path.
 
         Raises:
-            ConfigurationError: both numbers name the same worker.
+            ConfigurationError: both ranks are the same.
         """
         if one == other:
             raise ConfigurationError(f"a link needs two different workers, got worker {one} twice; name two workers")
@@ -250,7 +250,7 @@ class ClusterShape:
 
     @functools.cached_property
     def slowest(self) -> ClusterLink:
-        """The slowest link between any two workers; see `wire_between`.
+        """Return the slowest link between any two workers; see `wire_between`.
 
         Raises:
             ConfigurationError: there is only one worker.
@@ -263,7 +263,7 @@ class ClusterShape:
 
     @property
     def link(self) -> costs.LinkModel:
-        """The slowest link between any two workers, as the closed-form cost models describe a link."""
+        """Return the slowest link between any two workers as a link model of the closed-form costs."""
         return self.slowest.cost
 
     def _representatives(self) -> Iterator[int]:

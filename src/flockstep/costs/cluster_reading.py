@@ -20,7 +20,7 @@ from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
 
 HERE = "here"
-"""Name of the cluster that `flockstep calibrate` stores."""
+"""Name of the cluster file that `flockstep calibrate` stores."""
 
 _QUANTITY = re.compile(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 _MEMORY = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -29,12 +29,14 @@ _OFTEN = {"/hour": 3600.0, "/day": DAY, "/week": 7 * DAY, "/month": 30 * DAY, "/
 
 
 def calibration() -> pathlib.Path:
-    """Path of this machine's calibration."""
+    """Path of the cluster file that describes this machine, written by `flockstep calibrate`."""
     return pathlib.Path.home() / ".cache" / "flockstep" / f"{HERE}.toml"
 
 
 def usual_cluster() -> str:
-    """Name of the default cluster of a plan: this machine's calibration if there is one, otherwise "laptop"."""
+    """Name of the cluster that a plan uses by default: this machine's calibration if there is one, otherwise
+    "laptop".
+    """
     try:
         return HERE if calibration().is_file() else "laptop"
     except (OSError, RuntimeError):  # no home, or none that can be read
@@ -302,10 +304,10 @@ def _rate(text: str) -> float:
 
 
 def memory_bytes(text: str) -> float:
-    """Return the bytes of a size of memory with its unit, such as "16GB" or "512MiB".
+    """Return the number of bytes that a text such as "16GB" or "512MiB" stands for.
 
     Raises:
-        ConfigurationError: the text is no positive number with a unit of memory.
+        ConfigurationError: the text is not a positive number with a unit of memory.
     """
     return _in(text, _MEMORY, "memory must be > 0 bytes", "16GB")
 

@@ -12,7 +12,7 @@ from flockstep.costs.machines import DAY, ClusterLink, MachineGroup
 
 
 def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
-    """The cluster as a TOML document; `notes` become comments at its top. Default values are left out."""
+    """Return the cluster as a TOML document without default values; `notes` become comments at the top."""
     data: dict[str, Any] = {"about": shape.about} if shape.about else {}
     data["compute"] = str(shape.law)
     if shape.operations is not None:

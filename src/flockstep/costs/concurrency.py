@@ -1,8 +1,9 @@
-"""Work and depth of one worker's share of a layer, if P workers divide the samples, the layer, or the layers.
+"""Work and depth of one worker's share of a layer, if P workers divide the samples, divide each layer, or divide the
+network into groups of layers.
 
-All three compute the same step: the gradient of P·N samples, N for each worker. So their W, D and W/D can be compared:
-W/D bounds the number of processing elements that a worker can keep busy (Ben-Nun & Hoefler 2019, sections on the
-primer of parallelism and on data, model and pipeline parallelism).
+The three ways compute the same step: the gradient of P·N samples, N for each worker. Their W, D and W/D can therefore
+be compared: W/D bounds the number of processing elements that a worker can keep busy (Ben-Nun & Hoefler 2019, sections
+on the primer of parallelism and on data, model and pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flockstep.costs.layers import Layer, Number, log2_ceil
 
 @dataclass(frozen=True)
 class Concurrency:
-    """Work and depth of a worker in a step, forward and backward."""
+    """Work and depth of one worker in a step, of the forward and the backward pass together."""
 
     work: Number
     """W: number of floating-point operations of the worker."""
@@ -41,15 +42,15 @@ def of_data_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
 
 
 def of_model_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
-    """Return the share of a worker that computes 1/P of the layer on the samples of all `workers` workers."""
+    """Return the share of a worker that computes a P-th of the layer on the samples of all `workers` workers."""
     everything = batch * workers
     return Concurrency(layer.work(everything) / workers, layer.depth(everything))
 
 
 def of_pipeline_parallel(layer: Layer, batch: int, workers: int) -> Concurrency:
-    """Return the share of the worker whose stage has the layer, on the samples of all workers.
+    """Return the share of the worker whose pipeline stage has the layer.
 
-    The stage computes one micro-batch of `batch` samples after another, `workers` in a step.
+    In a step, the stage computes `workers` micro-batches of `batch` samples, one after the other.
     """
     return Concurrency(layer.work(batch * workers), workers * layer.depth(batch))
 

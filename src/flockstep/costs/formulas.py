@@ -1,8 +1,8 @@
 """Work and depth of layers, by kind, from their shapes, as in Ben-Nun & Hoefler (2019, parallelism in layer types).
 
-Their table gives the order of W and D; the constants here count operations one by one. `data`: the layer's inputs are
-the data, which need no gradient. Sums over the batch determine the depth of the weights' gradients. A convolution
-computed as a matrix product (im2col) has the same W and D as the direct one.
+Their table gives the orders of W and D; the formulas here count every operation. The argument `data` says that the
+layer's inputs are the data, which need no gradient. Sums over the batch determine the depth of the weights' gradients.
+A convolution computed as a matrix product (im2col) has the same W and D as a direct convolution.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 NORMALIZE, NORMALIZE_WEIGHTS, NORMALIZE_INPUTS = 7, 3, 8
-"""Operations per element: mean 1, center 1, variance 2, divide 1, scale and shift 2; ∇γ 2, ∇β 1; ∇inputs 8."""
+"""Operations per element of a normalization. Forward: mean 1, center 1, variance 2, divide 1, scale and shift 2.
+Backward: 2 for ∇γ, 1 for ∇β, 8 for the gradient of the inputs.
+"""
 SOFTMAX, SOFTMAX_BACK = 4, 3
-"""Operations per element: maximum, exponential of the difference, sum, quotient; backward product, sum, difference."""
+"""Operations per element of a softmax. Forward: maximum, exponential of the difference, sum, quotient. Backward:
+product, sum, difference.
+"""
 
 
 def linear(name: str, c_in: int, c_out: int, rows: Number = 1, bias: bool = True, data: bool = False) -> Layer:
@@ -96,7 +100,9 @@ def activation(name: str, elements: Number, data: bool = False, kind: str = "act
 
 
 def total(name: str, elements: Number, terms: int = 2) -> Layer:
-    """Sum of `terms` branches: W = N C H W (terms - 1), D = ⌈log2 terms⌉; the gradient is passed on unchanged."""
+    """Sum of the outputs of `terms` branches: W = N C H W (terms - 1), D = ⌈log2 terms⌉; the gradient is passed on
+    unchanged.
+    """
     return Layer(
         name,
         "sum",
@@ -107,7 +113,7 @@ def total(name: str, elements: Number, terms: int = 2) -> Layer:
 
 
 def softmax(name: str, elements: Number, classes: int, data: bool = False) -> Layer:
-    """Softmax over `classes`: a maximum and a sum, each of depth ⌈log2 classes⌉."""
+    """Softmax over `classes` classes: a maximum and a sum, each of depth ⌈log2 classes⌉."""
     depth = log2_ceil(classes)
     return Layer(
         name,
@@ -122,7 +128,7 @@ def softmax(name: str, elements: Number, classes: int, data: bool = False) -> La
 def batch_norm(name: str, channels: int, places: Number, affine: bool = True, data: bool = False) -> Layer:
     """Batch normalization: W = N C H W, D = ⌈log2 N H W⌉ for the mean, and again for the variance.
 
-    `places`: H·W per sample.
+    `places` is H·W, the number of places per sample.
     """
     elements = channels * places
     return Layer(
@@ -154,7 +160,7 @@ def group_norm(name: str, elements: Number, over: int, weights: int, biases: int
 
 
 def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
-    """Embedding: a lookup without arithmetic; backward, the gradients of equal symbols are summed."""
+    """Embedding: a lookup without arithmetic; the backward pass adds the gradients of equal symbols."""
     return Layer(
         name,
         "embedding",
@@ -166,7 +172,9 @@ def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
 
 
 def attention(name: str, heads: int, queries: int, keys: int, head: int) -> Layer:
-    """Attention without weights, softmax(q kᵀ) v (Vaswani et al. 2017); `head` is the width of a head."""
+    """Attention without its weights, softmax(q kᵀ) v (Vaswani et al. 2017); `head` is the number of elements per
+    head.
+    """
     scores = heads * queries * keys
     over_keys = log2_ceil(keys)
     # backward: ∇v and ∇scores from the outputs, the softmax, then ∇q and ∇k side by side
@@ -190,7 +198,7 @@ def recurrent(
     biases: int = 2,
     data: bool = False,
 ) -> Layer:
-    """Recurrent cell of `gates` gates (4 LSTM, 3 GRU, 1 plain) over a sequence.
+    """Recurrent cell of `gates` gates (4 for LSTM, 3 for GRU, 1 for a plain cell) over a sequence.
 
     D grows with `steps`, which are sequential.
 

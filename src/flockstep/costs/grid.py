@@ -1,4 +1,6 @@
-"""Layers of local connections on a grid of machines: the activations that a machine fetches from its neighbors."""
+"""Locally connected layers on a grid of machines: the number of activations that a machine fetches from its
+neighbors.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """A convolution, or a locally connected layer, on a field of `height` × `width` places."""
+    """A convolution or a locally connected layer, on a field of `height` × `width` places."""
 
     height: int
     width: int
     channels: int
     """Number of channels of the inputs."""
     window: int
-    """Side of the window of inputs that an output reads."""
+    """Side length of the square window of inputs that one output reads."""
     stride: int = 1
 
     def __post_init__(self) -> None:
@@ -40,7 +42,8 @@ class LocalLayer:
         """Return the input elements that each machine of a grid fetches for one sample (Coates et al. 2013, section 4).
 
         Inputs and outputs are divided into `rows` × `columns` rectangles, one for each machine. A machine fetches an
-        element once, however many of its outputs read it, and in the backward pass returns as many gradients.
+        element once, however many of its outputs read it, and returns the same number of gradients in the backward
+        pass.
 
         Raises:
             ConfigurationError: there are more machines than outputs along an axis.

@@ -4,7 +4,7 @@ Work W and depth D are those of Ben-Nun & Hoefler, "Demystifying Parallel and Di
 on the primer of parallelism and on layer types): W counts operations, D is the longest chain of dependent operations,
 and W/D, the average parallelism, bounds the number of processing elements that a layer can keep busy. The paper counts
 a multiply-add as one operation of W; here it is two floating-point operations. The paper's D counts the ⌈log2 n⌉ rounds
-of a sum of n numbers; here a chain has at least one operation. As in the paper, both leave out biases.
+of a sum of n numbers; here a chain has at least one operation. As in the paper, W and D leave out biases.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def log2_ceil(count: Number) -> int:
 class Pass:
     """One computation of a layer: its values, the gradient of its weights, or the gradient of its inputs.
 
-    `products` are multiply-adds and `other` further operations, both per sample. The chain is `depth` operations, and
-    `sums` sums one after the other, each over `summed` numbers of every sample of the batch.
+    `products` are multiply-adds and `other` further operations, both per sample. The longest chain consists of `depth`
+    operations and of `sums` successive sums, each over `summed` numbers from every sample of the batch.
     """
 
     products: Number = 0
@@ -60,12 +60,12 @@ class Pass:
 
 
 NOTHING = Pass()
-"""An empty pass: the gradient of weights of a layer without weights, or the gradient of the data."""
+"""An empty pass, for the gradient of the weights in a layer without weights, and for the gradient of the data."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer by its shape; counts are elements, and counts of activations are per sample.
+    """A layer, described by its shape. Counts are numbers of elements; counts of activations are per sample.
 
     A layer whose weights belong to another layer (`tied`), or that runs again, counts no parameters.
     """
@@ -73,24 +73,24 @@ class Layer:
     name: str
     kind: str
     parameters: int = 0
-    """Number of parameters that no earlier layer has counted."""
+    """Number of the layer's parameters that no earlier layer counts."""
     forward: Pass = NOTHING
     by_weight: Pass = NOTHING
-    """Computation of the gradient of the weights."""
+    """The pass that computes the gradient of the weights."""
     by_input: Pass = NOTHING
-    """Computation of the gradient of the inputs; empty if the inputs are data."""
+    """The pass that computes the gradient of the inputs; empty if the inputs are the data."""
     reads: Number = 0
     """Number of elements of the layer's inputs, per sample."""
     writes: Number = 0
     """Number of elements of the layer's outputs, per sample."""
     trained: int | None = None
-    """Number of parameters that have a gradient; None for all."""
+    """Number of parameters that have a gradient; None if all have one."""
     after: tuple[str, ...] | None = None
     """Names of the layers whose outputs this layer reads; None for the previous layer."""
     tied: str | None = None
-    """Name of the layer that counts the weights that this layer shares; None if this layer has weights of its own."""
+    """Name of the layer that counts the weights which this layer shares; None if this layer has its own weights."""
     counted: CountedBy = "formula"
-    """Source of the work: the formulas of this package, torch, a trace of JAX, or unknown."""
+    """How the work was counted: by the formulas of this package, by torch, from a trace of JAX, or unknown."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -114,7 +114,7 @@ class Layer:
 
     @property
     def multiply_adds(self) -> Number:
-        """Multiply-adds of the forward pass of one sample, as papers about networks state them."""
+        """Multiply-adds of the forward pass of one sample, the number that papers about networks state."""
         return self.forward.products
 
     def work_forward(self, batch: int) -> Number:
@@ -130,7 +130,7 @@ class Layer:
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth_backward(self, batch: int) -> int:
-        """The longer chain of the two gradients, which do not depend on each other."""
+        """Depth of the backward pass: the longer chain of the two gradients, which do not depend on each other."""
         return max(self.by_weight.chain(batch), self.by_input.chain(batch))
 
     def depth(self, batch: int) -> int:
@@ -151,22 +151,22 @@ class Layer:
         return self.gradients * itemsize
 
     def data_bytes(self, workers: int, itemsize: int = 4) -> float:
-        """Bytes that a worker sends per step to average the gradient: 2 (P-1)/P |∇w|, the minimum of an all-reduce."""
+        """Bytes that a worker sends per step to average the gradient by an optimal all-reduce: 2 (P-1)/P |∇w|."""
         return 2 * (workers - 1) / workers * self.gradient_bytes(itemsize)
 
     def pipeline_bytes(self, batch: int, itemsize: int = 4) -> Number:
-        """Bytes that cross the link behind the layer per step if a pipeline's stage ends with it: activations of
-        `batch` samples, and their gradients.
+        """Bytes per step on the link after this layer, if a pipeline's stage ends with it: activations of `batch`
+        samples, and their gradients.
         """
         return 2 * self.activation_bytes(batch, itemsize)
 
     def split_bytes(self, batch: int, workers: int, itemsize: int = 4) -> float:
-        """Bytes that a worker sends per step if the layer is split over P workers, in the cheaper of two ways.
+        """Bytes that a worker sends per step if the layer is split over P workers, by the cheaper of two methods.
 
         Before and after the layer each worker holds the activations of its own `batch` samples. Split by outputs, all
         workers gather the inputs of all P·batch samples, and each returns its outputs to the workers that hold the
-        samples. Split by inputs, the inputs are exchanged and the outputs are summed and scattered. Gradients take the
-        reverse way; gradients of the data are not needed.
+        samples. Split by inputs, the inputs are exchanged and the outputs are summed and scattered. Gradients travel in
+        the opposite direction; gradients of the data are not needed.
         """
         ways = 2 if self.by_input.work(1) else 1
         whole = (workers - 1) * batch * itemsize  # to gather, or to sum and scatter, one element per sample
@@ -178,13 +178,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A network as its layers in the order of execution; `itemsize`: bytes per element."""
+    """A network as a list of layers in the order of execution; `itemsize` is the number of bytes of one element."""
 
     name: str
     layers: tuple[Layer, ...]
     itemsize: int = 4
     note: str = ""
-    """Variant of the network, or source of the layers."""
+    """Which variant of the network this is, or where the layers come from."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -210,7 +210,7 @@ class ModelShape:
 
     @property
     def gradients(self) -> int:
-        """Number of elements of the gradient, which is the number of trained parameters."""
+        """Number of elements of the gradient, equal to the number of trained parameters."""
         return sum(layer.gradients for layer in self.layers)
 
     @property
@@ -263,7 +263,7 @@ class ModelShape:
         return self.gradients * self.itemsize
 
     def activation_bytes(self, batch: int) -> Number:
-        """Bytes of the outputs of all layers, which backpropagation stores if each layer stores its output."""
+        """Bytes of the outputs of all layers: what backpropagation stores if every layer keeps its output."""
         return sum(layer.activation_bytes(batch, self.itemsize) for layer in self.layers)
 
     def data_bytes(self, workers: int) -> float:
@@ -271,22 +271,28 @@ class ModelShape:
         return sum(layer.data_bytes(workers, self.itemsize) for layer in self.layers)
 
     def split_bytes(self, layer: Layer, batch: int, workers: int) -> float:
-        """Bytes that a worker sends per step if `layer`, and with it all layers that share its weights, is split."""
+        """Bytes that a worker sends per step if `layer`, together with all layers that share its weights, is split over
+        the workers.
+        """
         users = [one for one in self.layers if one is layer or one.tied == layer.name]
         return sum(one.split_bytes(batch, workers, self.itemsize) for one in users)
 
     def cheaper(self, layer: Layer, batch: int, workers: int) -> Parallelism:
-        """Way that sends fewer bytes with `batch` samples per worker: the gradient (data), or activations (split)."""
+        """Method that sends fewer bytes with `batch` samples per worker: "data" (the gradient) or "split"
+        (activations).
+        """
         sent = layer.data_bytes(workers, self.itemsize)
         return "split" if sent and self.split_bytes(layer, batch, workers) < sent else "data"
 
     def break_even_batch(self, layer: Layer, workers: int) -> float:
-        """Samples per worker above which data parallelism sends fewer bytes for `layer`; 0 if it always does."""
+        """Number of samples per worker above which data parallelism sends fewer bytes for `layer`; 0 if it always sends
+        fewer.
+        """
         sent, each = layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, 1, workers)
         return sent / each if each else 0.0
 
     def cheapest_bytes(self, batch: int, workers: int) -> float:
-        """Bytes that a worker sends per step if each layer uses the way that sends fewer bytes."""
+        """Bytes that a worker sends per step if each layer uses the method that sends fewer bytes."""
         return sum(
             min(layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, batch, workers))
             for layer in self.layers
@@ -294,7 +300,7 @@ class ModelShape:
         )
 
     def split_layers(self, batch: int, workers: int) -> tuple[str, ...]:
-        """Names of the layers that send fewer bytes if they are split over the workers."""
+        """Names of the layers for which splitting over the workers sends fewer bytes."""
         return tuple(layer.name for layer in self.layers if self.cheaper(layer, batch, workers) == "split")
 
 

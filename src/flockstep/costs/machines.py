@@ -1,4 +1,4 @@
-"""The parts of a cluster's description: groups of machines, links, and rates. Each refuses invalid values."""
+"""The parts of a cluster's description: groups of machines, links, and rates. Each part refuses invalid values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DAY = 86400.0
 MOST = 1_000_000
 """Largest number of machines, or of workers, in a cluster."""
 SLOWEST, FASTEST = 1e-9, 1e9
-"""Smallest and largest speed of a machine, relative to the description's `compute`."""
+"""Smallest and largest allowed speed of a machine, relative to the description's `compute`."""
 
 
 class WrongValue(ConfigurationError):
-    """Error about an invalid value in a description; `path` locates the value, so that a reader can report its line."""
+    """Error about an invalid value in a description. `path` locates the value, so that a reader can report the line."""
 
     def __init__(self, message: str, *path: str | int):
         super().__init__(message)
@@ -32,7 +32,7 @@ class WrongValue(ConfigurationError):
 
 @dataclass(frozen=True)
 class MachineGroup:
-    """A group of equal machines."""
+    """A group of identical machines."""
 
     name: str
     count: int = 1
@@ -50,7 +50,7 @@ class MachineGroup:
     restart: float = 0.0
     """Seconds from a failure until the machine rejoins."""
     comes_and_goes: bool = False
-    """Whether its workers may join and leave at any time, as volunteers' machines or spot instances do."""
+    """Whether the group's workers may join and leave at any time, like volunteers' machines or spot instances."""
 
     def __post_init__(self) -> None:
         for key in ("count", "workers", "cores"):
@@ -88,7 +88,7 @@ class MachineGroup:
 
 @dataclass(frozen=True)
 class ClusterLink:
-    """A link: within each machine of some groups (node), among all machines of some groups (inside), or between two
+    """A link within each machine of some groups (`node`), among all machines of some groups (`inside`), or between two
     tiers.
     """
 
@@ -97,7 +97,7 @@ class ClusterLink:
     bandwidth: float
     """Bandwidth of a card in each direction, in bytes per second."""
     latency: float = 0.0
-    """Seconds that a message within a machine or tier takes in addition to its bytes.
+    """Seconds that a message within a machine or tier takes in addition to the time for its bytes.
 
     Between tiers, the seconds are added to the latencies within both tiers.
     """
@@ -126,27 +126,27 @@ class ClusterLink:
 
     @property
     def cost(self) -> costs.LinkModel:
-        """The link in the form that the closed-form cost models use."""
+        """Return the link as a link model of the closed-form costs."""
         return costs.LinkModel(self.latency, 1 / self.bandwidth)
 
     @property
     def network(self) -> Link:
-        """The link for virtual time, with messages in turn."""
+        """Return the link for virtual time; messages pass one after the other."""
         return Link(self.bandwidth, self.latency)
 
     @property
     def alone(self) -> Link | FairLink:
-        """The link for virtual time, for a cluster in which this is the only kind of link between machines."""
+        """Return the network for virtual time of a cluster in which this link is the only kind between machines."""
         return FairLink(self.bandwidth, self.latency) if self.fair else self.network
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Elements per second of one worker, by the expression of the codec or optimizer."""
+    """Codec and optimizer rates of one worker, in elements per second, by expression."""
 
     encode: Mapping[str, float] = field(default_factory=dict)
     decode: Mapping[str, float] = field(default_factory=dict)
-    """Decoding rate, including the addition to another array."""
+    """Elements decoded per second, including their addition to another array."""
     optimizer: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -20,7 +20,7 @@ class PlannedStage:
 
 
 Stages = tuple[PlannedStage, ...]
-"""Stages in the order of the layers."""
+"""Stages of a plan, in the order of their layers."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PipeDreamPlan:
 
     stages: Stages
     seconds: float
-    """Predicted seconds per mini-batch of the slowest stage or link."""
+    """Predicted seconds that the slowest stage or link takes for a mini-batch."""
 
 
 def pipedream_plan(
@@ -51,9 +51,9 @@ def pipedream_plan(
         seconds: T_l, seconds of the forward and backward pass of each layer over a mini-batch.
         outputs: a_l, bytes of the outputs of each layer for a mini-batch.
         weights: |w_l|, bytes of the weights of each layer.
-        workers: number of workers, all of which are used.
+        workers: number of workers; the plan uses all of them.
         bandwidth: B, bytes per second of every link.
-        replicas: number of workers of every stage; None: each stage has a number of its own.
+        replicas: number of workers of every stage; None lets every stage have a different number.
 
     Raises:
         ConfigurationError: there are no layers, or no pipeline of these layers uses all workers.
@@ -95,7 +95,7 @@ def even_plan(
 ) -> PipeDreamPlan:
     """Return the best plan whose stages all have the same number of workers, as every `pipeline(…)` has.
 
-    Arguments as for `pipedream_plan`.
+    The arguments are those of `pipedream_plan`.
     """
     counts = [count for count in range(1, workers + 1) if not workers % count and workers // count <= len(seconds)]
     plans = [pipedream_plan(seconds, outputs, weights, workers, bandwidth, count) for count in counts]

@@ -11,7 +11,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.partitions.cutting import balanced
 
 Chain = tuple[Layer, ...]
-"""Consecutive layers."""
+"""A list of consecutive layers."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class StageCut:
     first: tuple[str, ...]
     """Name of the first layer of each stage."""
     shares: tuple[float, ...]
-    """Share of each stage in the work W of a gradient."""
+    """Each stage's share of the work W of a gradient."""
     link_bytes: tuple[Number, ...]
-    """Bytes that cross the link behind each stage but the last per step: activations, and their gradients."""
+    """Bytes per step on the link behind each stage except the last: activations, and their gradients."""
 
     @property
     def speedup(self) -> float:
-        """Upper bound of the speed-up of these stages over one worker: the slowest stage never waits."""
+        """Upper bound on the speed-up of these stages over one worker, reached if the slowest stage never waits."""
         return 1 / max(self.shares)
 
 
@@ -35,7 +35,7 @@ def cut(model: ModelShape, stages: int, batch: int) -> StageCut:
     """Return the cut into `stages` stages whose slowest stage has the least work for `batch` samples; see `chunks`.
 
     Raises:
-        ConfigurationError: the layers are no chain, or the network has fewer places to cut.
+        ConfigurationError: the layers do not form a chain, or the network has too few places to cut.
     """
     found = chunks(model, stages, batch)
     total = model.work(batch)
@@ -49,14 +49,14 @@ def cut(model: ModelShape, stages: int, batch: int) -> StageCut:
 def chunks(model: ModelShape, count: int, batch: int, split_at: Sequence[str] = ()) -> list[Chain]:
     """Return the layers of each of `count` chunks of consecutive layers.
 
-    The cut is the one whose slowest chunk has the least work for `batch` samples, and among those cuts the one whose
-    largest chunk has the least memory. A chunk begins with a layer that has trained parameters, and layers that share
-    weights are in one chunk, as `partition=pipeline(…)` requires. `split_at` names the first layer, or the module
+    The cut is the one whose slowest chunk has the least work for `batch` samples, and, of several such cuts, the one
+    whose largest chunk needs the least memory. A chunk begins with a layer that has trained parameters, and layers that
+    share weights are in one chunk, as `partition=pipeline(…)` requires. `split_at` names the first layer, or the module
     around it, of the second and every later chunk instead.
 
     Raises:
-        ConfigurationError: the layers are no chain, the network has fewer places to cut, or no layer of `split_at`
-            begins there.
+        ConfigurationError: the layers do not form a chain, the network has too few places to cut, or a name in
+            `split_at` is not at such a place.
     """
     found = units(model)
     if not 1 <= count <= len(found):
@@ -82,10 +82,10 @@ def chunks(model: ModelShape, count: int, batch: int, split_at: Sequence[str] = 
 
 
 def units(model: ModelShape) -> list[Chain]:
-    """Return the layers between each two neighboring places at which the network can be cut.
+    """Divide the network at every place where it can be cut, and return the layers of each part.
 
     Raises:
-        ConfigurationError: the layers are no chain.
+        ConfigurationError: the layers do not form a chain.
     """
     before = [(), *((layer.name,) for layer in model.layers)]
     if any(layer.after not in (None, known) for layer, known in zip(model.layers, before, strict=False)):

@@ -1,4 +1,4 @@
-"""Line numbers of the keys in a TOML document, which must be one that `tomllib` reads."""
+"""Finds the line numbers of the keys in a TOML document that `tomllib` can parse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRING = re.compile(
 
 
 class Lines:
-    """Numbers of the lines of a document's keys: path, such as ("links", 0, "between"), → number, from 1."""
+    """Line numbers of the keys of a document: path, such as ("links", 0, "between") → number, from 1."""
 
     def __init__(self, text: str):
         self._text = text
@@ -32,7 +32,9 @@ class Lines:
         self._scan()
 
     def of(self, path: KeyPath) -> int:
-        """The line of `path`, or of the innermost table that contains it if the path is not written out."""
+        """Return the line of `path`, or of the innermost table that contains `path` if the document does not have the
+        path.
+        """
         while path not in self._found:
             path = path[:-1]
         return self._found[path]

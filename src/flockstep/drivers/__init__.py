@@ -1,1 +1,1 @@
-"""Drivers run a strategy's programs: in the user's loop, in separate processes, or in virtual time."""
+"""Drivers, which run a strategy's programs: in the user's loop, in separate processes, or in virtual time."""

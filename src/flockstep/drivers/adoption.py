@@ -31,13 +31,15 @@ from flockstep.errors import ConfigurationError, FlockstepError, RunError, of_ki
 TIMEOUT = 600.0
 """Default time in seconds within which all processes of a run must have connected."""
 REMIND = 10.0
-"""Seconds between two printed lines that say what a process waits for."""
+"""Seconds between two printed reminders of what a process waits for."""
 RETRY = 0.02
 """Seconds between two attempts to reach the agent."""
 LAST = 30.0
-"""Seconds the process with local rank 0 waits at its end for the agent, which completes the record."""
+"""Seconds that the process with local rank 0 waits, when it ends, until the agent has completed the record."""
 CRASHED, FINISHED = b"1", b"0"
-"""Last byte that a process sends to the agent: the process ended with an uncaught error, or without one."""
+"""Last byte that a process sends to the agent. CRASHED: the process ended with an uncaught error. FINISHED: it ended
+without an error.
+"""
 _AGENT = """
 import sys
 sys.path.append(sys.argv.pop(1))
@@ -67,15 +69,15 @@ class Answer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def folder_of(place: Place) -> Path:
-    """Folder of the agent's socket, different for each user and run on this host, even if hosts share the file
-    system.
+    """Folder of the agent's socket, different for each user and each run on this host, even if several hosts share the
+    file system.
     """
     name = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {place.run}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"flockstep-{name}"
 
 
 def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
-    """Join the run of the processes that a launcher has started, and return this process's node specification.
+    """Join the run of the processes that a launcher has started, and return the node specification of this process.
 
     `timeout`: seconds within which all processes must have connected. Between hosts, the value given by the process
     with local rank 0 is used.
@@ -101,7 +103,7 @@ def adopt(place: Place, script: str, timeout: float) -> NodeSpec:
 
 
 def say_nothing_of(error: FlockstepError) -> None:
-    """Keep Python from printing this error if the error is not caught, because another process prints it."""
+    """Keep Python from printing this error if no code catches it, because another process prints the error."""
     hook = sys.excepthook
 
     def quiet(kind: type[BaseException], raised: BaseException, trace: object) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of several workers of one process, computed together when the first of them is needed."""
+"""Computes the gradients of several workers of one process together, when the first of the gradients is needed."""
 
 from __future__ import annotations
 
@@ -43,19 +43,21 @@ class ReplicaGradients(ABC):
 
     @abstractmethod
     def keep(self, rank: int) -> None:
-        """Prepare for a change of the parameters of worker `rank`, which may have requested a gradient of them."""
+        """Prepare for a change of the parameters of worker `rank`: a requested gradient of these parameters must be
+        computed first.
+        """
 
     @abstractmethod
     def forget(self, rank: int) -> None:
-        """Cancel the pending request of one worker."""
+        """Cancel the pending gradient request of one worker."""
 
     @abstractmethod
     def take(self, rank: int) -> FlatArray:
-        """The gradient (K,) that a worker has requested; valid until its next request."""
+        """Return the gradient (K,) that a worker has requested; the array is valid until the worker's next request."""
 
 
 class BatchedGradients(ReplicaGradients):
-    """Gradients of whole models, computed together when the first of them is needed."""
+    """Gradients of unsplit models, computed together when the first of the gradients is needed."""
 
     def __init__(self, engine: Engine, plan: Plan):
         super().__init__(engine, plan)
@@ -74,8 +76,8 @@ class BatchedGradients(ReplicaGradients):
         self._needs.pop(rank, None)
 
     def keep(self, rank: int) -> None:
-        """Compute the requested gradients now if worker `rank` is among them, because its parameters may change
-        afterwards.
+        """Compute the requested gradients now if worker `rank` is among their workers, because its parameters may
+        change afterwards.
         """
         if rank in self._needs:
             self._compute()

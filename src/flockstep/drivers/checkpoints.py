@@ -1,4 +1,5 @@
-"""A node's part in a checkpoint: it stops at the top of its program's loop, keeps a copy of its state, and writes it.
+"""A node's part in a checkpoint: the node stops at the top of its program's loop, copies its state, and writes the
+copy.
 
 The supervisor asks all nodes to stop, and then queries, in rounds, how many messages they have sent and received. A
 worker stops at the next point at which its program could restart; a server can restart whenever it waits for any
@@ -33,10 +34,10 @@ from flockstep.simulation.attacks import Memory
 OF_SCRIPT = "script/"
 """Prefix of the names of the arrays that a script adds to the file with its worker's state."""
 CHECKPOINT = "checkpoint"
-"""Tag of the messages about checkpoints between the supervisor and the nodes."""
+"""Tag of the messages about checkpoints that the supervisor and the nodes exchange."""
 RUNNING, STOPPED, ENDED = 0, 1, 2
-"""State of a node when it answers a query of the supervisor: it waits for a message in the middle of its program, it
-has stopped where its program can restart, or it has taken its last step.
+"""State of a node that answers the supervisor. RUNNING: the node waits for a message in the middle of its program.
+STOPPED: it has stopped where its program can restart. ENDED: it has taken its last step.
 """
 
 
@@ -50,21 +51,25 @@ class NodeCheckpoint:
     loss: float
     buffers: FlatArray
     totals: dict[str, int | float | list[int | float]]
-    """The node's metrics."""
+    """Totals of the node's metrics at the checkpoint."""
     progress: tuple[dict[int, int], int, int] | None
-    """Steps of each worker as known to a server, their sum, and the next tick of progress."""
+    """Number of steps of each worker that a server knows of, their sum, and the sum at which progress is next
+    reported.
+    """
     memories: list[Memory]
-    """What each injected fault of the worker's gradients keeps between two gradients."""
+    """State that each injected fault of the worker's gradients keeps between two gradients."""
     strikes: Counter[Address]
     """Number of refused gradients of each worker."""
     at_boundary: Any = None
-    """What a script's worker has kept of its optimizer where the program stopped."""
+    """State of the optimizer in a script's worker, as of the point at which the program stopped."""
     script: Any = None
-    """What the script has added at its next call of `flockstep.checkpoint`; None in a declared job."""
+    """What the script added at its next call of `flockstep.checkpoint`; None if there is no script, as in a declared
+    job.
+    """
 
 
 def manifest_of(spec: NodeSpec) -> Manifest | None:
-    """The manifest of the checkpoint from which a node goes on; None if its run begins at the start."""
+    """Return the manifest of the checkpoint from which a node continues; None if its run starts from the beginning."""
     return read_manifest(_folder_of(spec)) if spec.checkpoint else None
 
 
@@ -73,8 +78,8 @@ def _folder_of(spec: NodeSpec) -> Path:
 
 
 def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint | None:
-    """The state from which node `address` continues, whose parameters are `params` (K,); None if its run begins at the
-    start.
+    """Return the state from which node `address`, with parameters `params` (K,), continues; None if its run starts from
+    the beginning.
 
     Raises:
         ConfigurationError: the checkpoint is damaged, or belongs to another model.
@@ -91,7 +96,7 @@ def load(spec: NodeSpec, address: Address, params: FlatArray) -> NodeCheckpoint 
 
 
 def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
-    """The state of a node in a checkpoint.
+    """Return the state of a node from a checkpoint.
 
     Raises:
         ConfigurationError: the checkpoint is damaged.
@@ -121,42 +126,46 @@ class Connection(Protocol):
 
     @property
     def address(self) -> Address:
-        """Address in the run of this node."""
+        """Address of this node in the run."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process is not a backup of a server."""
+        """Whether this process is the primary of its node, not a backup of a server."""
 
     @property
     def unsettled(self) -> bool:
-        """Whether messages have arrived that the backups of this server may lack."""
+        """Whether messages have arrived that this server's backups may not have received."""
 
     @property
     def directory(self) -> Path:
-        """Folder of this node's sockets; on another host than the coordinator's, its state is written there."""
+        """Folder of this node's sockets; if the node is on another host than the coordinator, the node writes its state
+        there.
+        """
 
     def now(self) -> float:
         """Return the seconds since the run began."""
 
     def tell(self, tag: str, note: Fields) -> None:
-        """Send a message to the supervisor, after the events so far."""
+        """Send a message to the supervisor, after all events so far."""
 
     def attend_stopped(self) -> None:
         """Wait for the next message and handle it."""
 
 
 class ScriptPart(Protocol):
-    """What a script's worker adds to its checkpoints."""
+    """What the worker of a script contributes to its checkpoints."""
 
     may_stop: bool
-    """Whether the step at hand is one after which the script calls `flockstep.checkpoint`."""
+    """Whether the script calls `flockstep.checkpoint` after the current step."""
 
     def at_boundary(self) -> Any:
-        """The state of the script's optimizer where the worker's program has stopped, not copied."""
+        """Return the state of the script's optimizer at the point where the worker's program has stopped; the arrays
+        are not copied.
+        """
 
 
 class NodeCheckpoints:
-    """Stops a node where its program can restart, and writes its state."""
+    """Stops a node at a point where its program can restart, and writes the node's state."""
 
     def __init__(self, connection: Connection):
         self.stepper: LocalOptimizer | None = None
@@ -179,11 +188,11 @@ class NodeCheckpoints:
         self._result: Fields = {}
 
     def watch(self) -> None:
-        """Begin to obey requests to stop the node's program."""
+        """Start to follow the supervisor's requests to stop the node's program."""
         self._runner.node.at_boundary = self._at_boundary
 
     def hear(self, note: Fields) -> None:
-        """Follow an instruction of the supervisor."""
+        """Carry out an instruction from the supervisor."""
         match note["do"]:
             case "stop":
                 self._copied = None  # of a checkpoint that was given up
@@ -196,7 +205,7 @@ class NodeCheckpoints:
                 self._from, self._wave = None, 0
 
     def idle(self) -> None:
-        """Answer a query of the supervisor, because no message has arrived that this node could handle first."""
+        """Answer a query from the supervisor; called when no message has arrived that the node could handle first."""
         self.report()
         if not self._wave:
             return
@@ -214,7 +223,7 @@ class NodeCheckpoints:
         self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
 
     def report(self, wait: bool = False) -> None:
-        """Tell the supervisor the result of writing the state, once the writing has ended."""
+        """Tell the supervisor the result of writing the state, once the writing has finished."""
         if self._thread is None or (self._thread.is_alive() and not wait):
             return
         self._thread.join()
@@ -222,7 +231,7 @@ class NodeCheckpoints:
         self._tell(self._result)
 
     def close(self) -> None:
-        """Finish writing, because the node's program has ended."""
+        """Wait until the state has been written, because the node's program has ended."""
         self._ended = True
         self.drop("the script ended before its next flockstep.checkpoint")
         self.report(wait=True)
@@ -230,9 +239,9 @@ class NodeCheckpoints:
     def restore(
         self, kept: NodeCheckpoint, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]
     ) -> None:
-        """Take the node's state from a checkpoint, and run its program from there with `begin`.
+        """Set the node's state from a checkpoint, and continue its program with `begin`.
 
-        A state without messages is an initial state, as in a run that continues with another number of workers.
+        A state without messages is an initial state, as when a run continues with another number of workers.
         """
         runner, node = self._runner, self._runner.node
         restore(node, kept.saved, self.stepper)
@@ -312,11 +321,11 @@ class NodeCheckpoints:
 
     @property
     def copied(self) -> bool:
-        """Whether the state has been copied, and the script must complete the copy."""
+        """Whether the state has been copied and the script must add its part to the copy."""
         return self._copied is not None
 
     def complete(self, more: Mapping[str, FlatArray]) -> None:
-        """Begin to write the copy of the state, and the arrays that a script adds to it."""
+        """Start to write the copy of the state, together with the arrays that a script adds."""
         assert self._copied is not None
         (folder, step, at_once, arrays), self._copied = self._copied, None
         arrays |= {OF_SCRIPT + name: array for name, array in more.items()}
@@ -326,7 +335,7 @@ class NodeCheckpoints:
             self.report(wait=at_once)
 
     def drop(self, why: str) -> None:
-        """Give up a copy that the script cannot complete any more."""
+        """Discard a copy of the state that the script can no longer complete."""
         if self._copied is not None:
             folder, self._copied = self._copied[0], None
             self._tell({"did": "fail", "why": why, "folder": folder.name})
@@ -336,7 +345,9 @@ class NodeCheckpoints:
         self._tell({"did": "offer"})
 
     def state(self) -> NodeCheckpoint:
-        """The current state of the node, whose program has stopped where it can restart; the arrays are not copied."""
+        """Return the current state of the node, whose program has stopped where it can restart; the arrays are not
+        copied.
+        """
         runner, node = self._runner, self._runner.node
         progress = runner.progress
         return NodeCheckpoint(

@@ -1,8 +1,8 @@
-"""The clock of a run is the supervisor's clock, whose time each node computes from its own clock.
+"""A run uses the supervisor's clock; each node computes the supervisor's time from its own clock.
 
 Two hosts' clocks differ by an unknown offset. Each round trip of a message to the supervisor and back gives four
 timestamps, which bound the offset to within half of the time that the messages were in transit; the round trip with the
-shortest such time is used (David L. Mills, Internet Time Synchronization: the Network Time Protocol, 1991).
+shortest time in transit is used (David L. Mills, Internet Time Synchronization: the Network Time Protocol, 1991).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 ROUND_TRIPS = 5
-"""Number of round trips at the start of a run, of which the fastest one is used."""
+"""Number of round trips at the start of a run; the fastest round trip determines the clock's offset."""
 
 
 class RoundTrip(NamedTuple):
@@ -31,8 +31,8 @@ class RoundTrip(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """Seconds to add to a node's clock to get the supervisor's clock, and the largest error of that number, in
-    seconds.
+    """Number of seconds to add to a node's clock to get the supervisor's clock, and the largest error of this number,
+    in seconds.
     """
 
     seconds: float
@@ -40,7 +40,9 @@ class ClockOffset(NamedTuple):
 
 
 def offset_of(trips: Iterable[RoundTrip]) -> ClockOffset:
-    """The offset that the round trip with the smallest delay shows; its error is at most half of that delay."""
+    """Return the offset that follows from the round trip with the smallest delay; its error is at most half of this
+    delay.
+    """
     best = min(trips, key=lambda trip: trip.delay)
     offset = ((best.heard - best.sent) + (best.answered - best.received)) / 2
     return ClockOffset(offset, best.delay / 2)

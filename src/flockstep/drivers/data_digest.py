@@ -1,4 +1,4 @@
-"""Digests of the data of which all workers should read the same; the supervisor compares the digests."""
+"""Digests of the data that all workers should read identically; the supervisor compares the digests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.drivers.membership import membership_here
 
 MOST = 1 << 16
-"""Number of bytes of each array that enter a digest; further bytes are ignored."""
+"""Number of bytes of each array that the digest covers; further bytes are ignored."""
 
 
 def digest_of(batch: object) -> str:
-    """16 hexadecimal digits that are equal for batches with the same numbers and texts."""
+    """Return 16 hexadecimal digits that are equal for batches with equal numbers and texts."""
     digest = hashlib.sha256()
     _add(digest, batch)
     return digest.hexdigest()[:16]
@@ -49,10 +49,7 @@ def _is_plain(value: object) -> bool:
 
 
 def tell_data(digest: str) -> None:
-    """Send a digest of the data that this worker reads to the supervisor, once in a run.
-
-    Without a run nothing happens.
-    """
+    """Send the supervisor a digest of the data that this worker reads, once in a run; do nothing if there is no run."""
     here = membership_here()
     if here is not None and not here.told_data and not here.member.closed:
         here.told_data = True

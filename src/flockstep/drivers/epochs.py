@@ -1,4 +1,4 @@
-"""Batches that are drawn in epochs, each with random numbers of its own."""
+"""Batches that are drawn epoch by epoch, with separate random numbers for each epoch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B = TypeVar("B")
 
 @dataclass
 class EpochCount:
-    """Number of the next epoch of an iterable, from 0."""
+    """Counter of the epochs of an iterable: the number of the next epoch, from 0."""
 
     next: int = 0
 
@@ -25,7 +25,7 @@ _counts: weakref.WeakKeyDictionary[Iterable[Any], EpochCount] = weakref.WeakKeyD
 def count_of(batches: Iterable[Any]) -> EpochCount:
     """Return the epoch counter of an iterable, the same object at each call.
 
-    Lists and similar iterables, which have one order, get a new counter.
+    Lists and similar iterables, whose order never changes, get a new counter at each call.
     """
     try:
         return _counts.setdefault(batches, EpochCount())

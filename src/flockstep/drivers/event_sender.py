@@ -14,11 +14,11 @@ from flockstep.errors import ProtocolError
 from flockstep.records.events import HELD_BACK, Event
 
 PERIOD = 0.02
-"""Seconds after the last message from which the end of a step sends all buffered events. A process that is killed loses
-at most its last 0.02 s of steps, and nothing if its steps take longer.
+"""Seconds since the last message after which the end of a step sends all buffered events. A process that is killed
+loses at most the steps of its last 0.02 s, and none if its steps take longer.
 """
 MOST = 128
-"""Largest number of events in one message, far below the smallest limit of a message's size."""
+"""Largest number of events in one message, which keeps the message far below the smallest size limit."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Event])
 
@@ -31,7 +31,9 @@ class Teller(Protocol):
 
 
 class EventSender:
-    """Sends events in batches: steps, updates and spans wait for up to `PERIOD`, all other events are sent at once."""
+    """Sends events in batches: steps, updates and spans wait for up to `PERIOD` seconds, all other events are sent at
+    once.
+    """
 
     def __init__(self, member: Teller, now: Callable[[], float] = time.monotonic):
         self._member = member
@@ -40,7 +42,7 @@ class EventSender:
         self._sent = now()
 
     def write(self, event: Event) -> None:
-        """Add an event to the buffer, and send the buffer when it is due."""
+        """Add an event to the buffer, and send the buffer if it must not wait longer."""
         self._held.append(event)
         if not isinstance(event, HELD_BACK) or len(self._held) >= MOST or self._now() - self._sent >= PERIOD:
             self.flush()

@@ -1,4 +1,4 @@
-"""Every n-th batch of any iterable of batches."""
+"""Selects every n-th batch of any iterable of batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ B = TypeVar("B")
 
 
 class ShardedBatches(EpochBatches[B]):
-    """Every n-th batch of an iterable, equally many on every worker."""
+    """Every n-th batch of an iterable, so that every worker has the same number of batches."""
 
     _told = _compared = False
 

@@ -29,7 +29,7 @@ class FaultInjector:
         self._sent: Counter[tuple[Address, Address]] = Counter()
 
     def deaths(self) -> list[tuple[float, Address, bool]]:
-        """Virtual seconds at which nodes die (False), and at which the other nodes are notified (True)."""
+        """Virtual seconds of deaths (False), and of the times at which the other nodes are notified of them (True)."""
         events = []
         for fault in self._deaths:
             at = units.duration(fault.at)
@@ -37,7 +37,8 @@ class FaultInjector:
         return sorted(events, key=lambda event: event[0])
 
     def narrowings(self) -> list[tuple[float, Address, float]]:
-        """Virtual seconds, node, and factor by which the bandwidth of the node's link is divided.
+        """Virtual seconds, nodes, and factors by which the bandwidth of a node's link is divided; the factors of
+        several faults multiply.
 
         Several faults multiply.
         """
@@ -49,7 +50,7 @@ class FaultInjector:
         return events
 
     def lost(self, to: Address, message: Message) -> bool:
-        """Whether this message is lost; must be called once for each message sent."""
+        """Return whether this message is lost; must be called exactly once for each message that is sent."""
         if not self.drops or message.array is None:
             return False
         link = message.source, to
@@ -61,7 +62,7 @@ class FaultInjector:
         return wrong_gradients(self._faults, rank)
 
     def clock(self, clock: Clock) -> Clock:
-        """Return a clock that stretches the gradients of slow workers; `clock` itself if no worker is slow."""
+        """Return a clock that lengthens the gradients of slow workers; `clock` itself if no worker is slow."""
         return _Stretched(clock, self._slows) if self._slows else clock
 
 
@@ -92,7 +93,7 @@ class WrongGradients:
 
 
 def wrong_gradients(faults: Sequence[Fault], rank: int) -> WrongGradients | None:
-    """The faults among `faults` that change worker `rank`'s gradients; None if there are none."""
+    """Return the faults among `faults` that change the gradients of worker `rank`; None if there are none."""
     own = [fault for fault in faults if isinstance(fault, WrongGradient) and fault.worker == rank]
     return WrongGradients(own) if own else None
 
@@ -100,7 +101,7 @@ def wrong_gradients(faults: Sequence[Fault], rank: int) -> WrongGradients | None
 def remaining_faults(
     faults: Sequence[Fault], steps: Mapping[int, int], ranks: Mapping[int, int]
 ) -> list[WrongGradient]:
-    """The wrong gradients that are still to come in a run that continues with another number of workers.
+    """Return the wrong gradients that have not yet occurred in a run that continues with another number of workers.
 
     Args:
         faults: the faults of the run so far.

@@ -1,4 +1,4 @@
-"""The common parts of loops whose parameters are one flat numpy array, a copy of the script's parameters."""
+"""What loops have in common whose parameters are one flat numpy array, copied from the script's parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flockstep.strategies.base import Strategy
 
 
 class FiniteGuard:
-    """Notes whether the flat array is finite; a script cannot change it between steps."""
+    """Detects whether the flat array is finite; the script cannot change this array between steps."""
 
     def __init__(self, schema: Schema, params: FlatArray):
         self._schema, self._params, self._first = schema, params, -1
@@ -19,7 +19,7 @@ class FiniteGuard:
         """Do nothing: the script holds only copies of the parameters, which need no check."""
 
     def note(self) -> None:
-        """Look for values that are not finite."""
+        """Search the array for values that are not finite."""
         self._first = first_not_finite(self._params)
 
     def not_finite(self) -> str | None:
@@ -30,7 +30,7 @@ class FiniteGuard:
 
 
 def require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
-    """Raise `ConfigurationError` if servers would need whole layers to step."""
+    """Raise `ConfigurationError` if a server's optimizer step needs whole layers, which this loop cannot provide."""
     if strategy.traits.server_optimizer and not optimizer.elementwise:
         raise ConfigurationError(
             f"servers of {strategy} step slices of the parameters, got {optimizer}, which needs whole layers; use sgd "

@@ -1,4 +1,4 @@
-"""`flockstep.jax.distribute`: the parameters of a JAX script's own loop, stepped by a strategy."""
+"""`flockstep.jax.distribute`: a strategy steps the parameters of a JAX script's own training loop."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from flockstep.strategies.base import Strategy
 class Trainer:
     """One worker's part in a run that is driven by a JAX script's loop, as a context manager that finishes the run.
 
-    The parameters are kept here, as in Flax's `TrainState`: `step` and `finish` return them as new arrays, and a script
-    that changes them otherwise calls `sync`.
+    The trainer keeps the parameters, as Flax's `TrainState` does: `step` and `finish` return them as new arrays, and a
+    script that changes them in another way calls `sync`.
     """
 
     def __init__(self, params: Tree, optimizer: Any, strategy: Strategy, optimizer_state: Any = None):
@@ -68,14 +68,14 @@ class Trainer:
 
     @property
     def params(self) -> Tree:
-        """This worker's parameters as new arrays; before the first step the parameters of rank 0, after `finish` the
+        """This worker's parameters as new arrays: before the first step, those of rank 0; after `finish`, the
         result.
         """
         return self._tree.read(self._flat)
 
     @property
     def optimizer_state(self) -> Any:
-        """State of the optax optimizer that steps on this worker; None if the optimizer is flockstep's own."""
+        """State of the optax optimizer that runs on this worker; None if flockstep's own optimizer is used."""
         return self._stepper.state if isinstance(self._stepper, OptaxStepper) else None
 
     def step(self, grads: Tree) -> Tree:
@@ -85,7 +85,7 @@ class Trainer:
             grads: a tree like the parameters, from `jax.grad` of this worker's mean loss. Call this outside `jax.jit`.
 
         Raises:
-            ConfigurationError: `grads` is not like the parameters, or the run has been finished.
+            ConfigurationError: `grads` does not have the structure of the parameters, or the run has been finished.
             RunError: the run cannot continue.
         """
         self._tree.write(grads, self.loop.gradients, "the gradients")
@@ -104,7 +104,7 @@ class Trainer:
     def sync(self, params: Tree) -> Tree:
         """Continue from parameters that the script has changed or loaded; call this on every rank, between two steps.
 
-        All ranks and servers take rank 0's `params`, which are returned, and the strategy restarts. Optimizers keep
+        All ranks and servers use the `params` of rank 0, which are returned, and the strategy restarts. Optimizers keep
         their state.
         """
         self._tree.write(params, self._flat)
@@ -163,7 +163,7 @@ class Trainer:
 
 
 class OptaxStepper:
-    """An optax optimizer as a worker's stepper."""
+    """Lets an optax optimizer step a worker's parameters."""
 
     def __init__(self, optimizer: Any, tree: FlatTree, params: FlatArray):
         self.state: Any = None
@@ -185,11 +185,13 @@ class OptaxStepper:
 
     @property
     def rule(self) -> str:
-        """A name for the optimizer's computation: equal for optimizers that XLA computes in the same way."""
+        """A name for the optimizer's computation; optimizers that XLA compiles to the same computation have equal
+        names.
+        """
         return f"an optax optimizer whose step is {self._optax.digest(self.state)}"
 
     def reset(self, params: FlatArray) -> None:
-        """Initialize the optimizer's state anew from the current parameters."""
+        """Initialize the optimizer's state again, from the current parameters."""
         self.state = jax.block_until_ready(self._optax.init(params.copy()))
 
 

@@ -1,4 +1,6 @@
-"""The user's own loop: every `optimizer.step()` resumes the strategy until its next request for a gradient."""
+"""The user's own training loop: every `optimizer.step()` resumes the strategy until the strategy requests the next
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ from flockstep.strategies.finite import require_skippable
 T = TypeVar("T")
 
 FIRST = 3
-"""Number of gradients at the start, and after each `sync`, that a worker reports for comparison with other workers."""
+"""Number of gradients that a worker reports at the start, and after each `sync`, to be compared with those of other
+workers.
+"""
 
 
 def _check(strategy: Strategy, workers: int) -> None:
@@ -135,7 +139,7 @@ class Loop:
     """Step up to which gradients have been reported to the supervisor."""
 
     watch: ParameterGuard | None = None
-    """Guard that checks between two steps whether the script has changed the model; None if there is none."""
+    """Guard that checks between two steps whether the script has changed the model; None if there is no guard."""
     _diverged = False
 
     def __init__(
@@ -203,7 +207,7 @@ class Loop:
         self._runner.begin(self.strategy.worker(self._worker))
 
     def step(self) -> None:
-        """Let the strategy use the gradients of one mini-batch, which are in the flat array."""
+        """Let the strategy use the gradients of one mini-batch, which the flat array holds."""
         if self.finished:
             self._require_running("call finish() after the last step()")
         if self._script is not None:
@@ -246,17 +250,15 @@ class Loop:
 
     @property
     def tentative(self) -> bool:
-        """Whether parts of the gradients may change after the strategy has used them."""
+        """Whether parts of the gradients may still change after the strategy has used them."""
         return not self.finished and self._runner.tentative
 
     def revise(self) -> None:
-        """Tell the strategy that the script has changed parts of the current gradient that the strategy has already
-        used.
-        """
+        """Tell the strategy that the script has changed parts of the current gradient after the strategy used them."""
         self._worker.revised = True
 
     def hand_over(self) -> None:
-        """Let the strategy use the part from `awaited` on, which is in the flat array, while the backward pass
+        """Let the strategy use the elements from `awaited` on, which the flat array holds, while the backward pass
         continues.
         """
         with self._telling():
@@ -329,7 +331,7 @@ class Loop:
         self.exchange("barrier", all_here)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Use other optimizer settings from the next step on, on the servers and for the slices that workers step
+        """Use new optimizer settings from the next step on: on the servers, and for the slices that workers step
         themselves.
         """
         with self._telling():
@@ -361,9 +363,9 @@ class Loop:
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def restart(self, optimizer: OptimizerState | None) -> None:
-        """Restart on every worker and server from the parameters of rank 0; every worker must call this.
+        """Restart the strategy on every worker and server from the parameters of rank 0; every worker must call this.
 
-        The servers' optimizers keep their state, or take `optimizer` if rank 0 passes it.
+        The servers' optimizers keep their state, unless rank 0 passes `optimizer`, which then replaces them.
         """
         self._require_running("call sync() before finish()")
         self._require_rest("sync")
@@ -384,12 +386,13 @@ class Loop:
                 self.watch.note()
 
     def remembered(self) -> OptimizerState:
-        """State of the servers' optimizers; a worker may call this alone, between two steps."""
+        """Return the state of the servers' optimizers; a single worker may call this, between two steps."""
         self._require_running("ask before finish()")
         return self._exchange("servers", lambda me: remembered(me, self.held))
 
     def common(self) -> FlatArray:
-        """The model (K,) that the run would return now, equal on every worker; every worker must call this.
+        """Return the model (K,) that the run would have as its result now, equal on every worker; every worker must
+        call this.
 
         The model is selected by the strategy's default policy, as at the end; updates in flight are not included.
 
@@ -406,7 +409,7 @@ class Loop:
 
     @property
     def held(self) -> list[slice]:
-        """Slice of the parameters that each server holds."""
+        """Return the slice of the parameters that each server holds."""
         return self.strategy.held(self.workers, len(self._params))
 
     def _require_running(self, way_out: str) -> None:
@@ -416,7 +419,7 @@ class Loop:
             raise ConfigurationError(f"the run has been finished; {way_out}")
 
     def finish(self, remember: bool = False) -> OptimizerState | None:
-        """End the run: send updates that are held back, and write the resulting model to the parameters.
+        """End the run: send delayed updates, and write the resulting model to the parameters.
 
         Returns the final state of the servers' optimizers if `remember` is set on this worker, otherwise None.
         """
@@ -545,7 +548,7 @@ class Loop:
         return kept
 
     def crash(self, error: BaseException) -> bool:
-        """Report an uncaught error of the script; return whether the supervisor prints the error."""
+        """Report an uncaught error of the script to the supervisor; return whether the supervisor prints the error."""
         if isinstance(error, Exception) and self._member is not None and not self._member.closed:
             self._fail(error)
         return error is self._failure and isinstance(error, FlockstepError)

@@ -58,21 +58,21 @@ from flockstep.transports.shared_memory import SharedMemory, host_here
 from flockstep.transports.wire import HANDED_ON, HOST_MEMORY, PROTOCOL, SenderIdentity
 
 LONGEST = 4000
-"""Longest reason or traceback in a message's header, in characters."""
+"""Maximum number of characters of a reason or a traceback in a message's header."""
 PAUSE = 0.05
 """Seconds before a message is sent again to a process whose queue is full."""
 PART = 1 << 18
-"""Largest size in bytes of the part of the parameters that one message takes to the supervisor."""
+"""Maximum number of bytes of parameters in one message to the supervisor; a larger array is sent in several parts."""
 WINDOW = 8
-"""Largest number of unacknowledged parts: the supervisor holds at most this many of each node."""
+"""Maximum number of unacknowledged parts; the supervisor stores at most this many parts of each node."""
 NO_MEMORY = re.compile("can't allocate memory|not enough memory|Cannot allocate memory")
-"""Words of torch, or of the system, for an allocation that failed."""
+"""Phrases by which an error of torch or of the system is recognized as a failed allocation."""
 PATIENCE = 1.0
-"""Longest wait for a message in seconds; signals are handled between two waits."""
+"""Maximum number of seconds of one wait for a message; signals are handled between two waits."""
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
-    """The first message of a process that joins; `optimizer` is the data of an `Optimizer`."""
+    """The first message of a process that joins a run; `optimizer` is an encoded `Optimizer`."""
 
     protocol: int
     run: str
@@ -100,21 +100,21 @@ class Welcome(Note, frozen=True):
     peers: dict[int, str]
     memory: str = ""
     replicas: int = 0
-    """Number of backups of each server."""
+    """Number of backup processes of each server."""
 
 
 class NodeLost(Note, frozen=True):
-    """Message that a node is lost, with the reason; `view` lists the remaining nodes."""
+    """Message that a node is lost, and why; `view` lists the remaining nodes."""
 
     address: int
     reason: str
     view: View
     replaced: bool = False
-    """Whether the node is a process of a server of which another process continues."""
+    """Whether the lost process belongs to a server that another process continues."""
 
 
 SAID: Notes = {"welcome": Welcome, "lost": NodeLost}
-"""Notes of the supervisor's messages that hold more than names with numbers and texts."""
+"""Types of notes in the supervisor's messages that hold more than names with numbers and texts."""
 
 
 class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
@@ -146,11 +146,11 @@ class NodeSpec:
     """Path of the run's folder."""
     workers: int
     supervisor: int
-    """Process id of the supervisor if it is on this host: this process ends as soon as the supervisor does. 0: the
-    supervisor is on another host, and its end shows only in the link to it.
+    """Process id of the supervisor if it is on this host: this process ends as soon as the supervisor does. 0 if the
+    supervisor is on another host; then only the broken link shows that it has ended.
     """
     process: int = 0
-    """Process id of the only process that may use this specification; 0: any process that has it."""
+    """Process id of the only process that may use this specification; 0 if any process may that has received it."""
     claimed: int = 0
     """Number of times that the process has used this specification: its calls of `distribute`, and of `join` if `join`
     came first.
@@ -167,12 +167,12 @@ class NodeSpec:
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 
     link_timeout: float = LINK_TIMEOUT
-    """Seconds for which the connection to another host may be away before a node counts as lost."""
+    """Seconds for which the connection to another host may be interrupted before a node counts as lost."""
     cut: ModelCut | None = None
     """Where the model is cut, if this process holds one part of it."""
     checkpoint: str = ""
-    """Folder of the checkpoint from which the node continues; empty if the run begins at its start. A relative path is
-    in `directory`, on another host than the coordinator's.
+    """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. A relative
+    path is in `directory`, on another host than the coordinator's.
     """
 
     def of_call(self, number: int) -> NodeSpec:
@@ -195,11 +195,13 @@ def folder_of_call(record: Path, number: int) -> Path:
 
 
 AGAIN = "again"
-"""Tag of the message that a worker begins the run with other workers, or leaves the run."""
+"""Tag of the message that tells a worker to take part in the run with other workers, or to leave."""
 
 
 class BeginAgain(Exception):
-    """The run continues with other workers: this process takes part by another node specification, or leaves."""
+    """Message that the run continues with other workers: this process takes part with another node specification, or
+    leaves.
+    """
 
     def __init__(self, node_spec: NodeSpec | None, config: str, waits: bool):
         """`node_spec`: None if the process leaves, or `waits` for another message; `config`: the run's configuration
@@ -210,8 +212,8 @@ class BeginAgain(Exception):
 
 
 def on_same_host(again: NodeSpec, before: NodeSpec) -> NodeSpec:
-    """The node specification with which a process takes part again; on another host than the coordinator's, with the
-    host's own places.
+    """Return the node specification with which a process continues; on another host than the coordinator's, with that
+    host's own folders.
     """
     if again.control:
         return again
@@ -220,14 +222,14 @@ def on_same_host(again: NodeSpec, before: NodeSpec) -> NodeSpec:
 
 
 def begin_again(message: Message) -> BeginAgain:
-    """What a supervisor's message with the tag `AGAIN` stands for."""
+    """Decode a supervisor's message with the tag `AGAIN`."""
     spec = str(message.note["spec"])
     node_spec = msgspec.json.decode(spec, type=NodeSpec) if spec else None
     return BeginAgain(node_spec, str(message.note["config"]), bool(message.note["wait"]))
 
 
 class Member:
-    """Membership of this process in a run."""
+    """The membership of this process in a run: its links to the supervisor and to the other nodes."""
 
     def __init__(
         self,
@@ -339,7 +341,9 @@ class Member:
         return cluster, params
 
     def expect(self, received: Mapping[Address, int]) -> None:
-        """Set the number of messages that had arrived from each peer at the checkpoint from which the run continues."""
+        """Set the number of messages that each peer had sent to this node at the checkpoint from which the run
+        continues.
+        """
         self._me.heard.update({peer: n for peer, n in received.items() if not self._renumbers(peer)})
 
     def _renumbers(self, peer: Address) -> bool:
@@ -347,8 +351,8 @@ class Member:
         return self._replicated and min(peer, self.node_spec.address) < 0
 
     def begin(self) -> None:
-        """Compare the clocks, tell the supervisor that this node is ready, and wait until all nodes are; then the clock
-        starts.
+        """Compare the clocks, tell the supervisor that this node is ready, and wait until all nodes are ready; then the
+        run's clock starts.
         """
         self.clock = offset_of([self._round_trip() for _ in range(ROUND_TRIPS)])
         self.tell("ready")
@@ -362,11 +366,13 @@ class Member:
         return RoundTrip(sent, float(note["heard"]), float(note["answered"]), self._now())
 
     def seconds(self) -> float:
-        """Seconds on the supervisor's clock since all nodes were ready."""
+        """Return the seconds, on the supervisor's clock, since all nodes were ready."""
         return self._now() + self.clock.seconds - self._went
 
     def meet_all(self, tag: str) -> None:
-        """Wait for the supervisor's message `tag` with the addresses of all peers, then for all connections."""
+        """Wait for the supervisor's message `tag` with the addresses of all peers, then until all connections are
+        open.
+        """
         self._meet(msgspec.json.decode(str(self.wait_for(tag).note["peers"]), type=dict[int, str]))
 
     def _handed_on(self, model: FlatArray | None, nodes: Sequence[Address]) -> FlatArray:
@@ -464,7 +470,7 @@ class Member:
                 self.tell("part", data[start : start + PART])
 
     def fail(self, failure: Failure) -> None:
-        """Report a failure of this process to the supervisor, if the supervisor still runs."""
+        """Report a failure of this process to the supervisor, if the supervisor is still running."""
         if not self._linked:
             send_to_control(self.node_spec, failure)
             return
@@ -472,10 +478,10 @@ class Member:
             self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """Return the next message from any node; None if no message arrives in that time, or if `also` becomes
-        readable.
+        """Return the next message from any node; None if no message arrives within the given seconds, or if `also`
+        becomes readable.
 
-        The array of a peer's message that is `wanted` may be received in its place.
+        The array of a `wanted` message may be received directly into the memory where it is needed.
         """
         if self._early:
             return self._early.popleft()
@@ -528,7 +534,7 @@ class Member:
                 attend(message)
 
     def wait_for_again(self) -> BeginAgain:
-        """Leave the connections to the other nodes, and wait until the run continues with other workers.
+        """Close the connections to the other nodes, and wait until the run continues with other workers.
 
         Raises:
             Interrupted: the run has ended instead.
@@ -545,7 +551,7 @@ class Member:
                 return again
 
     def leave(self) -> None:
-        """Leave the run that has ended; the link to the supervisor stays, for further calls of `distribute`."""
+        """Leave the run, which has ended; the link to the supervisor stays open for further calls of `distribute`."""
         self._close_bus(0.0)
 
     def close(self, linger: float) -> None:
@@ -587,7 +593,7 @@ class Member:
         self._early.extend(early)
 
     def wait_for(self, tag: str, source: Address = LAUNCHER) -> Message:
-        """Wait for a message with that tag from the supervisor, or from a peer."""
+        """Wait for a message with the given tag from the supervisor, or from a peer."""
         early: list[Message] = []
         while True:
             message = self.receive(PATIENCE)
@@ -614,12 +620,14 @@ class Member:
 
 
 def send_to_control(node_spec: NodeSpec, words: Hello | Failure) -> None:
-    """Send one message to the supervisor's control socket, which never answers."""
+    """Send one message to the supervisor's control socket, which sends no answers."""
     links.send_to_control(node_spec.control, msgspec.msgpack.encode(words), node_spec.heartbeat)
 
 
 def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failure:
-    """The report of an error to the supervisor: an error of flockstep, or of user code at that step."""
+    """Return the report of an error for the supervisor; the error comes from flockstep, or from user code in the given
+    step.
+    """
     kind, reason = type(error).__name__, str(error)
     if lacks_memory(error):
         reason = (
@@ -637,7 +645,7 @@ def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failu
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, says that there is no memory left."""
+    """Return whether an error, or an error that caused it, says that no memory is left."""
     if isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error))):
         return True
     return error.__cause__ is not None and lacks_memory(error.__cause__)
@@ -661,7 +669,9 @@ def in_short(error: Exception) -> str:
 
 
 def place_of(error: Exception) -> str:
-    """The place of an error in the user's own files, as " (script.py, line 7)"; empty if there is none."""
+    """Return where in the user's own files an error occurred, as " (script.py, line 7)"; empty if it was not in the
+    user's files.
+    """
     ours = str(Path(__file__).parents[1])
     others = tuple(f"{path}{os.sep}" for path in (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -671,17 +681,17 @@ def place_of(error: Exception) -> str:
 
 
 def stopped(message: Message) -> Exception:
-    """The error that a supervisor's "stop" message stands for."""
+    """Return the error that a supervisor's "stop" message stands for."""
     reason = str(message.note["reason"])
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 
 
 def die_with(pid: int, *directories: str, ended: Callable[[], object] = lambda: os._exit(1)) -> None:
-    """End this process as soon as process `pid` of this host has ended, for any reason; 0: do nothing.
+    """End this process as soon as process `pid` of this host has ended, for any reason; with 0, do nothing.
 
     `ended` is called, in a thread of its own, in place of ending this process.
 
-    The folders of the supervisor's sockets are removed then, because a supervisor that was killed leaves them behind. A
+    The folders of the supervisor's sockets are then removed, because a supervisor that was killed leaves them behind. A
     signal on the parent's death would not work: forked workers are children of a fork server, which outlives a killed
     supervisor.
     """

@@ -1,4 +1,4 @@
-"""The memberships of this process in runs, one for each call of `distribute`, and its communicator if it opens one."""
+"""The memberships of this process in runs, one for each call of `distribute`, and its communicator if it has one."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ that have not ended well.
 
 
 def add_membership(membership: Membership) -> None:
-    """Add a membership of this process."""
+    """Register a membership of this process."""
     _memberships.append(membership)
 
 
 def end_membership(membership: Membership) -> None:
-    """Forget a membership whose run has ended, so that the script may drop the model.
+    """Remove a membership whose run has ended, so that the script may release the model. The membership of the first
+    call remains.
 
     The membership of the first call remains.
     """
@@ -69,10 +70,11 @@ def end_membership(membership: Membership) -> None:
 
 
 def require_side_by_side(more: int = 0) -> None:
-    """Refuse several runs at a time if the strategy of one has background tasks; `more`: runs that are about to begin.
+    """Refuse several simultaneous runs if the strategy of one of them has background tasks; `more` has the runs that
+    are about to begin.
 
-    While the process waits in another run, nobody would continue these tasks, and they would write to parameters
-    between the script's forward and backward pass.
+    While the process waits in another run, these tasks would stop, or they would write to parameters between the
+    script's forward and backward pass.
 
     Raises:
         CompositionError: a strategy has background tasks.
@@ -99,7 +101,7 @@ def memberships_here() -> list[Membership]:
 
 
 def barrier() -> None:
-    """Wait until every rank has called this.
+    """Wait until every rank has called this function.
 
     Raises:
         ConfigurationError: this process follows no strategy at this time.
@@ -115,5 +117,7 @@ def barrier() -> None:
 
 
 def membership_here() -> Membership | None:
-    """The newest membership that has not ended, or else the last one; None if the process has taken part in no run."""
+    """Return the newest membership that has not ended, otherwise the last one; None if the process has taken part in no
+    run.
+    """
     return (memberships_here() or _memberships or [None])[-1]  # type: ignore[list-item]

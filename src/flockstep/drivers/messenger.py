@@ -1,4 +1,6 @@
-"""Moves a node's messages between processes, for a strategy's programs and for calls of a script."""
+"""Sends and delivers a node's messages between processes, for the programs of a strategy and for the calls of a
+script.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from flockstep.transports.bus import LAUNCHER, Bus
 RETRY = 0.005
 """Seconds after which a message is sent again if the bus had no room for the message."""
 Receive = Callable[..., Message | None]
-"""Function that returns the next message of a peer or the supervisor; None after the given number of seconds (None: no
-limit).
+"""Function that returns the next message from a peer or the supervisor; None if none arrives within the given seconds
+(None: no limit).
 """
 
 
 class Messenger(ABC):
     """Sends a node's messages, and delivers the messages that arrive from other nodes.
 
-    Messages that the bus has no room for are queued for each peer.
+    Messages for which the bus has no room are queued for each peer.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class Messenger(ABC):
 
     @abstractmethod
     def drive(self, runner: Runner) -> None:
-        """Deliver messages, waiting for them, until the program waits for none."""
+        """Wait for messages and deliver them, until the program waits for no message."""
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer, and wait until there is room for it.
+        """Send a message to a peer, and wait until the bus has room for the message.
 
         Messages that arrive meanwhile are delivered.
         """
@@ -77,7 +79,7 @@ class Messenger(ABC):
         self._held.setdefault(to, deque()).append(message)
 
     def retry(self) -> None:
-        """Send queued messages as far as there is room."""
+        """Send queued messages, as many as the bus has room for."""
         for to, held in list(self._held.items()):
             while held and self._sent(to, held[0]):
                 held.popleft()
@@ -104,7 +106,7 @@ class Messenger(ABC):
         self.node.poll()
 
     def take(self, message: Message) -> None:
-        """Deliver a message, or follow an instruction of the supervisor.
+        """Deliver a message from a peer, or carry out an instruction of the supervisor.
 
         Raises:
             Interrupted: the supervisor ended the run.
@@ -135,5 +137,7 @@ class Messenger(ABC):
         raise PeerLost(reason)
 
     def unreachable(self, to: Address) -> None:
-        """Handle a broken connection; returns when the peer is known to be lost and this node can continue."""
+        """Handle a broken connection; return when it is certain that the peer is lost and this node can continue
+        without the peer.
+        """
         raise PeerLost(f"{node_name(to)} is not reachable from {node_name(self.node.address)}")

@@ -1,4 +1,4 @@
-"""Creation of the nodes of a run and of their random streams, equal for every driver."""
+"""Creates the nodes of a run and their random streams, in the same way for every driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.strategies.base import Strategy
 
 
 def node_random(seed: int, address: Address) -> np.random.Generator:
-    """Random generator of a node, independent of the process in which the node runs."""
+    """Return the random generator of a node, which does not depend on the process in which the node runs."""
     return np.random.default_rng(np.random.SeedSequence((seed, 0x5747, address + (1 << 31))))
 
 
@@ -37,9 +37,9 @@ def make_worker(
 ) -> Worker:
     """Create a worker whose live replica is `params` (K,).
 
-    If `steps` is None, the worker trains as long as the user's loop. `optimizer`: the worker's optimizer in the form
-    that servers use; `train_size` and `samples`: numbers of training samples in total and in the worker's part;
-    `layers` returns the layers whose gradients can be factored.
+    If `steps` is None, the worker trains as long as the user's loop runs. `optimizer` is the worker's optimizer in the
+    form that servers use; `train_size` and `samples` are the numbers of training samples in total and in the worker's
+    part; `layers` returns the layers whose gradients can be factored.
     """
     worker = Worker(
         rank, cluster, params, node_random(seed, rank), stepper, steps, optimizer, train_size, schema.slices
@@ -58,7 +58,7 @@ def make_server(
     seed: int,
     optimizer: Optimizer,
 ) -> Server:
-    """Create server number `index` with a copy of its part of `params` (K,)."""
+    """Create server number `index` with a copy of the part of `params` (K,) that the server holds."""
     held = strategy.held(cluster.workers, len(params))[index]
     node = Server(index, cluster, copied(params[held]), node_random(seed, server(index)), optimizer)
     node.schema, node.held = schema, held

@@ -1,4 +1,6 @@
-"""Metrics of a node, written to the record as events: bytes and messages sent and received, and the use of time."""
+"""Metrics of a node, written to the record as events: bytes and messages sent and received, and how the time was
+spent.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from flockstep.transports.bus import Traffic
 
 Emit = Callable[[Event], None]
 SPAN_STEPS = 8
-"""Number of first steps for which spans are recorded, for the timeline."""
+"""Number of first steps of a worker for which spans are recorded, for the timeline."""
 SPAN_NODES = 16
-"""Number of first workers for which spans are recorded; servers always record spans."""
+"""Number of workers, the first by rank, for which spans are recorded; servers always record spans."""
 SPANS = 100
-"""Largest number of spans of one node; a server has no steps that would limit them."""
+"""Largest number of spans of one node, needed for servers, which have no steps that would limit them."""
 
 
 class NodeMetrics:
@@ -48,7 +50,7 @@ class NodeMetrics:
         self._at_last_step = self._totals()
 
     def spent(self, kind: str, start: float, end: float) -> None:
-        """Count time spent on `kind`: compute, wait or comm."""
+        """Count time that the node spent on `kind`: compute, wait or comm."""
         if end <= start:
             return
         self.seconds[kind] += end - start
@@ -106,7 +108,7 @@ class NodeMetrics:
             self.emit(RefusedEvent(t, self.address, source, reason))
 
     def scalar(self, t: float, name: str, value: float) -> None:
-        """Record a scalar of the strategy."""
+        """Record a scalar figure of the strategy."""
         if self.emit is not None:
             self.emit(ScalarEvent(t, self.address, name, value))
 
@@ -123,7 +125,7 @@ class NodeMetrics:
         self.emit(NodeEvent(self.address, t, self.steps, *counts, fingerprint(params), self.backup_of))
 
     def kept(self) -> dict[str, int | float | list[int | float]]:
-        """The totals so far, with which `restore` continues."""
+        """Return the totals so far, from which `restore` continues."""
         return {
             **self.seconds,
             **dataclasses.asdict(self.traffic),

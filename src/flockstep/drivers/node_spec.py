@@ -22,7 +22,9 @@ NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 
 
 def spec_from_environment() -> NodeSpec | None:
-    """The node specification that `flockstep launch` gave to this process; None if the process was not launched."""
+    """Return the node specification that `flockstep launch` gave to this process; None if the process was not
+    launched.
+    """
     node_spec = _spec_of_script()
     return node_spec if node_spec is not None and node_spec.process == os.getpid() else None
 
@@ -36,10 +38,11 @@ def _spec_of_script() -> NodeSpec | None:
 
 
 def require_own_process(name: str) -> None:
-    """Raise `ConfigurationError` in a process that the script of a run started, where `name` would act on its own.
+    """Raise `ConfigurationError` in a process that the script of a run has started, where a call of `name` would not
+    belong to the run.
 
-    The process may call `name` while it imports the script again, as data loaders' workers do, because the result is
-    unused.
+    A process that imports the script again, such as a data loader's worker, may call `name` during the import, because
+    the result is not used.
     """
     node_spec = _spec_of_script()
     anew = getattr(multiprocessing.current_process(), "_inheriting", False)
@@ -70,7 +73,9 @@ def enter_run(timeout: float = TIMEOUT) -> NodeSpec | None:
 
 
 def claim_spec() -> NodeSpec | None:
-    """The node specification for the next call of `distribute` in this process; None if it takes part in no run."""
+    """Return the node specification for the next call of `distribute` in this process; None if this process takes part
+    in no run.
+    """
     node_spec = enter_run()
     if node_spec is None:
         return None
@@ -79,15 +84,15 @@ def claim_spec() -> NodeSpec | None:
 
 
 def spec_to_text(node_spec: NodeSpec) -> str:
-    """The node specification as text for the environment variable."""
+    """Return the node specification as text for the environment variable."""
     return msgspec.json.encode(asdict(node_spec)).decode()
 
 
 def place_of_script() -> tuple[int, int]:
-    """Rank of this process's script and number of workers; (0, 1) for a script that was not launched.
+    """Return the rank of this process's script and the number of workers; (0, 1) for a script that was not launched.
 
     Raises:
-        ConfigurationError: a launcher that is not known has started several processes, which would train independently.
+        ConfigurationError: an unsupported launcher has started several processes, which would train independently.
     """
     node_spec = _spec_of_script()
     if node_spec is not None:
@@ -98,9 +103,10 @@ def place_of_script() -> tuple[int, int]:
 
 @contextmanager
 def joining_run(name: str, timeout: float = TIMEOUT) -> Iterator[None]:
-    """Context manager in which `flockstep.{name}` joins the run: custom components are imported, and errors reported.
+    """Context manager in which `flockstep.{name}` joins the run: custom components are imported, and errors are
+    reported.
 
-    `timeout`: see `enter_run`.
+    `timeout` is that of `enter_run`.
 
     Raises:
         ConfigurationError: the script of a launched run has started this process, or the run cannot begin.
@@ -118,9 +124,10 @@ def joining_run(name: str, timeout: float = TIMEOUT) -> Iterator[None]:
 
 
 def refuse(error: FlockstepError, before: NodeSpec | None) -> None:
-    """Report an error of a call that has not joined a run to the supervisor; `before`: the specification at the call.
+    """Tell the supervisor about an error of a call that has not joined a run; `before` is the specification at the time
+    of the call.
 
-    The supervisor prints the error instead of Python.
+    The supervisor prints the error, and Python does not.
     """
     node_spec, first = spec_from_environment(), first_membership()
     if node_spec is None or before is None or node_spec.claimed != before.claimed:

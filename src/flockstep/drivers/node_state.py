@@ -1,4 +1,4 @@
-"""The state of a node that must survive a restart of its program, in virtual time and in a process."""
+"""The state of a node that must survive a restart of its program, in virtual time and in a real process."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ class Saved:
     version: int
     batches: dict[int, tuple[SamplerState, int]]
     mailbox: Mailbox | None = None
-    """Messages that have arrived and were not read; None after the end of a run, when all messages have been used."""
+    """Messages that have arrived and that no program has read; None after the end of a run, when all messages have been
+    used.
+    """
     sent: dict[Address, int] = field(default_factory=dict)
     gone: tuple[set[Address], ...] = ()
-    """The nodes that are dead, the nodes that have left, and the nodes of which the program has been told that they
-    left.
-    """
+    """The nodes that are dead, the nodes that have left, and the nodes that the program knows to have left."""
     view: tuple[int, tuple[int, ...]] | None = None
     """Epoch and ranks of the workers that the node believes alive; None after the end of a run."""
     tasks: int = 0
     """Number of background tasks that the node has started."""
     taken: dict[str, list[Message]] = field(default_factory=dict)
-    """Messages taken by tasks that the program restarts."""
+    """Messages that were received by tasks which the program starts again."""
 
     def settle(self, node: Node) -> None:
-        """Drop what tasks have sent and drawn while they were restarted, because it was sent and drawn before."""
+        """Drop what tasks have sent and drawn while they were started again: they had sent and drawn it before."""
         node.sent, node.started = self.sent, self.tasks
         node.random.bit_generator.state = self.random
 
 
 def facts_of(node: Node, stepper: LocalOptimizer | None, batches: Batches | None) -> Saved:
-    """The current state of a node, not copied, without its messages; a server has no `stepper` and no `batches`."""
+    """Return the current state of a node without its messages, not copied; a server has no `stepper` and no
+    `batches`.
+    """
     optimizer = node.optimizer_state if isinstance(node, Server) else stepper.state if stepper else OptimizerState()
     return Saved(
         node.params,
@@ -59,7 +61,9 @@ def facts_of(node: Node, stepper: LocalOptimizer | None, batches: Batches | None
 
 
 def restart_point(node: Node, stepper: LocalOptimizer | None, batches: Batches | None) -> Saved:
-    """The current state of a node with its messages, not copied, from which its program can restart."""
+    """Return the current state of a node with its messages, not copied; the node's program can restart from this
+    state.
+    """
     gone = node.lost, node.departed, node.reported_departures
     view = node.view.epoch, node.view.ranks
     facts = replace(facts_of(node, stepper, batches), mailbox=node.mailbox, sent=node.sent, gone=gone, view=view)
@@ -67,7 +71,7 @@ def restart_point(node: Node, stepper: LocalOptimizer | None, batches: Batches |
 
 
 def restore(node: Node, saved: Saved, stepper: LocalOptimizer | None) -> None:
-    """Give a node a saved state, which no other node shares; the caller restores the place in the data."""
+    """Set a node's state to a saved state, which no other node shares; the caller restores the position in the data."""
     node.params[:] = saved.params
     node.step, node.state = saved.step, saved.state
     node.random.bit_generator.state = saved.random

@@ -1,4 +1,6 @@
-"""The data-parallel groups of a split model: the workers and servers that hold the same part, and their addresses."""
+"""The data-parallel groups of a split model: each has the workers and servers that hold the same part, with their
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -29,36 +31,38 @@ class PartGroup:
 
     @property
     def span(self) -> slice:
-        """The part's elements in the flat array of the whole model."""
+        """Slice of the part in the flat array of the whole model."""
         return slice(self.start, self.stop)
 
     def schema(self, whole: Schema) -> Schema:
-        """Return the layout of the part, from that of the whole model."""
+        """Return the schema of the part, given the schema of the whole model."""
         within = [entry for entry in whole.entries if self.start <= entry.offset < self.stop]
         return Schema(whole.dtype, tuple(replace(entry, offset=entry.offset - self.start) for entry in within))
 
     def outside(self, address: Address) -> Address:
-        """Return the address in the whole run of a node of this group."""
+        """Return the address, in the whole run, of a node of this group."""
         return address * self.parts + self.part if address >= 0 else address - self.part * self.servers
 
     def inside(self, address: Address) -> Address | None:
-        """Return the address in this group of a node of the run; None if the node belongs to another group."""
+        """Return the address, in this group, of a node of the run; None if the node belongs to another group."""
         if address >= 0:
             return address // self.parts if address % self.parts == self.part else None
         index = -1 - address
         return server(index % self.servers) if index // self.servers == self.part else None
 
     def view(self, view: View) -> View:
-        """Return the replicas whose part of this group takes part."""
+        """Return the view of this group: the replicas whose part in this group takes part in the run."""
         return View(view.epoch, tuple(rank // self.parts for rank in view.ranks if rank % self.parts == self.part))
 
     def hosts(self, hosts: Hosts) -> Hosts:
-        """Return the replicas whose part of this group is on each host."""
+        """Return for each host the replicas whose part in this group is on the host."""
         found = (tuple(rank // self.parts for rank in host if rank % self.parts == self.part) for host in hosts)
         return tuple(host for host in found if host)
 
 
 def groups_of(sizes: Sequence[int], servers: int) -> list[PartGroup]:
-    """Return the groups of a model whose parts have these numbers of elements; `servers`: number for each group."""
+    """Return the groups of a model whose parts have the given numbers of elements; `servers` is the number of servers
+    of each group.
+    """
     spans = pairwise(accumulate(sizes, initial=0))
     return [PartGroup(part, len(sizes), servers, start, stop) for part, (start, stop) in enumerate(spans)]

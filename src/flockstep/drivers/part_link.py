@@ -1,4 +1,6 @@
-"""What a node of a split model's run sees of the run: the nodes of its own group, and the stages of its own replica."""
+"""The view that a node of a split model's run has of the run: the nodes of its own group, and the stages of its own
+replica.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class PartLink(Bus):
         """Address in the run of stage 0 of this worker's replica."""
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """Return the next message for this node; None if no message arrives in that time.
+        """Return the next message for this node; None if no message arrives within the given time.
 
         Raises:
             PeerLost: a node is lost that this node needs, although it belongs to another group.
@@ -42,7 +44,8 @@ class PartLink(Bus):
         return None
 
     def within(self, message: Message) -> Message | None:
-        """Return a message of the run with the addresses of the group; None if it is about another group.
+        """Return a message with the addresses translated from the run to the group; None if the message is about
+        another group.
 
         Raises:
             PeerLost: a node is lost that this node needs, although it belongs to another group.
@@ -84,7 +87,9 @@ class PartLink(Bus):
         return self._bus.waiting(self._outside(peer))
 
     def broken(self, seconds: float) -> set[Address]:
-        """The nodes of the group, and the stages of the own replica, whose connection ended `seconds` ago."""
+        """The nodes of the group, and the stages of this worker's replica, whose connections broke at least `seconds`
+        ago.
+        """
         known = range(self._first, self._first + self.group.parts) if self._me >= 0 else ()
         broken = self._bus.broken(seconds)
         return {self._inside(one) for one in broken if one in known or self.group.inside(one) is not None}

@@ -1,7 +1,7 @@
-"""What the programs of a split model's parts have in common, and what runs them in every driver.
+"""The base of the programs that compute the parts of a split model, and the runner that executes them in every driver.
 
-A part belongs to a worker. Its program answers the requests for a gradient of the worker's strategy, by passes whose
-time a driver lets go by, and by messages to the other parts of the same replica.
+A part belongs to a worker. Its program answers the strategy's requests for a gradient: by passes, whose time the driver
+provides, and by messages to the other parts of the same replica.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from flockstep.programs import NeedGradient
 from flockstep.strategies.base import Strategy
 
 STREAM = 0x57A6E
-"""Part of the seed of the parts' generators, which separates them from the nodes' generators."""
+"""Number in the seed of the parts' random generators that separates them from the nodes' generators."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeedPass:
-    """A part's request for the time of a pass; the driver resumes the part when the pass has ended."""
+    """Request of a part for the time of a pass; the driver resumes the part when this time has passed."""
 
     step: int
-    """Number of the step of which the pass is a part."""
+    """Number of the step to which the pass belongs."""
     share: float
-    """Work of the pass over a whole batch, as a share of the work of a gradient of the whole model."""
+    """Work of the pass over a whole batch, divided by the work of a gradient of the whole model."""
     samples: int
     """Number of samples of the pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeedRequest:
-    """A part's wait for the next request for a gradient; it has answered the one before, if there was one."""
+    """Request of a part to wait for the next request for a gradient; the part has answered the previous request, if
+    there was one.
+    """
 
 
 PartEffect = Wanted | NeedPass | NeedRequest
@@ -71,7 +73,9 @@ class PartProgram(ABC):
 
     @abstractmethod
     def requested(self, params: FlatArray) -> None:
-        """Take in the worker's parameters (K,) at a request for a gradient; they may change afterwards."""
+        """Copy the worker's parameters (K,) when its strategy requests a gradient; the parameters may change
+        afterwards.
+        """
 
     @abstractmethod
     async def program(self) -> None:
@@ -79,7 +83,7 @@ class PartProgram(ABC):
 
 
 class PartRunner:
-    """Runs the program of a part; a driver delivers its messages, ends its passes and passes on its gradients."""
+    """Runs the program of a part; a driver delivers its messages, ends its passes, and takes its gradients."""
 
     def __init__(
         self, part: PartProgram, begin: Callable[[NeedPass], None], answer: Callable[[FlatArray, float], None]
@@ -95,7 +99,7 @@ class PartRunner:
         self._resume(None)
 
     def request(self, params: FlatArray) -> None:
-        """Begin the next step, at the parameters (K,) of the part's worker.
+        """Start the next step with the current parameters (K,) of the part's worker.
 
         Raises:
             RunError: the part has computed all its steps.
@@ -108,17 +112,17 @@ class PartRunner:
         raise RunError(f"stage {self.part.number} has no further step; start the run again")
 
     def deliver(self, message: Message) -> None:
-        """Handle a message of another part."""
+        """Handle a message from another part of the replica."""
         self.part.mailbox.put(message)
         if isinstance(self.waiting, Wanted):
             self._look()
 
     def passed(self) -> None:
-        """End the current pass."""
+        """End the current pass, because its time has passed."""
         self._resume(None)
 
     def close(self) -> None:
-        """End the part at its current point."""
+        """End the part's program at its current point."""
         self._program.close()
         self.waiting, self.done = None, True
 
@@ -145,15 +149,17 @@ class PartRunner:
 
 
 def part_random(seed: int, replica: int, number: int, step: int) -> np.random.Generator:
-    """Return the generator of a part for codecs with random choices in one step, equal for every driver."""
+    """Return the generator with which a part draws the random choices of codecs in one step; all drivers return the
+    same generator.
+    """
     return np.random.default_rng(np.random.SeedSequence((seed, STREAM, replica, number, step)))
 
 
 def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) -> None:
-    """Check that a worker's program asks for nothing but the gradient of its next batch.
+    """Check that a worker's program requests only the gradient of its next batch.
 
     Raises:
-        CompositionError: the parts of a split model do not compute what the program asks for.
+        CompositionError: the program requests something that the parts of a split model do not compute.
     """
     if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
         raise CompositionError(

@@ -1,4 +1,4 @@
-"""The program of each kind of part of a split model."""
+"""Creates the program of each kind of part of a split model."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def program_of(
         plan: plan of the part's data-parallel group.
         batch: function that returns the samples of the replica's next batch.
         send: function (part, message) that sends a message to another part of the replica.
-        taken: number of steps that the part has taken before, in a run that continues.
+        taken: number of steps that the part took before the run was continued.
 
     Raises:
-        CompositionError: no program computes the parts of such a model.
+        CompositionError: there is no program for the parts of such a model.
     """
     facts = plan.steps, batch, send, partial(part_random, plan.seed, replica, part), taken
     match model:

@@ -12,10 +12,10 @@ from pathlib import Path
 from flockstep.errors import ConfigurationError
 
 COORDINATOR = "FLOCKSTEP_COORDINATOR"
-"""Environment variable with the coordinator's HOST:PORT, for a launcher that names no host or an unsuitable one."""
+"""Environment variable with the coordinator's HOST:PORT, for launchers that provide no host or an unsuitable host."""
 PORTS = range(20000, 30000)
-"""Ports of coordinators. A run has the port at the position CRC-32(`Place.run`) modulo 10,000: all of its hosts compute
-the same port, below the ports that systems give to outgoing connections.
+"""Ports of coordinators. A run uses the port at index CRC-32(`Place.run`) modulo 10,000, so that all hosts compute the
+same port. The ports are below those that operating systems assign to outgoing connections.
 """
 PROXY = "hydra_pmi_proxy"
 """Name of the process that starts the ranks of a host under MPICH's mpirun."""
@@ -30,16 +30,18 @@ class Place:
     rank: int
     workers: int
     local_rank: int
-    """Number of this process among the processes of its host, from 0; not always in the order of the ranks."""
+    """Number of this process among the processes of its host, from 0; the numbers need not follow the order of the
+    ranks.
+    """
     local_workers: int
     node_rank: int | None
-    """Number of this host, from 0; None if the launcher does not tell it."""
+    """Number of this host, from 0; None if the launcher does not provide the number."""
     nodes: int | None
-    """Number of hosts; None if the launcher does not tell it."""
+    """Number of hosts; None if the launcher does not provide the number."""
     coordinator: str | None
-    """HOST:PORT of the coordinator; None if all workers are on this host, or the launcher names no host."""
+    """HOST:PORT of the coordinator; None if all workers are on this host, or if the launcher provides no host."""
     by: str
-    """The launcher that started the process: torchrun, mpirun or srun."""
+    """Name of the launcher that started the process: torchrun, mpirun or srun."""
     run: str
     """Text that is equal in all processes of the run on this host, and different in the processes of other runs."""
 
@@ -71,15 +73,15 @@ def place_from(environment: Environment) -> Place | None:
 
 
 def port_of(run: str) -> int:
-    """The port of the coordinator of a run; see `PORTS`."""
+    """Return the coordinator's port in a run; see `PORTS`."""
     return PORTS[zlib.crc32(run.encode()) % len(PORTS)]
 
 
 def host_names(text: str) -> Iterator[str]:
-    """The names of hosts in Slurm's short form, such as a1,b[01-03,7]-ib.
+    """Return the names of hosts from Slurm's short form, such as a1,b[01-03,7]-ib.
 
     Raises:
-        ValueError: the text is no list of hosts.
+        ValueError: the text is not a list of hosts.
     """
     entries = re.findall(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+", text)
     if not entries or ",".join(entries) != text:
@@ -102,10 +104,10 @@ def _numbers(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each host in Slurm's short form: 2(x3),1 is 2, 2, 2, 1.
+    """Return the number of tasks of each host from Slurm's short form: 2(x3),1 means 2, 2, 2, 1.
 
     Raises:
-        ValueError: the text is no list of numbers.
+        ValueError: the text is not a list of numbers.
     """
     counts: list[int] = []
     for entry in text.split(","):

@@ -1,4 +1,4 @@
-"""The plan of a run: the resolved choices that a driver needs."""
+"""The plan of a run: all resolved settings that a driver needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from flockstep.workloads.sampler import Sampler, SamplerState
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One run: strategy, cluster, budget and seed. `parts[rank]` holds the indices of a worker's training samples."""
+    """The plan of one run: strategy, cluster, budget and seed. `parts[rank]` holds the indices of a worker's training
+    samples.
+    """
 
     strategy: Strategy
     cluster: Cluster
@@ -36,7 +38,7 @@ class Plan:
     seed: int
     result: ResultPolicy
     evaluate_every: int
-    """Steps per worker between two evaluations of the model, which take no time on the run's clock."""
+    """Number of steps of a worker between two evaluations of the model; evaluations take no time on the run's clock."""
     timetable: Timetable | None = None
     """Changes of learning rate and batch size; None if both are constant."""
 
@@ -111,7 +113,8 @@ def require_steppable(strategy: Strategy, optimizer: Optimizer) -> None:
 def whole_cluster(group: Cluster, parts: int) -> Cluster:
     """Return the nodes of a run of a split model, of which each of `parts` parts has a group of nodes like `group`.
 
-    The worker of replica r and part p has rank r × parts + p; the servers of a part follow those of the part before.
+    The worker of replica r and part p has rank r × parts + p; the servers of a part follow the servers of the previous
+    part.
     """
     beside = tuple(rank * parts + part for part in range(parts) for rank in group.beside)
     return Cluster(group.workers * parts, group.servers * parts, beside, group.replicas)
@@ -150,11 +153,13 @@ def require_splittable(plan: Plan) -> None:
 
 
 FIRST_BATCH = -1
-"""Key, in the state of `Batches`, of the position at which blocks of data begin that have not been read."""
+"""Key in the state of `Batches` that holds the position from which blocks of data have not been read."""
 
 
 class Batches:
-    """The samples of a worker's gradients: batches of its own part of the data, or the samples that it asks for."""
+    """The samples of a worker's gradients: batches of the worker's own part of the data, or the samples that the worker
+    requests.
+    """
 
     def __init__(self, plan: Plan, rank: int):
         self._plan = plan
@@ -167,7 +172,7 @@ class Batches:
     def next(self, need: NeedGradient) -> Indices:
         """Indices of the samples of the requested gradient.
 
-        A block's batch of a given turn is equal for all workers.
+        The n-th batch of a block of data is equal for all workers.
         """
         if need.samples is not None:
             return np.arange(*need.samples, dtype=np.int64)
@@ -182,18 +187,20 @@ class Batches:
         return self._samplers[block].next(self._plan.batch_at(turn))
 
     def upcoming(self) -> Indices | None:
-        """Indices of the batch after the last one, if the worker asks for no other; None if they are not known yet."""
+        """Indices of the batch after the last one, if the worker requests no other batch; None if they are not known
+        yet.
+        """
         if (sampler := self._samplers.get(self._rank)) is None:
             return None
         return sampler.peek(self._plan.batch_at(self._turns[self._rank]))
 
     def state(self) -> dict[int, tuple[SamplerState, int]]:
-        """Position in each block of data that has been read."""
+        """Return the position in each block of data that has been read."""
         read = {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
         return {FIRST_BATCH: self._first, **read}
 
     def restore(self, state: dict[int, tuple[SamplerState, int]]) -> None:
-        """Continue to draw batches at a saved position."""
+        """Continue to draw batches from a saved position."""
         self._first = state.get(FIRST_BATCH, self._first)
         for block, (saved, turn) in state.items():
             if block == FIRST_BATCH:
@@ -212,7 +219,7 @@ class Batches:
 def computed(
     engine: Engine, need: NeedGradient, params: FlatArray, indices: Indices, out: FlatArray, rank: int, step: int
 ) -> float:
-    """Write the gradient that a worker requests into `out`; return the mean loss."""
+    """Compute the gradient that a worker requests and write it into `out`; return the mean loss."""
     if need.layers:
         return engine.factored(params, indices, need.layers, out, rank, step)
     if need.teachers:
@@ -238,6 +245,6 @@ class LocalOptimizer:
         self._optimizer.step(params, gradient, self.state, self.lr)
 
     def reset(self, params: FlatArray) -> None:
-        """Reset the state, for example the momentum."""
+        """Reset the optimizer's state, for example the momentum, to its initial value."""
         self.state = self._optimizer.init(params)
         self.state.tensors = self._tensors

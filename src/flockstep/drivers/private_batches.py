@@ -17,7 +17,8 @@ class PrivateBatches(EpochBatches[B]):
     """All batches of an iterable that this worker alone has.
 
     A worker whose batches run out takes part in the steps of the other workers until every worker has used all of its
-    own, as under `optimizer.join()`: no batch is left out or used twice, and all workers begin the next epoch together.
+    batches, as under `optimizer.join()`: every batch is used exactly once in an epoch, and all workers begin the next
+    epoch together.
     """
 
     def __iter__(self) -> Iterator[B]:

@@ -37,10 +37,11 @@ from flockstep.strategies.base import Strategy
 def run_worker(
     node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]], asked_to_leave: Callable[[], bool] = lambda: False
 ) -> int | BeginAgain:
-    """Take part in a run as a worker; return the exit code of the process, or how it takes part again.
+    """Take part in a run as a worker; return the exit code of the process, or the specification with which the process
+    continues in the run.
 
-    `make` returns the engine, which has computed a gradient (see `warm_up`), and the plan. `asked_to_leave`: whether a
-    signal asks this worker to leave the run.
+    `make` returns the engine, which has computed a gradient (see `warm_up`), and the plan. `asked_to_leave` returns
+    whether a signal has asked this worker to leave the run.
     """
     with _guarded(node_spec) as guard:
         engine, plan = make()
@@ -125,7 +126,7 @@ def run_server(
 ) -> int:
     """Take part in a run as a server; return the exit code of the process.
 
-    `group`: the group of the server, if the model is split; `index` counts the servers of this group.
+    `group` is the group of the server if the model is split; `index` counts the servers of this group.
     """
     with _guarded(node_spec) as guard:
         rule = Strategy.parse(strategy)

@@ -1,4 +1,4 @@
-"""Operations of workers and servers between two steps of a script: restart on a replaced model, and read out state.
+"""Operations of workers and servers between two steps of a script: restarting from a replaced model, and reading state.
 
 A strategy's programs restart as at the start of a run. Every worker ends its program at its request for a gradient and
 tells all other workers. When all workers have done so, each server ends its program and tells the other servers.
@@ -47,7 +47,9 @@ class ProgramStopped(Note, frozen=True):
 
 
 class Recall(Note, frozen=True):
-    """Request for the state of a server's optimizer, now or (`last`) when the server's program has ended."""
+    """Note that requests the state of a server's optimizer: its current state, or with `last` its state at the end of
+    the server's program.
+    """
 
     last: bool = False
 
@@ -56,7 +58,7 @@ NOTES: Notes = {STOPPED: ProgramStopped, RECALL: Recall, f"reply to {RECALL}": O
 
 
 def notes_of(strategy: Strategy) -> Notes:
-    """Kinds of notes in the run of a script: the strategy's notes and the notes of this module."""
+    """Return the kinds of notes in the run of a script: the notes of the strategy, and the notes of this module."""
     return {**strategy.notes, **NOTES}
 
 
@@ -65,7 +67,7 @@ class ProgramRestart(Exception):
 
 
 class ScriptRequests:
-    """Answers the requests of a script's driver to a server, in addition to the server's program."""
+    """Answers requests that a script's driver sends to a server, while the server's program runs."""
 
     def __init__(self, node: Server, strategy: Strategy):
         self.stopped = False
@@ -81,7 +83,9 @@ class ScriptRequests:
         self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
-        """Take a message of the driver's channel; return whether the message was taken from the program."""
+        """Handle a message of the driver's channel; return whether the message was one, so that the program must not
+        receive it.
+        """
         if not message.tag.endswith(CHANNEL):
             return False
         self._node.mailbox.hear(message)
@@ -115,12 +119,12 @@ class ScriptRequests:
             raise ProgramRestart
 
     def end(self) -> None:
-        """Answer the requests that were made for the end of the program."""
+        """Answer the requests that had to wait for the end of the program."""
         for message in self._asked_for_the_end:
             self._answer(message)
 
     def restart(self) -> None:
-        """Take the new parameters, and the optimizer's state if it was sent; forget everything else."""
+        """Set the new parameters, and the optimizer's state if it was sent; discard all other state."""
         node, stopped = self._node, self._stopped
         new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
         node.params[:] = new.payload
@@ -146,7 +150,7 @@ class ScriptRequests:
 
 
 def end_tasks(node: Node) -> None:
-    """End every background task at its current point."""
+    """End every background task of a node at its current point."""
     while node.tasks:
         node.tasks.pop().close()
 
@@ -160,7 +164,9 @@ def _state(memory: OptimizerStateHeader, slots: dict[str, FlatArray]) -> Optimiz
 
 
 def forget(node: Node, before: int) -> None:
-    """Drop the messages for the node's program, except leave messages; the run has taken `before` steps."""
+    """Drop the messages for the node's program, except messages that nodes leave; `before` is the number of steps that
+    the run has taken.
+    """
     node.mailbox.clear(but=CHANNEL)
     node.step, node.before = 0, before
     node.reported_departures.clear()
@@ -169,7 +175,7 @@ def forget(node: Node, before: int) -> None:
 
 
 async def common_steps(me: Worker, steps: float) -> float:
-    """Number of steps in the state of rank 0's optimizer."""
+    """Return the number of steps in the optimizer state of rank 0."""
     if me.rank == 0:
         me.send_all(me.peers, "steps", None, {"steps": steps})
         return steps
@@ -177,7 +183,7 @@ async def common_steps(me: Worker, steps: float) -> float:
 
 
 async def all_here(me: Worker) -> None:
-    """Wait until every other worker has reached this point, too.
+    """Wait until every other worker has also called this function.
 
     Raises:
         PeerLost: a worker died, or left the run before.
@@ -189,8 +195,8 @@ async def all_here(me: Worker) -> None:
 
 
 async def meet(me: Worker, word: str) -> int:
-    """Send `word`, and wait until every other living worker has sent `word`; return the largest number of steps of a
-    worker.
+    """Send `word` to all workers, and wait until every living worker has sent `word`; return the largest number of
+    steps of a worker.
     """
     me.send_all(me.peers, word)
     most = me.step
@@ -205,7 +211,7 @@ async def restart_programs(me: Worker, held: Sequence[slice], optimizer: Optimiz
 
     Old messages are dropped.
 
-    `before`: number of steps that the run has taken on rank 0.
+    `before` is the number of steps that rank 0 has taken in the run.
     """
     root = min([me.rank, *me.peers])
     for index, part in enumerate(held):
@@ -231,7 +237,9 @@ async def restart_programs(me: Worker, held: Sequence[slice], optimizer: Optimiz
 
 
 async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray:
-    """The model that `policy` (server, mean or rank0) selects now; the lowest rank computes and distributes it."""
+    """Return the model that `policy` (server, mean or rank0) selects now; the lowest rank computes the model and
+    distributes it.
+    """
     root = min([me.rank, *me.peers])
     if me.rank != root:
         me.send(root, "replica", me.params if policy == "mean" else None)
@@ -250,7 +258,7 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
 
 
 async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
-    """The parameters that the servers hold.
+    """Return the parameters that the servers hold. If several servers hold the same part, those of the first of them.
 
     If several servers hold the same part, the first of these servers counts.
     """
@@ -262,7 +270,9 @@ async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
 
 
 async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> OptimizerState:
-    """Joint state of the servers' optimizers; `last`: their final state, when all workers have left."""
+    """Return the joint state of the servers' optimizers; with `last`, their final state, after all workers have
+    left.
+    """
     whole, indices = OptimizerState(), deciding(held)
     asked = [(server(index), None, Recall(last)) for index in indices]
     for index, reply in zip(indices, await me.ask_all("recall", asked), strict=True):

@@ -35,9 +35,11 @@ from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
 
 WAIT_PERIOD = 1.0
-"""Seconds that a worker waits before it reports to the supervisor what it waits for, and between two reports."""
+"""Seconds that a worker waits before it tells the supervisor for what it waits, and seconds between two such
+reports.
+"""
 GLANCE = 0.001
-"""Longest time in seconds to wait for a message while background tasks wait for other events."""
+"""Longest single wait for a message, in seconds, while background tasks wait for other events."""
 
 
 class NodeConnection(Messenger):
@@ -93,15 +95,13 @@ class NodeConnection(Messenger):
         self._member.tell("quarantine", None, {"address": address, "reason": reason})
 
     def home(self, gradients: FlatArray) -> FlatArray:
-        """Array for a worker's gradients: in shared memory if sums over all workers can be computed there, else
-        `gradients`.
-        """
+        """Array for a worker's gradients: in shared memory if all workers can sum there, otherwise `gradients`."""
         if self._group is None or is_tensor(gradients) or gradients.dtype.name not in SUMMED:
             return gradients
         return self._group.allocate(len(gradients), gradients.dtype.name)
 
     def taken_home(self, gradients: FlatArray) -> FlatArray:
-        """Move gradients that lie in the place of `home` out of shared memory, at the end of the run."""
+        """Return gradients that lie in the array of `home`, moved out of shared memory because the run ends."""
         group = self._group
         return (
             gradients if group is None or is_tensor(gradients) or not group.holds(gradients) else group.taken(gradients)
@@ -126,7 +126,7 @@ class NodeConnection(Messenger):
         self._wanted = None
 
     def wait_once(self, wanted: Wanted) -> None:
-        """Deliver the next message, or wait some time for it, while this node waits for `wanted`.
+        """Deliver the next message, or wait some time for a message, while this node waits for `wanted`.
 
         Raises:
             PeerLost: this node cannot continue without a node that was lost.
@@ -156,7 +156,7 @@ class NodeConnection(Messenger):
             self.send_flight()
 
     def send_flight(self) -> None:
-        """Send the flight recorder to the supervisor, because of a fault."""
+        """Send the contents of the flight recorder to the supervisor, because a fault has occurred."""
         offset = self.now() - time.monotonic()
         for payload in encoded(self.flight.taken(lambda seconds: seconds + offset)):
             self._member.tell("flight", np.frombuffer(payload, np.uint8))
@@ -178,7 +178,7 @@ class NodeConnection(Messenger):
         self._require_others()
 
     def tell(self, tag: str, note: Fields) -> None:
-        """Send a message to the supervisor, after the events so far."""
+        """Send a message to the supervisor, after all events so far."""
         self.reports.flush()
         self._member.tell(tag, None, note)
 
@@ -264,7 +264,9 @@ class NodeConnection(Messenger):
         metrics.traffic.moved(nbytes, nbytes, messages)
 
     def arrays_on_host(self, array: FlatArray) -> HostArrays | None:
-        """Return the arrays of this host's workers at the place of `array`; None if it lies elsewhere."""
+        """Return the arrays of this host's workers that correspond to `array`; None if `array` is not in shared
+        memory.
+        """
         group = self._group
         offset = group.offset(array) if group is not None and group.can(array) else None
         if group is None or offset is None:
@@ -272,13 +274,15 @@ class NodeConnection(Messenger):
         return HostArrays(offset, [group.at(place, array) for place in range(group.workers)])
 
     def count_on_host(self, array: FlatArray, shares: int) -> None:
-        """Count bytes that were exchanged through `arrays_on_host`; the messages were sent, without arrays."""
+        """Count the bytes that were exchanged through `arrays_on_host`; their messages were sent without arrays."""
         assert self._group is not None
         nbytes, _ = self._group.moved_in_shares(array, shares)
         self.runner.metrics.traffic.moved(nbytes, nbytes, 0)
 
     def empty_on_host(self, size: int, dtype: str) -> FlatArray:
-        """Return an array (size,) in shared memory if it can be summed there, always the same one."""
+        """Return an array (size,) in shared memory, the same at every call, if arrays of this size can be summed
+        there.
+        """
         assert self._group is not None
         if dtype not in SUMMED:
             return np.empty(size, dtype)
@@ -287,12 +291,14 @@ class NodeConnection(Messenger):
         return self._lasting[size, dtype]
 
     def send_snapshot(self, tick: float, params: FlatArray | None = None) -> None:
-        """Send a snapshot of the node's parameters (None: the current ones), to be evaluated off the clock."""
+        """Send a snapshot of the node's parameters (None: the current parameters), which is evaluated outside of the
+        run's time.
+        """
         self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes, params)
 
     @property
     def address(self) -> Address:
-        """Address in the run of this node."""
+        """Address of this node in the run."""
         inside = self.node.address
         return inside if self._link is None else self._link.group.outside(inside)
 
@@ -303,12 +309,12 @@ class NodeConnection(Messenger):
 
     @property
     def leads(self) -> bool:
-        """Whether this process is not a backup of a server."""
+        """Whether this process is the primary of its node, not a backup of a server."""
         return not isinstance(self.replication, ReplicatedServer) or self.replication.leads
 
     @property
     def unsettled(self) -> bool:
-        """Whether messages have arrived that the backups of this server may lack."""
+        """Whether messages have arrived that this server's backups may not have received."""
         return isinstance(self.replication, ReplicatedServer) and self.replication.unsettled
 
     def salvage(self) -> None:
@@ -323,7 +329,7 @@ class NodeConnection(Messenger):
         """Record the totals of a program that has ended, and send the final parameters.
 
         Raises:
-            PeerLost: a node that this one needs has left.
+            PeerLost: a node that this node needs has left.
         """
         while self.unsettled:
             self.attend_stopped()
@@ -348,7 +354,7 @@ class NodeConnection(Messenger):
             self.checkpoints.idle()
 
     def leave(self, failed: bool) -> None:
-        """Close the connections that the workers have opened together in addition to the run's own links."""
+        """Close the connections that the workers have opened to one another in addition to the run's own links."""
         self._group = self._staging = None
         self._lasting.clear()
         if isinstance(self.node, Worker):
@@ -434,7 +440,9 @@ class NodeConnection(Messenger):
             self.take(message)
 
     def unreachable(self, to: Address) -> None:
-        """Wait for the supervisor's report that a peer is lost, and continue if the strategy can."""
+        """Wait for the supervisor's report that a peer is lost; continue if the strategy can continue without the
+        peer.
+        """
         here = node_name(self.node.address)
         self._hear_of_loss(PeerLost(f"{node_name(to)} is not reachable from {here}; {self._doing()}"), to)
 
@@ -461,7 +469,7 @@ class NodeConnection(Messenger):
             self._member.tell("waiting", None, {"step": self.node.run_step, "for": str(self._wanted)})
 
     def take(self, message: Message) -> None:
-        """Deliver a message, or follow an instruction of the supervisor."""
+        """Deliver a message from a peer, or carry out an instruction of the supervisor."""
         super().take(message)
         if message.source != LAUNCHER:
             for address in [message.source] if message.tag == LEAVE else self._left if self.replication else ():
@@ -473,7 +481,7 @@ class NodeConnection(Messenger):
             self._release(address)
 
     def note_loss(self, address: Address, reason: str) -> None:
-        """Record a loss, and end the run if the strategy needs that node."""
+        """Record that a node is lost, and end the run if the strategy needs this node."""
         lost = address if self._link is None else self._link.group.outside(address)
         self.reports.write(LostEvent(self.now(), lost, reason))
         if not self._survives or address < 0:

@@ -58,7 +58,7 @@ class StageConnection(NodeConnection):
             reach("gradient.computed")
 
     def take(self, message: Message) -> None:
-        """Deliver a message, of another stage too."""
+        """Deliver a message, which may come from another stage of the replica."""
         if not STAGE <= message.source < LAUNCHER:
             super().take(message)
             return

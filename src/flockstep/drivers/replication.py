@@ -3,13 +3,13 @@
 The programs of a server and of its backups are one deterministic state machine (Schneider 1990): each process runs the
 server's program, and all of them handle the same messages in the same order. The first process of the chain, the head,
 puts the messages into a log and passes the log on (chain replication, van Renesse & Schneider 2004; with one backup
-this is primary-backup). What the program sends because of a message leaves the head only after the whole chain has that
-message; so does the acknowledgment of the message. A sender keeps each message until it is acknowledged.
+this is primary-backup). The head sends the program's answers to a message, and the acknowledgment of the message, only
+after the whole chain has the message. A sender keeps each message until it is acknowledged.
 
-If the head dies, the next process of the chain leads under the next epoch: it sends again what receivers may lack, and
-workers send again what was not acknowledged. Messages between two programs are numbered and arrive in order, so a
-receiver recognizes a repeated message by the number of the last one that it has handled. Messages of an older epoch are
-refused.
+If the head dies, the next process of the chain becomes the head, with the next epoch: the new head sends again every
+message that receivers may lack, and workers send again every message that was not acknowledged. Messages between two
+programs are numbered and arrive in order, so a receiver recognizes a repeated message by the number of the last one
+that it has handled. Messages of an older epoch are refused.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Inner(Note, frozen=True):
 class Envelope(Note, frozen=True):
     """Message between a server's head and another node.
 
-    `acknowledged`: number of the receiver's last message that can no longer be lost. `inner`: None if the message only
-    acknowledges.
+    `acknowledged` is the number of the receiver's last message that can no longer be lost. `inner` is None in a message
+    that only acknowledges.
     """
 
     epoch: int
@@ -61,7 +61,7 @@ class Envelope(Note, frozen=True):
 class Logged(Note, frozen=True):
     """Entry `position` of a server's log: a message, or (`lost`) the death of the worker `inner.source`.
 
-    `acknowledged`: number of the server's last message that the source of the message has received.
+    `acknowledged` is the number of the server's last message that the source of the message has received.
     """
 
     position: int
@@ -77,7 +77,7 @@ class Stored(Note, frozen=True):
 
 
 class Fenced(Note, frozen=True):
-    """Answer to a process that does not lead any more: the epoch of the server's head."""
+    """Answer to a process that is no longer the head: the epoch of the current head."""
 
     epoch: int
 
@@ -86,7 +86,7 @@ NOTES: Notes = {DATA: Envelope, LOG: Logged, STORED: Stored, FENCED: Fenced}
 
 
 class ProgramRunner(Protocol):
-    """What the replication of a node needs of the node's runner."""
+    """The methods of a node's runner that replication needs."""
 
     node: Node
     metrics: NodeMetrics
@@ -96,17 +96,19 @@ class ProgramRunner(Protocol):
     send_snapshot: Callable[..., None] | None
 
     def deliver(self, message: Message, sent_at: float | None = None) -> None:
-        """Handle a program's message that has arrived."""
+        """Handle a message for the program that has arrived."""
 
     def take_loss(self, address: Address) -> None:
-        """Handle the death of a node that the program is told of."""
+        """Handle the death of a node, and tell the program of the death."""
 
     def emit(self, event: Event) -> None:
         """Write an event to the record."""
 
 
 class Endpoint:
-    """A node's exchange with replicated servers, which may move to a backup; the endpoint of a worker."""
+    """A node's exchange of messages with replicated servers, each of which may move to a backup; workers use this
+    class.
+    """
 
     def __init__(
         self, runner: ProgramRunner, cluster: Cluster, address: Address, transmit: Callable[[Address, Message], None]
@@ -127,7 +129,7 @@ class Endpoint:
         runner.send = self.send
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a program's message, and keep a message to a server until it is acknowledged."""
+        """Send a message of the program; keep a message to a server until the server acknowledges it."""
         if to >= 0:
             self._transmit(to, message)
             return
@@ -137,7 +139,7 @@ class Endpoint:
         self._post_data(to, message)
 
     def take(self, message: Message, sent_at: float | None) -> None:
-        """Handle a message of another process."""
+        """Handle a message from another process."""
         note: Envelope = message.note
         if self._is_fenced(message.source, note.epoch):
             return
@@ -147,7 +149,7 @@ class Endpoint:
             self._runner.deliver(self._unpacked(note.inner, message.array), sent_at)
 
     def loses(self, address: Address) -> bool:
-        """Handle the death of a process; return whether the program goes on as if nothing had happened."""
+        """Handle the death of a process; return whether the program continues without noticing the death."""
         if address >= 0:
             return False
         server = self._cluster.logical(address)
@@ -162,7 +164,7 @@ class Endpoint:
         return bool(chain)
 
     def close(self) -> None:
-        """Write to the record how many messages were dropped."""
+        """Write the number of dropped messages to the record."""
         seconds = self._runner.clock()
         for name, count in (("repeated_messages", self.repeated), ("fenced_messages", self.refused)):
             if count:
@@ -288,11 +290,11 @@ class ReplicatedServer(Endpoint):
 
     @property
     def unsettled(self) -> bool:
-        """Whether messages have arrived that the rest of the chain may lack."""
+        """Whether messages have arrived that the rest of the chain may not have received."""
         return bool(self._log or self._held or self._waiting or self._actions)
 
     def send(self, to: Address, message: Message) -> None:
-        """Keep a message of the program until the chain has what the message depends on."""
+        """Hold back a message of the program until the whole chain has every message on which it depends."""
         if message.array is not None:
             message.array = self._runner.node.freeze(message.array)
         self._held.append((self.position, to, message))
@@ -300,24 +302,26 @@ class ReplicatedServer(Endpoint):
             self._do(self._release)
 
     def note(self, event: Event) -> None:
-        """Write an event to the record; keep an event of the program until the chain has what the event depends on."""
+        """Write an event to the record; an event of the program is held back until the whole chain has every message on
+        which it depends.
+        """
         if isinstance(event, UpdateEvent | RefusedEvent):
             self._events.append((self.position, event))
         elif self._emit is not None:
             self._emit(event)
 
     def snapshot(self, tick: float) -> None:
-        """Send a snapshot of the parameters if this process leads; a backup keeps the newest one."""
+        """Send a snapshot of the parameters if this process is the head; a backup keeps the newest snapshot."""
         if not self.leads:
             self._snapshot = tick, copied(self._runner.node.params)
         elif self._publish is not None:
             self._publish(tick)
 
     def take(self, message: Message, sent_at: float | None) -> None:
-        """Handle a message of another process.
+        """Handle a message from another process.
 
         Raises:
-            PeerLost: another process leads this server.
+            PeerLost: another process is the head of this server.
             ProtocolError: an entry of the log is missing.
         """
         self._do(partial(self._take, message, sent_at))
@@ -330,7 +334,7 @@ class ReplicatedServer(Endpoint):
         return True
 
     def release(self, worker: Address) -> None:
-        """Tell the program once that the clock of a worker that has left no longer counts."""
+        """Tell the program, once, that the clock of a worker that has left no longer counts."""
         self._do(partial(self._release_worker, worker))
 
     def close(self) -> None:
@@ -512,7 +516,8 @@ class ReplicatedServer(Endpoint):
 
 
 class ProgramEvents:
-    """Events of the programs of replicated servers, each once, whichever process of a server reports it first.
+    """Passes on each event of a replicated server's program once, from the process of the server that reports the event
+    first.
 
     The processes of a server report the same events in the same order.
     """
@@ -523,7 +528,7 @@ class ProgramEvents:
         self._kept: Counter[Address] = Counter()
 
     def once(self, address: Address, event: Event) -> Event | None:
-        """Return the event with the address of the server; None if another process has reported the event."""
+        """Return the event with the address of its server; None if another process has already reported the event."""
         if address >= 0 or not self._cluster.replicas or not isinstance(event, UpdateEvent | RefusedEvent):
             return event
         server = self._cluster.logical(address)
@@ -539,7 +544,7 @@ def replicate(
 ) -> Endpoint | None:
     """Let the node of `runner` exchange messages with replicated servers; None if servers have no backups.
 
-    `address`: address of the process; `transmit` sends a message to another process.
+    `address` is the address of this process; `transmit` sends a message to another process.
     """
     if not cluster.replicas:
         return None

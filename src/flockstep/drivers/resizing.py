@@ -1,4 +1,4 @@
-"""The state of a run with another number of workers, made from the states of the nodes that the run had."""
+"""Computes the state of a run with another number of workers from the states of the nodes of the former run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ T = TypeVar("T")
 def resized_checkpoint(
     engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
 ) -> dict[Address, NodeCheckpoint]:
-    """The states from which the nodes of plan `now` continue a run of `plan`, whose states are `kept`.
+    """Return the states from which the nodes of plan `now` continue a run of `plan`, whose nodes have the states
+    `kept`.
 
-    `order`: ranks of the workers so far in the order of their new ranks; the last of them leave, if there are fewer.
-
-    A worker's steps are counted as if the run had had its new number of workers from its start: the steps of all
-    workers together keep their number of samples.
+    `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
+    last in the list leave. Each worker's step count is converted so that all workers together keep their total number
+    of samples.
     """
     network, compute = Network.parse(USUAL_NETWORK), ComputeModel.parse(USUAL_COMPUTE)
     alone = replace(plan, cluster=replace(plan.cluster, replicas=0))  # the backups' states are those of their servers
@@ -61,9 +61,10 @@ def resized_checkpoint(
 def faults_after(
     plan: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int], workers: int
 ) -> tuple[str, ...]:
-    """The faults with which a run of `plan`, whose states are `kept`, continues with `workers` workers.
+    """Return the faults with which a run of `plan`, whose nodes have the states `kept`, continues with `workers`
+    workers.
 
-    A fault stays with its worker when the worker's rank changes, and ends when the worker leaves. `order`: see
+    A fault stays with its worker when the worker's rank changes, and ends when the worker leaves. `order` is as in
     `resized_checkpoint`.
     """
     ranks = {old: new for new, old in enumerate(order) if new < workers}
@@ -84,13 +85,12 @@ def _renamed(of: Mapping[Address, T], order: Sequence[int]) -> dict[Address, T]:
 
 
 def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before: int = 0) -> dict[Address, Saved]:
-    """The states of the nodes of `plan` at their start, by the rule of its strategy.
+    """Return the initial states of the nodes of `plan`, which the strategy of the plan derives from the former states.
 
     Args:
         engine: the engine of the job.
-        plan: the run as it goes on.
-        former: the states of the nodes that the run had, whose programs have ended.
-        before: steps of each worker of `plan` that the run so far is worth.
+        plan: the plan with the new number of workers. former: the states of the former nodes, whose programs have
+            ended. before: number of steps of each worker of `plan` that correspond to the run so far.
     """
     strategy = plan.strategy
     require_resizable(strategy)
@@ -114,9 +114,9 @@ def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before:
 
 
 def require_resizable(strategy: Strategy, instead: str = "resume it without -n") -> None:
-    """Raise `CompositionError` if no rule gives the states of another number of workers.
+    """Raise `CompositionError` if the strategy has no rule for another number of workers.
 
-    `instead`: the way out, as the end of the error's sentence.
+    `instead` ends the error's sentence with the way out.
     """
     if why := strategy.resizing.refused:
         raise CompositionError(

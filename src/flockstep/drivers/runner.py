@@ -31,29 +31,29 @@ from flockstep.strategies.finite import bad_gradient, require_finite_message
 
 
 class Replication(Protocol):
-    """Takes the messages of other processes, in a run whose servers have backups."""
+    """Handles messages between processes in a run whose servers have backups."""
 
     def take(self, message: Message, sent_at: float | None) -> None:
-        """Handle a message of another process, which may hold a message for the program."""
+        """Handle a message from another process, which may hold a message for the program."""
 
     def loses(self, address: Address) -> bool:
-        """Handle the death of a process; return whether the program goes on as if nothing had happened."""
+        """Handle the death of a process; return whether the program continues without noticing the death."""
 
     def close(self) -> None:
-        """Write to the record how many messages were dropped, because the node's program has ended."""
+        """Write the number of dropped messages to the record, because the node's program has ended."""
 
 
 class Driver(Protocol):
-    """Moves a node's messages: in this process, in virtual time, or between processes."""
+    """Moves a node's messages: within one process, in virtual time, or between processes."""
 
     def send(self, to: Address, message: Message) -> None:
-        """Count and send `message`, whose array does not change afterwards, without waiting."""
+        """Count `message` and send it without waiting; the message's array does not change afterwards."""
 
     def collect(self) -> None:
         """Deliver the messages that have arrived, without waiting."""
 
     def drive(self, runner: Runner) -> None:
-        """Deliver messages, waiting for them, until the program waits for none."""
+        """Wait for messages and deliver them, until the program waits for no message."""
 
 
 class OneProcess:
@@ -74,7 +74,7 @@ class OneProcess:
         """Do nothing, because no message is ever in flight."""
 
     def drive(self, runner: Runner) -> None:
-        """Refuse to wait: a message that has not arrived will never arrive."""
+        """Raise an error: a message that has not arrived in one process will never arrive."""
         if type(runner.waiting) is Wanted:
             node = runner.node
             raise RunError(
@@ -101,34 +101,36 @@ class History:
 class Runner:
     """Runs a node's programs and keeps its metrics.
 
-    `waiting` is the request for which the program waits; None while it runs.
+    `waiting` is the request whose answer the program awaits; None while the program runs.
     """
 
     send_snapshot: Callable[..., None] | None = None
-    """Function that sends a snapshot of the node's parameters, or of the given ones, for a tick of progress."""
+    """Function that sends a snapshot of parameters for a tick of progress: the node's current parameters, or the given
+    parameters.
+    """
     every = 0
     """Number of steps of a worker between two ticks of progress; 0 for no ticks."""
     progress: Progress | None = None
-    """The workers' progress as known to a server, which determines when the server's ticks are due."""
+    """Progress of the workers as a server knows it; the progress determines when the server's ticks are due."""
     source: Callable[[NeedGradient], None] | None = None
-    """Function that is called when the program waits for a gradient, or for a further part of one."""
+    """Function that is called when the program waits for a gradient, or for another part of a gradient."""
     stepped: Callable[[float | None], None] | None = None
     """Function that is called at every step of a worker, with the step's loss."""
     ended: Callable[[], None] | None = None
     """Function that is called when the program has ended."""
     script_requests: ScriptRequests | None = None
-    """Answers requests to a script's server besides its program."""
+    """Answers the requests of a script to a server, in addition to the server's program."""
     history: History | None = None
     """The history from which the program can be restarted; None if no history is kept."""
     replaying: bool = False
-    """Whether the program repeats its past: requests of the program must not take effect again."""
+    """Whether the program repeats inputs from its history, so that its requests must not take effect again."""
     at_rest: bool = False
     """Whether the program has done nothing since it last reached a point from which it can restart."""
 
     quarantine: Callable[[Address, str], None] | None = None
-    """Removes a worker from the run, for a reason."""
+    """Function that removes a worker from the run, with the reason."""
     wrong_gradients: WrongGradients | None = None
-    """Injected faults of the worker's gradients."""
+    """Injected faults that change the worker's gradients."""
     replication: Replication | None = None
     """Handles the messages between the processes of a run whose servers have backups; None if there are no backups."""
 
@@ -157,7 +159,7 @@ class Runner:
         node.port = self
 
     def begin(self, program: Program, then: Callable[[], Program] | None = None) -> None:
-        """Run a program until it first waits; when it ends, run the program that `then` creates."""
+        """Run a program until it first waits. When the program ends, run the program that `then` creates."""
         self._program, self._then, self.done, self.partly = program, then, False, 0.0
         self.resume(None)
 
@@ -168,8 +170,8 @@ class Runner:
         self.begin(self._again())
 
     def remember(self, history: History, save: Callable[[], bytes]) -> None:
-        """Store the state and the inputs needed to restart the program from now on; `save` returns the node's current
-        state.
+        """From now on, store the state and the inputs from which the program can be restarted; `save` returns the
+        node's current state.
         """
 
         def at_boundary() -> None:
@@ -184,9 +186,9 @@ class Runner:
         history.point = history.point or save()
 
     def replay(self, inputs: Sequence[Input], begin: Callable[[], None], settle: Callable[[], None]) -> None:
-        """Replay `inputs` until the runner is where a runner with these inputs since the saved state had been.
+        """Give the program all `inputs` since the saved state again, so that it reaches the state in which it had been.
 
-        `settle` corrects what the program changes on the way there by restarting tasks.
+        `settle` undoes what the program changes meanwhile by starting its tasks again.
         """
         send, recorded, since = self.send, self.recorded, self._since
         self.send, self.recorded, self.replaying, self._settle = _nowhere, False, True, settle
@@ -206,10 +208,10 @@ class Runner:
         self.send, self.recorded, self._since, self.replaying = send, recorded, since, False
 
     def restart_from(self, begin: Callable[[], None], settle: Callable[[], None]) -> None:
-        """Run the program of a node whose state was restored; `begin` begins it.
+        """Run the program of a node whose state was restored; `begin` creates the program.
 
-        Until the program comes to the point at which it was saved, it only restarts its tasks: nothing is sent or
-        recorded, and `settle` corrects what this changes.
+        Until the program reaches the point at which its state was saved, it only starts its tasks again: nothing is
+        sent or recorded, and `settle` undoes what the tasks change.
         """
         node, send, recorded = self.node, self.send, self.recorded
         at_boundary = node.at_boundary
@@ -226,7 +228,7 @@ class Runner:
             raise RunError(f"{node_name(node.address)} cannot continue from its saved state; start the run again")
 
     def close(self) -> None:
-        """End the program at its current point."""
+        """End the program at the point where it waits."""
         if self._program is not None:
             self._program.close()
         self.waiting, self.done = None, True
@@ -244,11 +246,9 @@ class Runner:
             self._since = self.clock() - spent
 
     def advance(self, gradient: FlatArray | None = None, loss: float | None = None, whole: bool = True) -> bool:
-        """Pass the awaited gradient, if there is one, to the program, and continue.
+        """Resume the program, with the gradient if the program waits for a gradient.
 
-        Return whether the program waits for another gradient.
-
-        If the gradient is not `whole`, only the awaited part is valid.
+        Return whether the program then waits for another gradient. Unless the gradient is `whole`, only the awaited part is valid.
         """
         need = self.waiting
         if gradient is not None:
@@ -377,7 +377,7 @@ class Runner:
         return self.node.mailbox.take(Wanted(need.unless))
 
     def give_up(self, found: Message) -> None:
-        """Resume the program with the message after which its gradient is no longer needed."""
+        """Resume the program with the message that made its gradient unnecessary."""
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("needless",))
         self.partly = 0.0
@@ -432,7 +432,7 @@ class Runner:
             self.take_loss(address)
 
     def take_loss(self, address: Address) -> None:
-        """Tell the program of the death of a node."""
+        """Tell the program that a node has died."""
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("loss", address))
         self.node.lose(address)
@@ -451,7 +451,7 @@ class Runner:
         self._attend()
 
     def go_on(self, value: Message | PeerLost | None, sent_at: float | None = None) -> None:
-        """Resume the program after a wait: first until the message was sent, then until it arrived."""
+        """Resume the program after a wait, and count the time until the message was sent, then until it arrived."""
         if not self.recorded:
             pass
         elif sent_at is None:
@@ -480,7 +480,9 @@ class Runner:
             self.metrics.updates(self.clock(), source, count, staleness, weight)
 
     def refused(self, source: Address, reason: str) -> None:
-        """Record a refused gradient; after enough of them the worker is removed from the run."""
+        """Record that a gradient was refused; after a number of refused gradients, the worker is removed from the
+        run.
+        """
         if self.replaying:
             return
         if self.recorded:
@@ -493,7 +495,7 @@ class Runner:
             )
 
     def scalar(self, name: str, value: float) -> None:
-        """Record a scalar of the strategy."""
+        """Record a scalar figure of the strategy."""
         if self.recorded:
             self.metrics.scalar(self.clock(), name, value)
 
@@ -552,7 +554,7 @@ class Runner:
             self.begin(self._again())
 
     def lap(self, kind: str) -> None:
-        """Count the time since the last entry as `kind`, except the part spent waiting in shared memory."""
+        """Count the time since the last entry as `kind`, without the time spent waiting in shared memory."""
         now, since, metrics = self.clock(), self._since, self.metrics
         if now > since:
             slept, metrics.waited = min(metrics.waited, now - since), 0.0

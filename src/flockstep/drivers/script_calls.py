@@ -9,9 +9,9 @@ from flockstep.errors import ConfigurationError
 
 
 def script_checkpoints(name: str) -> ScriptCheckpoints | None:
-    """The part of this process's script in its run's checkpoints; None if the script runs alone.
+    """Return the object through which this process's script takes part in checkpoints; None if the script runs alone.
 
-    `name`: the function that the script has called.
+    `name` is the function that the script has called.
 
     Raises:
         ConfigurationError: the script is not between `distribute` and `finish()`, or has several optimizers, or uses

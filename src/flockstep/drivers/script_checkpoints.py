@@ -1,9 +1,9 @@
 """A script's part in the checkpoints of its run: `flockstep.checkpoint` and `flockstep.resumed`.
 
-A worker's program stops at the top of its loop, which it reaches inside of `optimizer.step()`; its state is copied
-there. The script completes the copy at its next call of `flockstep.checkpoint` with what belongs to that place in the
-script: random streams, settings of the optimizer that a scheduler changes, buffers, and the values that the script
-itself has to restore.
+A worker's program stops at the top of its loop, which it reaches inside `optimizer.step()`, where its state is copied.
+The script completes the copy at its next call of `flockstep.checkpoint` with the state of the script at this call:
+random streams, settings of the optimizer that a scheduler changes, buffers, and the values that the script itself has
+to restore.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ _NOTHING = _Nothing()
 
 
 class Keeper(Protocol):
-    """The state of a framework's objects in a script."""
+    """Saves and restores the state of a framework's objects in a script."""
 
     @property
     def refusal(self) -> str:
-        """Why the script cannot be stopped between two steps; empty if it can."""
+        """Reason why the script cannot be stopped between two steps; empty if it can be stopped."""
 
     def at_boundary(self) -> Any:
-        """The state of the optimizer where the worker's program has stopped, not copied."""
+        """Return the state of the optimizer at the point where the worker's program has stopped, not copied."""
 
     def between_steps(self) -> Any:
-        """Everything that the script may change between two steps, not copied: settings, buffers, random streams."""
+        """Return everything that the script may change between two steps, not copied: settings, buffers, random
+        streams.
+        """
 
     def restore_at_boundary(self, kept: Any) -> None:
-        """Restore what `at_boundary` returned; raise `ConfigurationError` if it belongs to another model."""
+        """Restore what `at_boundary` returned; raise `ConfigurationError` if the state belongs to another model."""
 
     def restore_between_steps(self, kept: Any, random: bool) -> None:
-        """Restore what `between_steps` returned, the random streams only if `random`."""
+        """Restore what `between_steps` returned; restore the random streams only if `random` is set."""
 
 
 @dataclass
@@ -76,16 +78,20 @@ class ScriptCheckpoints:
         checkpoints.script = self
 
     def at_boundary(self) -> Any:
-        """The state of the script's optimizer where the worker's program has stopped, not copied."""
+        """Return the state of the script's optimizer at the point where the worker's program has stopped, not
+        copied.
+        """
         return self._keeper.at_boundary()
 
     def resumed(self) -> dict[str, Any] | None:
-        """What the script passed to `checkpoint` when the checkpoint was taken; None at a run's first start."""
+        """Return what the script passed to `checkpoint` when the checkpoint was taken; None in a run that was not
+        resumed.
+        """
         self._asked = True
         return None if self._kept is None else deepcopy(self._kept.script.extra)
 
     def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
-        """Complete the copy of the state, if one was made in the step before.
+        """Complete the copy of the state, if the previous step made a copy.
 
         Raises:
             ConfigurationError: see `flockstep.checkpoint`.
@@ -99,7 +105,7 @@ class ScriptCheckpoints:
         self._steps = 0
 
     def before_step(self) -> None:
-        """The script takes a step.
+        """Check, at the start of a script's step, that the script calls `checkpoint` as required.
 
         Raises:
             ConfigurationError: the script has not called `checkpoint` since its last step.
@@ -113,7 +119,7 @@ class ScriptCheckpoints:
         self._steps += 1
 
     def before_restart(self) -> None:
-        """The script continues from a model that it has loaded.
+        """Check that a script may continue from a model that it has loaded.
 
         Raises:
             ConfigurationError: the model of the checkpoint would be lost.

@@ -1,4 +1,4 @@
-"""Changes of the optimizer's settings during a script's training: workers send them to the servers."""
+"""Changes of the optimizer's settings while a script trains; the workers send the changes to the servers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ OPTIMIZER = "optimizer"
 
 
 def tell_servers(me: Worker, optimizer: Optimizer) -> None:
-    """Use other settings from the next step on, on the servers and for the slices that this worker steps itself."""
+    """Use new settings from the next step on: on the servers, and for the slices that this worker steps itself."""
     me.optimizer = optimizer
     me.send_all(me.server_addresses, OPTIMIZER, None, {"optimizer": to_text(optimizer)})
 
 
 def taken_over(node: Node, message: Message) -> bool:
-    """Apply the new settings that `message` has, if any; return whether there were any.
+    """Apply the new settings if `message` contains any; return whether it does.
 
     Raises:
         ConfigurationError: the new settings need another kind of optimizer state.

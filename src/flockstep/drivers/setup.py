@@ -38,20 +38,22 @@ from flockstep.workloads.sampler import steps_for
 from flockstep.workloads.split import Split
 
 JOB_FILE = "job_file"
-"""Key of a record's versions under which the digest of the job's Python file is stored."""
+"""Name, among a record's versions, of the digest of the job's Python file."""
 EVALUATIONS = 40
-"""Default number of evaluations of the model in a run."""
+"""Default number of evaluations of the model during a run."""
 
 
 def load_job(text: str, seed: int) -> Job:
-    """The job that `text` names: a workload's expression, or the path of a Python file with a `job()` function."""
+    """Return the job that `text` names: the expression of a workload, or the path of a Python file with a `job()`
+    function.
+    """
     if text.endswith(".py"):
         return load_job_file(Path(text))
     return Workload.parse(text).job(seed)
 
 
 def check(config: RunConfig) -> Strategy:
-    """The strategy of `config`, after all checks that need no data.
+    """Return the strategy of `config`, after all checks of the configuration that need no data.
 
     Raises:
         ConfigurationError: a value is invalid.
@@ -86,7 +88,7 @@ def check(config: RunConfig) -> Strategy:
 
 
 def partition_of(config: RunConfig) -> Partition:
-    """The partition of `config`.
+    """Return the partition of `config`.
 
     Raises:
         ConfigurationError: a script's model would have to be split.
@@ -129,7 +131,9 @@ def _real_faults() -> list[str]:
 
 
 def canonical(config: RunConfig) -> RunConfig:
-    """The configuration with every component in its shortest form, and with a simulation's default models filled in."""
+    """Return the configuration with every component in its shortest form, and with the default models of a simulation
+    filled in.
+    """
     if config.kind == "simulate":
         usual = {"compute": USUAL_COMPUTE, "network": USUAL_NETWORK}
         left_out: dict[str, Any] = {name: text for name, text in usual.items() if getattr(config, name) is None}
@@ -165,7 +169,7 @@ def _system(strategy: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Package → version of the installed packages that a run depends on."""
+    """Return package → version, for the installed packages on which a run depends."""
     found = {"python": platform.python_version()}
     for package in ("flockstep", "numpy", "torch", "scikit-learn"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -174,12 +178,16 @@ def versions() -> dict[str, str]:
 
 
 def digest(file: Path) -> str:
-    """16 hexadecimal digits of the file's SHA-256, equal for two files only if their contents are equal."""
+    """Return 16 hexadecimal digits of the file's SHA-256; they are equal for two files only if the contents are
+    equal.
+    """
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def require_unchanged(config: RunConfig, found: str | None) -> None:
-    """Raise `ConfigurationError` if the file of a run's job has changed since the run began; `found`: its digest."""
+    """Raise `ConfigurationError` if the file of a run's job has changed since the run began; `found` is the file's
+    digest now.
+    """
     if (was := config.versions.get(JOB_FILE)) != found:
         raise ConfigurationError(
             f"{config.job} has changed since the run began (its hash was {was}); restore this file"
@@ -187,7 +195,7 @@ def require_unchanged(config: RunConfig, found: str | None) -> None:
 
 
 def overridden(job: Job, config: RunConfig) -> Job:
-    """The job with the values that the configuration overrides."""
+    """Return the job with the values that the configuration overrides."""
     changes = {
         name: getattr(config, name) for name in ("batch", "epochs", "target") if getattr(config, name) is not None
     }
@@ -201,7 +209,7 @@ class BuiltJob:
     job: Job
     engine: Engine
     split: SplitModel | None = None
-    """The model cut into parts, if the configuration has a partition; `engine` is its engine."""
+    """The model cut into parts, if the configuration has a partition; `engine` is then the engine of the parts."""
 
     @classmethod
     def of(cls, config: RunConfig, own: OwnData | None = None, cut: ModelCut | None = None) -> BuiltJob:
@@ -210,7 +218,7 @@ class BuiltJob:
         Args:
             config: the run's configuration.
             own: the samples of this process, in place of the job's samples.
-            cut: where the model is cut, if this process holds one part of it and another process has cut it.
+            cut: where the model is cut, if this process holds one part of a model that another process has cut.
 
         Raises:
             ConfigurationError: the configuration is invalid.
@@ -242,7 +250,7 @@ def prepare(
     Args:
         config: the run's configuration.
         own: the samples of this process, in place of the job's samples.
-        built: the job of the same run with another number of workers, which is used again; None: the job is loaded.
+        built: the job, already loaded for the same run with another number of workers; None to load the job.
 
     Raises:
         ConfigurationError: the configuration is invalid, or facts of the job differ from the recorded ones.
@@ -303,7 +311,7 @@ def prepare(
 
 
 def require_own_samples(strategy: Strategy) -> None:
-    """Raise `CompositionError` if workers compute gradients on samples of other workers."""
+    """Raise `CompositionError` if workers of the strategy compute gradients on samples of other workers."""
     if strategy.traits.samples == "others":
         raise CompositionError(
             f"workers of {strategy} compute gradients on samples of other workers, but these samples may not leave "

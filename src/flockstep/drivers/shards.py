@@ -1,4 +1,4 @@
-"""`flockstep.shard`: each worker's part of an iterable of batches, with PyTorch or without it."""
+"""`flockstep.shard`: gives each worker its part of an iterable of batches, with PyTorch or without."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
     All workers must read the same data, of which each gets a part; `private` is for data that each worker has alone. A
     `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a
     loader with a `batch_sampler`, worker i of n takes every n-th of the sampler's batches. From an `IterableDataset` or
-    any other iterable it takes every n-th batch, so the order must be equal on every worker. Remaining batches at the
-    end are dropped with a warning, so that every worker takes equally many steps; of an indexable data set a few
+    any other iterable, the worker takes every n-th batch, so the order must be equal on every worker. Remaining batches
+    at the end are dropped with a warning, so that every worker takes equally many steps; of an indexable data set a few
     samples are repeated instead, unless its loader has `drop_last`. Random numbers of torch's own generator for the
     order are equal on every worker and in every run, whatever seed a script sets: they depend on the number of the
     epoch.
@@ -33,8 +33,8 @@ def shard(loader: Iterable[B], epoch: int | None = None, private: bool = False) 
     strategies that continue without a worker that leaves, such as asynchronous ones, workers do not wait for each
     other.
 
-    Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next one, so that
-    a script that continues from a checkpoint does not draw the order of its first epochs again.
+    Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next epoch, so that a
+    script that continues from a checkpoint does not draw the order of its first epochs again.
 
     Raises:
         ConfigurationError: the loader has a custom sampler, which already assigns the samples, some worker would get

@@ -1,4 +1,6 @@
-"""Sends snapshots of a node's parameters: at ticks of progress, from time to time, and at the end."""
+"""Sends snapshots of a node's parameters: at ticks of progress, at intervals for runs that end early, and at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ from flockstep.nodes import Node, Worker
 from flockstep.records.snapshots import LAST
 
 NEWEST_FIRST = 1.0
-"""Seconds after which a node sends its first snapshot, whether or not an evaluation is due; later for large models."""
+"""Seconds after which a node sends its first snapshot even if no evaluation is due; more for large models."""
 USUAL_RATE = 1e9
-"""Bytes of a snapshot that are sent in a second, assumed before the first one."""
+"""Assumed bytes per second at which a snapshot is sent, until the first snapshot has been measured."""
 NEWEST_PERIOD = 5.0
-"""Seconds between two further snapshots, unless sending is slow: see `NEWEST_SHARE`."""
+"""Seconds between two further snapshots; more if sending is slow (see `NEWEST_SHARE`)."""
 NEWEST_SHARE = 50
-"""Smallest ratio of the waiting time to the time of sending a snapshot: snapshots take at most 2 % of a node's time."""
+"""Least ratio of the time between snapshots to the time of sending a snapshot: snapshots take at most 2 % of a node's
+time.
+"""
 
 
 class SnapshotSender:
@@ -39,7 +43,7 @@ class SnapshotSender:
         self._closed = False
 
     def send_snapshot(self, node: Node, tick: float, t: float, sent: int, params: FlatArray | None = None) -> None:
-        """Send a snapshot of the node's parameters (None: the current ones) to the supervisor."""
+        """Send a snapshot of the node's parameters (None: the current parameters) to the supervisor."""
         params = node.params if params is None else params
         buffers = self.buffers()
         self._closed = tick == FINAL
@@ -50,7 +54,7 @@ class SnapshotSender:
             self._member.tell("done", None, {"step": node.run_step})
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
-        """Send a snapshot if the previous one is old enough, so that a run that ends early has a recent model."""
+        """Send a snapshot if the previous snapshot is old enough, so that a run that ends early has a recent model."""
         if self._alike and isinstance(node, Worker) and node.rank != node.view.ranks[0]:
             return
         if self._due is None:

@@ -1,4 +1,4 @@
-"""The model of a run whose nodes store snapshots in files: selected and evaluated with one model in memory."""
+"""Selects and evaluates the model of a run whose nodes store snapshots in files, with only one model in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART = 1 << 20
 
 
 class SnapshotParameters(MutableMapping[Address, FlatArray]):
-    """Node → its parameters, read from the snapshot's file at every access."""
+    """Node → the node's parameters, which are read from the file of its snapshot at every access."""
 
     def __init__(self) -> None:
         self.items_of: dict[Address, Snapshot] = {}
@@ -43,7 +43,7 @@ class SnapshotParameters(MutableMapping[Address, FlatArray]):
 
 
 class SnapshotTick(Tick):
-    """The parameters that the nodes sent at one tick of progress, read from files of snapshots."""
+    """The parameters that all nodes sent at one tick of progress, read from the files of their snapshots."""
 
     def __init__(self, missing: set[Address]):
         super().__init__(missing)
@@ -72,7 +72,7 @@ class SnapshotTick(Tick):
         return replicas[0].read() if replicas else None
 
     def mean(self) -> FlatArray:
-        """The mean replica; the sum of distances is kept for `divergence`."""
+        """Return the mean of the replicas, and keep the sum of distances for `divergence`."""
         replicas = self.replicas()
         mean: FlatArray = np.empty(replicas[0].size, replicas[0].read(slice(0, 0)).dtype)
         self._variance = self._add_up(replicas, mean)
@@ -105,7 +105,7 @@ class NewestSnapshots:
         self._joiner = SnapshotJoiner(parts)
 
     def take(self, item: Snapshot) -> None:
-        """Store a snapshot that was sent outside of the evaluations, or the final snapshot."""
+        """Store a snapshot that was sent between evaluations, or a final snapshot."""
         for whole in self._joiner.add(item):
             self._items[whole.address] = whole
 
@@ -115,7 +115,7 @@ class NewestSnapshots:
         return {item.address: item.read_buffers() if item.buffers else None for item in final}
 
     def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> SnapshotTick:
-        """All newest snapshots as one tick, without the replicas of lost workers if there are replicas of other
+        """Return all newest snapshots as one tick; replicas of lost workers are left out if there are replicas of other
         workers.
         """
         ranks = {address for address in self._items if address >= 0}
@@ -141,7 +141,7 @@ class SnapshotTracker(Tracker):
         self._lost: set[Address] = set()
 
     def add_snapshot(self, item: Snapshot) -> None:
-        """Add a node's snapshot; evaluate the ticks that are complete."""
+        """Store a node's snapshot, and evaluate the ticks that are now complete."""
         for whole in self._joiner.add(item):
             self._add_whole(whole)
 
@@ -163,7 +163,7 @@ class SnapshotTracker(Tracker):
         self._evaluate_complete()
 
     def lose(self, address: Address) -> None:
-        """Stop waiting for a lost node."""
+        """Stop waiting for the snapshots of a lost node."""
         address = address // self._parts if address >= 0 else address
         self._lost.add(address)
         super().lose(address)

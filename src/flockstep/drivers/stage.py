@@ -1,7 +1,8 @@
-"""The program of one stage of a pipeline, for every driver: wait for an input, compute a pass, send its output.
+"""The program of one stage of a pipeline, for every driver.
 
-A stage belongs to a worker. At the pass `update` it answers the request for a gradient of the worker's strategy, and
-waits for the next request; the worker's parameters at request number v are version v of the stage's weights.
+The program waits for an input, computes a pass, and sends the output. A stage belongs to a worker. At the pass
+`update`, the stage answers the gradient request of the worker's strategy, and waits for the next request; the worker's
+parameters at request number v are version v of the stage's weights.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineS
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
 """Kind of a pass → first word of the tag of the messages with its inputs and outputs."""
 PASSED = "passed"
-"""Tag of the message that a batch has left the last stage, for schedules with one forward pass at a time."""
+"""Tag of the message that a batch has left the last stage, for schedules in which only one forward pass runs at a
+time.
+"""
 
 
 class StageNote(Note, frozen=True):
-    """The micro-batch that an array of activations, or of gradients of activations, belongs to."""
+    """Note that says to which micro-batch an array of activations, or of gradients of activations, belongs."""
 
     step: int
     microbatch: int
     shape: tuple[int, ...] = ()
-    """Shape of the array that the message encodes; the first axis is over samples."""
+    """Shape of the array that the message encodes; the first axis counts samples."""
     dtype: str = ""
     loss: float = 0.0
-    """Share of the micro-batch in the mean loss of its batch; sent backward only."""
+    """The micro-batch's share in the mean loss of its batch; only in messages of the backward pass."""
 
 
 def stage_notes(schedule: PipelineSchedule) -> Notes:
@@ -104,16 +107,16 @@ class StageProgram(PartProgram):
 
     @property
     def versions(self) -> list[int]:
-        """Versions of the weights that the stage holds."""
+        """Versions of the weights that the stage stores."""
         return sorted(self._versions)
 
     def requested(self, params: FlatArray) -> None:
-        """Keep the worker's parameters (K,) as the next version, at a request for a gradient."""
+        """Store the worker's parameters (K,) as the next version when the strategy requests a gradient."""
         self._versions[self._requests] = params.copy()
         self._requests += 1
 
     async def program(self) -> None:
-        """Compute all passes of the run and send their outputs."""
+        """Compute all passes of the run, and send the outputs of each pass."""
         await resumed(NeedRequest())
         await self._begin_step()
         for work in self._passes:
@@ -243,7 +246,7 @@ class StageProgram(PartProgram):
 
 
 class PipelineStage(StageProgram):
-    """One stage of one replica, computed by one worker."""
+    """One stage of one replica that is not split over ways: one worker computes the stage."""
 
     def __init__(
         self,

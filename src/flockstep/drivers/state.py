@@ -36,12 +36,13 @@ _UNREADABLE = (
 """Errors of numpy, torch and the classes of data for values that no state has."""
 _FIELD_NAMES: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 STRUCTURE = "structure"
-"""Name of the array with the encoding of everything but the arrays."""
+"""Name of the array that holds the encoding of everything except the arrays."""
 NO_ARRAYS: Mapping[str, FlatArray] = {}
 
 
 def to_bytes(value: Any, name: str = "state") -> bytes:
-    """Encode `value`; an object that occurs twice is one object again when it is decoded. `name` names it in errors.
+    """Encode `value` as bytes; an object that occurs twice is decoded as one object. `name` is what errors call the
+    value.
 
     Raises:
         ConfigurationError: `value` contains something that is not data, such as a coroutine or an open file.
@@ -64,7 +65,7 @@ def from_arrays(arrays: Mapping[str, FlatArray]) -> Any:
     """Decode what `to_arrays` encoded.
 
     Raises:
-        ProtocolError: the arrays are not such an encoding.
+        ProtocolError: the arrays do not come from `to_arrays`.
     """
     if STRUCTURE not in arrays:
         raise ProtocolError(f"the saved state cannot be read: it has no array {STRUCTURE!r}")
@@ -75,10 +76,10 @@ def from_bytes(data: bytes, arrays: Mapping[str, FlatArray] = NO_ARRAYS) -> Any:
     """Decode bytes that `to_bytes` returned; the result is equal bit for bit, and shares no memory with the
     original.
 
-    `arrays`: the arrays that the bytes name, if they were encoded by `to_arrays`.
+    `arrays` holds the arrays to which the bytes refer, if `to_arrays` encoded the value.
 
     Raises:
-        ProtocolError: the bytes are not such an encoding.
+        ProtocolError: the bytes do not come from `to_bytes`.
     """
     try:
         return _Reader(arrays).value(msgspec.msgpack.decode(data))

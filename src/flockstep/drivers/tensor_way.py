@@ -1,7 +1,8 @@
-"""The program of one way of a stage whose layers are split: pass, sum over the ways, pass (Shoeybi et al. 2019).
+"""The program of one way of a stage whose layers are split: passes, with sums over the ways between them (Shoeybi et
+al. 2019).
 
-A parameter of a layer that every way computes belongs to one of the ways, whose worker trains the parameter. At each
-step the other ways get a copy, so that all ways compute with the same bits under every strategy.
+A parameter of a layer that every way computes belongs to one way, whose worker trains the parameter. At each step the
+other ways receive a copy, so that all ways compute with the same bits under every strategy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flockstep.partitions.pipeline_schedules.base import PipelinePass
 
 
 class Ways(WithoutSharedMemory):
-    """One way as a member of the group of all ways of its stage, which sum by messages."""
+    """One way as a member of the group of all ways of its stage; the group sums by messages."""
 
     def __init__(
         self, parts: Sequence[int], number: int, mailbox: Mailbox, send: Send, random: np.random.Generator
@@ -34,19 +35,19 @@ class Ways(WithoutSharedMemory):
         self._parts, self._number, self._mailbox, self._send = parts, number, mailbox, send
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
-        """Send a message to one way; the array is copied."""
+        """Send a message to another way of the stage; the array is copied."""
         copy = None if array is None else frozen(array)
         self._send(self._parts[to], Message(self._number, tag, copy, {} if note is None else note))
 
     def send_all(
         self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
     ) -> None:
-        """Send the same message to several ways."""
+        """Send one message to each of several ways."""
         for rank in to:
             self.send(rank, tag, array, note)
 
     async def receive(self, tag: str, source: Address) -> Message:
-        """Return the next message with the given tag from a way."""
+        """Return the next message with the given tag from another way of the stage."""
         message: Message = await resumed(Wanted(tag, self._parts[source]))
         self.require_all(source)
         return message
@@ -65,7 +66,7 @@ class Ways(WithoutSharedMemory):
 
 
 class TensorWay(StageProgram):
-    """One way of one stage of one replica; a model that is not cut is a single stage."""
+    """The program of one way of one stage of one replica; a model that is not cut has a single stage."""
 
     def __init__(
         self,

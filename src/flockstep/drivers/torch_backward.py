@@ -1,5 +1,5 @@
-"""Overlap of communication with the backward pass: a strategy receives parts of the gradient as torch
-completes them.
+"""Overlaps communication with the backward pass: a strategy receives parts of the gradient as soon as torch has
+computed them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flockstep.frameworks.torch_flat import FlatModule
 
 
 class BackwardHooks:
-    """Watches the backward pass for a strategy that asks for the gradient in parts, from the end of the flat array.
+    """Watches the backward pass for a strategy that requests the gradient in parts, from the end of the flat array.
 
     As soon as every parameter of the awaited part has its gradient, the part is passed to the strategy, from within the
     backward pass and without waiting; messages that have arrived are handled. The last part, and parts delayed by a
@@ -46,7 +46,7 @@ class BackwardHooks:
         self.begin()
 
     def begin(self) -> None:
-        """Prepare for the next gradient."""
+        """Prepare to watch the next gradient."""
         if self._loop.awaited and not self._hooks:
             for index, parameter in enumerate(self._flat.parameters):
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class BackwardHooks:
             raise ConfigurationError(refusal)
 
     def skip(self) -> None:
-        """Prepare for the next gradient, because the script takes no step with this one.
+        """Prepare to watch the next gradient, because the script takes no step with the current gradient.
 
         Raises:
             ConfigurationError: a part of this gradient has been sent, and other workers wait for the rest.
@@ -109,7 +109,7 @@ class BackwardHooks:
             )
 
     def end(self) -> None:
-        """Remove the hooks at the end of the run."""
+        """Remove the hooks because the run has ended."""
         while self._hooks:
             self._hooks.pop().remove()
 

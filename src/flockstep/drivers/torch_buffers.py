@@ -1,4 +1,4 @@
-"""Synchronization of a module's buffers, such as the running statistics of BatchNorm, between the ranks of a script."""
+"""Synchronizes a module's buffers, such as the running statistics of BatchNorm, between the ranks of a script."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Buffers:
         return self.policy != "local" and bool(self._named())
 
     def packed(self) -> FlatArray:
-        """The bytes (uint8) of all buffers in the order of `named_buffers`; empty with policy `local`."""
+        """Return the bytes (uint8) of all buffers in the order of `named_buffers`; empty with the policy `local`."""
         parts = [bytes_of(tensor) for _, tensor in self._named()] if self.policy != "local" else []
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def take(self, packed: Mapping[int, FlatArray]) -> None:
-        """Set the buffers by the policy from the buffers of several ranks, given as rank → `packed()`.
+        """Set the buffers as the policy says, from the buffers of several ranks, given as rank → `packed()`.
 
         Raises:
             ConfigurationError: the ranks' buffers differ in size.
@@ -71,7 +71,9 @@ class Buffers:
         self.take({0: packed})
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Name → buffer for every buffer in the module's `state_dict`, whatever the policy, not copied."""
+        """Return name → buffer for every buffer in the module's `state_dict`, whatever the policy; the buffers are not
+        copied.
+        """
         return dict(self._named())
 
     def restore_values(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -97,7 +99,7 @@ class Buffers:
 
 
 async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
-    """Return rank → packed buffers, for every living rank."""
+    """Return rank → packed buffers for every living rank; every rank calls this function."""
     me.send_all(me.peers, "buffers", packed)
     return {me.rank: packed} | {rank: array for rank in me.peers if (array := await _from(me, rank)) is not None}
 

@@ -1,4 +1,4 @@
-"""Clipping of the gradient that the optimizer uses, in a script's own loop, as with PyTorch's DDP."""
+"""Clips the gradient that the optimizer uses in a script's own loop, as PyTorch's DDP does."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.strategies.base import Strategy
 
 WATCHED = 10
-"""Number of first steps in which changes of gradients between backward and step are detected."""
+"""Number of first steps in which changes of gradients between the backward pass and the optimizer's step are
+detected.
+"""
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
 class Norm(torch.Tensor):
-    """A norm that is NaN until it is known; reading it before calls `read_early`."""
+    """A norm that is NaN until its value is known; reading the norm before that calls `read_early`."""
 
     read_early: Callable[[], None] | None = None
 
@@ -79,10 +81,10 @@ class Clip:
     norm_type: float
     strict: bool
     norm: Norm = field(default_factory=_unknown)
-    """Norm of the combined gradient, known when the optimizer steps."""
+    """Norm of the combined gradient, which is known once the optimizer steps."""
 
     def apply(self) -> None:
-        """Clip the current gradients of the parameters."""
+        """Clip the current gradients of the parameters, with the norm and the limit of this call."""
         self.norm.know(clip_now(self.parameters, self.max_norm, self.norm_type))
 
     def measure(self) -> None:
@@ -93,11 +95,11 @@ class Clip:
 
     @property
     def refused(self) -> bool:
-        """Whether the script refuses a step with this norm, which is not finite."""
+        """Whether the script wants no step with this norm, because the norm is not finite."""
         return self.strict and not bool(torch.isfinite(self.norm))
 
     def check(self) -> None:
-        """Raise the error of torch if the step is refused."""
+        """Raise torch's error if the step is refused."""
         if self.refused:
             raise RuntimeError(
                 f"the total norm of order {self.norm_type} of the gradients is non-finite ({float(self.norm)}), so it "
@@ -128,7 +130,9 @@ class Clipping:
         self.live.add(self)
 
     def ask(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
-        """Clip at once if each worker uses its own gradient, otherwise when the gradients have been combined."""
+        """Clip at once if each worker uses its own gradient; otherwise clip later, when the gradients have been
+        combined.
+        """
         if self not in self.live:  # the run is over: gradients are not combined
             return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
         traits = self.strategy.traits
@@ -154,7 +158,7 @@ class Clipping:
         return clip.norm
 
     def skip(self) -> None:
-        """Forget the requested clipping, because the script skips the step."""
+        """Cancel the requested clipping, because the script skips the step."""
         self._asked = []
 
     def _tell(self) -> None:
@@ -179,11 +183,11 @@ class Clipping:
         )
 
     def end(self) -> None:
-        """End the clipping at the end of the run."""
+        """End clipping, because the run has ended."""
         self.live.discard(self)
 
     def begin(self) -> None:
-        """Begin a step: the clipping requested since the last step is valid for it."""
+        """Begin a step, to which the clipping requested since the last step applies."""
         self._due, self._asked = self._asked, []
 
     def apply(self) -> bool:
@@ -195,7 +199,9 @@ class Clipping:
         return True
 
     def check(self) -> None:
-        """Raise an error after the strategy's part of a step if the step was refused, as every other worker does."""
+        """Raise an error, after the strategy's part of a step, if the step was refused; every other worker raises it,
+        too.
+        """
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
                 clip.check()
@@ -234,7 +240,7 @@ def clip_grad_norm_(
 
 
 def clip_values(parameters: Parameters, limit: float, strategy: Strategy) -> None:
-    """Limit each element of gradients that are not combined.
+    """Clip each element of the gradients, if the strategy does not combine gradients.
 
     Raises:
         CompositionError: the strategy combines gradients after this call.
@@ -278,7 +284,7 @@ class GradientChangeDetector:
             self._hooks.append(hook)
 
     def check(self, allowed: int = 0) -> bool:
-        """Look for changes at the start of a step, and return whether there are any.
+        """Look for changed gradients at the start of a step, and return whether there are any.
 
         Each gradient may have been changed `allowed` times since backward.
         """

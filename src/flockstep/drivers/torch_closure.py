@@ -1,4 +1,4 @@
-"""Optimizers that evaluate their closure several times per step, such as L-BFGS."""
+"""Optimizers that evaluate their closure several times per step, such as L-BFGS, under a strategy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, 
 
     Raises:
         CompositionError: under the strategy, ranks do not step along the mean of all gradients, or do not receive the
-            whole of it.
+            whole mean.
         ConfigurationError: the parameters have several dtypes.
     """
     name, traits = type(optimizer).__name__, strategy.traits
@@ -52,9 +52,9 @@ def require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, 
 
 
 def require_every_gradient(optimizer: torch.optim.Optimizer, bad_gradients: BadGradients) -> None:
-    """Raise `CompositionError` if zeros would take the place of a gradient in the optimizer's search.
+    """Raise `CompositionError` if zeros could replace a bad gradient in the optimizer's search.
 
-    Zeros are not the gradient of the loss that the closure returns.
+    The zeros would contradict the loss that the closure returns.
     """
     if bad_gradients.action != "stop":
         raise CompositionError(
@@ -67,8 +67,8 @@ def require_every_gradient(optimizer: torch.optim.Optimizer, bad_gradients: BadG
 class ClosureSteps:
     """Steps of an optimizer that evaluates its closure several times.
 
-    Every evaluation is a step of the strategy, after which the gradients are the mean over all ranks. Equal losses and
-    gradients let the optimizer decide alike on every rank.
+    Every evaluation is a step of the strategy, after which the gradients are the mean over all ranks. Because losses
+    and gradients are equal on all ranks, the optimizer decides in the same way on every rank.
     """
 
     def __init__(self, loop: Loop, exchange: Callable[[], None]):

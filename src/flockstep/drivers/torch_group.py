@@ -1,7 +1,7 @@
 """The default process group of torch.distributed, in which a training framework exchanges metrics and decisions.
 
 Lightning, Accelerate and their callers compute metrics, agree on stopping and write checkpoints by calls of
-torch.distributed. Gradients and parameters are not exchanged here: a strategy does that.
+torch.distributed. Gradients and parameters are exchanged by a strategy, not in this group.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ T = TypeVar("T")
 
 
 def open_group(framework: str) -> None:
-    """Open the default process group of all workers, with gloo, unless the script has opened one or runs alone.
+    """Open the default process group of all workers, with gloo; do nothing if the script has opened a group or runs
+    alone.
 
     The group's connections stay within the host. Under torchrun, or wherever the script has set MASTER_ADDR and
     MASTER_PORT, the group meets at that address.
 
     Raises:
         ConfigurationError: the open group has other ranks than the run, or the workers are on several hosts and
-            no variable names an address for the group.
+            MASTER_ADDR and MASTER_PORT are not set.
     """
     rank, workers = place_of_script()
     if workers == 1:
@@ -77,7 +78,8 @@ def place_on_host() -> tuple[int, int]:
 
 
 def meet(framework: str) -> None:
-    """Wait for all ranks before an operation of the process group, which would not serve other workers meanwhile.
+    """Wait for all ranks before an operation of the process group, during which this process would not serve other
+    workers.
 
     Raises:
         CompositionError: the strategy's workers serve each other between two steps, or cannot wait for each other.

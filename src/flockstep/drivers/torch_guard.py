@@ -1,5 +1,5 @@
-"""Detects what a script does to a distributed module between two steps: changed values and a changed structure; and
-gradients that the script changes after they were sent.
+"""Detects what a script changes between two steps: values and structure of a distributed module, and gradients that
+were already sent.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
 BLOCK = 1 << 16
-"""Number of elements of one checksum, so that a block is read from memory once."""
+"""Number of elements that one checksum covers, so that a block is read from memory only once."""
 SMALL = 16
-"""Number of blocks of a model that is compared as a whole."""
+"""Largest number of blocks of a model that is compared completely before every step."""
 WINDOW = 4
-"""Number of blocks of a larger model that are compared before every step; other blocks follow in the next steps."""
+"""Number of blocks of a larger model that are compared before each step; the following blocks are compared in the next
+steps.
+"""
 STRIDE = 1021
-"""Distance of the elements that are compared besides these blocks, beginning with another element in every step."""
+"""Distance between the single elements that are also compared; the first of them changes in every step."""
 SENT = 4
-"""Number of blocks of each part of a gradient that are compared before a step; other blocks follow in the next steps.
+"""Number of blocks of each part of a gradient that are compared before a step; the following blocks are compared in the
+next steps.
 """
 
 
 class Guard:
     """Compares a module before a step with its state after the previous step.
 
-    A model of at most a million parameters is compared as a whole. Of a larger one the digests of all tensors of at
-    most `BLOCK` elements, such as biases, of `WINDOW` blocks, in turn, and every `STRIDE`-th element are compared,
-    because a digest of all parameters takes as long as a copy of them. torch counts writes to each tensor, except
-    through `.data` and numpy: once it has counted one after which all that is compared is equal, as where averaged
-    weights are put in and taken out again, the guard warns if it has not compared the whole tensor, and compares
-    the whole model from then on.
+    A model of at most a million parameters is compared completely. In a larger model, the guard compares the digests of
+    all tensors of at most `BLOCK` elements, such as biases, of `WINDOW` other blocks in turn, and every `STRIDE`-th
+    element, because a digest of all parameters takes as long as a copy of them. torch counts writes to each tensor,
+    except writes through `.data` and numpy. If torch has counted a write, but all compared elements are equal, as when
+    averaged weights are put in and taken out again, the guard warns unless it has compared the whole tensor, and
+    compares the whole model from then on.
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
@@ -115,7 +118,9 @@ class Guard:
                 )
 
     def note(self) -> None:
-        """Accept the current flat array, and write its values to the parameters that are narrower."""
+        """Accept the current flat array as the module's state, and write its values to the parameters of narrower
+        dtypes.
+        """
         self._flat.write_parameters()
         self._versions = [parameter._version for parameter in self._flat.parameters]
         self._turn += 1
@@ -239,7 +244,7 @@ class Guard:
 class SentParts:
     """Compares the parts of a gradient with what they were when they were passed to the strategy.
 
-    It finds writes through `.data` and numpy, which torch does not count.
+    The comparison detects writes through `.data` and numpy, which torch does not count.
     """
 
     def __init__(self, flat: FlatModule):
@@ -249,11 +254,11 @@ class SentParts:
         self._sums: list[Any] = []
 
     def begin(self) -> None:
-        """Prepare for the next gradient."""
+        """Prepare for the parts of the next gradient."""
         self._turn, self._blocks, self._sums = self._turn + SENT, [], []
 
     def note(self, start: int, stop: int) -> None:
-        """Elements start..stop-1 of the gradient are passed to the strategy."""
+        """Note that elements start to stop-1 of the gradient are passed to the strategy."""
         begins = range(start, stop, BLOCK)
         for number in range(min(len(begins), SENT)):
             begin = begins[(self._turn + number) % len(begins)]
@@ -261,7 +266,7 @@ class SentParts:
             self._sums.append(self._digest(self._blocks[-1]))
 
     def changed(self) -> bool:
-        """Whether a block that is compared now is another one than at `note`."""
+        """Whether one of the blocks compared now differs from its content at the call of `note`."""
         found = list(map(self._digest, self._blocks))
         return bool(found) and not _equal(_together(found), _together(self._sums))
 

@@ -1,4 +1,4 @@
-"""Steps by agreement of all ranks: different numbers of batches, and gradients that overflow on one rank."""
+"""Steps on which all ranks agree, for different numbers of batches and for gradients that overflow on one rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Consent:
         """Factor for the combined gradient on the workers."""
 
     def skips(self, overflow: bool | None) -> bool:
-        """Whether no rank may take this step because a gradient overflowed; `overflow` is None if no scaler is used."""
+        """Return whether no rank may take this step because a gradient overflowed; `overflow` is None if no scaler is
+        used.
+        """
         if not self._needed or not (self.joining or overflow is not None):
             return bool(overflow)
         lr = self._loop.lr
@@ -75,8 +77,8 @@ class Consent:
     ) -> Iterator[None]:
         """Context manager in which ranks may have different numbers of batches.
 
-        A rank that reaches the end takes part in the steps of the other ranks until all have reached it, unless
-        `stepped` returns False because the rank took no step, as in an evaluation.
+        A rank that reaches the end takes part in the steps of the other ranks until all have reached it, except if
+        `stepped` returns False, because the rank took no step, as in an evaluation.
         """
         if self.joining:
             raise CompositionError("join() is already open; leave its with block before entering join() again")

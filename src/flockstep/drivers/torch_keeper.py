@@ -1,4 +1,4 @@
-"""The state of a script's PyTorch objects in a checkpoint: optimizer, buffers and random streams."""
+"""Saves the state of a script's PyTorch objects in a checkpoint: optimizer, buffers and random streams."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from flockstep.frameworks.torch_flat import FlatModule
 
 @dataclass
 class OptimizerContent:
-    """The state of a torch optimizer without its settings."""
+    """State of a torch optimizer in a checkpoint, without the optimizer's settings."""
 
     schema: Schema
     """Names and shapes of the parameters."""
     kind: str
     """Class of the optimizer."""
     states: list[dict[str, Any]]
-    """State of each parameter in the order of the groups; empty if servers step."""
+    """State of each parameter in the order of the parameter groups; empty if servers run the optimizer."""
 
 
 @dataclass
 class BetweenSteps:
-    """What a script may change between two steps."""
+    """What a script may change between two steps, in a checkpoint."""
 
     groups: list[dict[str, Any]]
-    """Settings of each group of parameters, such as the learning rate."""
+    """Settings of each parameter group, such as the learning rate."""
     buffers: dict[str, torch.Tensor]
     torch_stream: torch.Tensor
     device_stream: torch.Tensor | None
@@ -43,7 +43,7 @@ class BetweenSteps:
 
 
 class TorchKeeper:
-    """Keeps and restores the state of a distributed optimizer."""
+    """Saves and restores the state of a distributed optimizer."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class TorchKeeper:
 
     @property
     def refusal(self) -> str:
-        """Why the script cannot be stopped between two steps; empty if it can."""
+        """Reason why the script cannot be stopped between two steps; empty if it can be stopped."""
         if self.closures:
             return (
                 f"flockstep.checkpoint does not work with {type(self._optimizer).__name__}, which may evaluate its "
@@ -76,7 +76,7 @@ class TorchKeeper:
         return ""
 
     def at_boundary(self) -> OptimizerContent:
-        """The state of the optimizer where the worker's program has stopped, not copied."""
+        """Return the state of the optimizer at the point where the worker's program has stopped, not copied."""
         states = [] if self._server_side else [dict(self._optimizer.state.get(one, {})) for one in self._parameters()]
         return OptimizerContent(self._flat.schema, self._kind, states)
 
@@ -84,7 +84,7 @@ class TorchKeeper:
         """Restore the optimizer's state.
 
         Raises:
-            ConfigurationError: the state is of another model or optimizer.
+            ConfigurationError: the state belongs to another model or optimizer.
         """
         try:
             kept.schema.require(self._flat.schema, "the script")
@@ -105,7 +105,7 @@ class TorchKeeper:
                 self._optimizer.state[parameter] = state
 
     def between_steps(self) -> BetweenSteps:
-        """Settings, buffers and random streams, not copied."""
+        """Return settings, buffers and random streams, not copied."""
         groups = [{name: v for name, v in group.items() if name != "params"} for group in self._optimizer.param_groups]
         device = self._flat.parameters[0].device
         return BetweenSteps(
@@ -118,7 +118,7 @@ class TorchKeeper:
         )
 
     def restore_between_steps(self, kept: BetweenSteps, random: bool) -> None:
-        """Restore settings and buffers, and the random streams if `random`.
+        """Restore settings and buffers; restore the random streams only if `random` is set.
 
         Raises:
             ConfigurationError: the optimizer has other groups, or the model other buffers.

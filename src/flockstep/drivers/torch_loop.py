@@ -1,4 +1,4 @@
-"""`flockstep.distribute` for PyTorch: the user's optimizer, with a strategy in its `step`."""
+"""`flockstep.distribute` for PyTorch: the user's optimizer, whose `step` runs a strategy."""
 
 from __future__ import annotations
 
@@ -154,8 +154,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Pass the gradients of one mini-batch to the strategy; return when the next gradients can be computed.
 
-        `closure` is called once to compute the gradients, or several times by an optimizer that cannot step without one
-        (`LBFGS`), which uses the mean of all ranks' losses and gradients. Returns the loss, or None without a closure.
+        `closure` is called once to compute the gradients. An optimizer that cannot step without a closure (`LBFGS`)
+        calls it several times, and uses the mean of all ranks' losses and gradients. Returns the loss, or None without
+        a closure.
 
         Raises:
             ConfigurationError: called inside `no_sync`, or the gradients were changed after a part of them was sent.
@@ -217,7 +218,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward passes only accumulate gradients, as in DDP.
 
-        The first backward pass after the context sends.
+        The first backward pass after the context sends the accumulated gradients.
         """
         before, self._backward.paused = self._backward.paused, True
         try:
@@ -308,10 +309,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             as_tensor(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let the parameters have no gradient, as torch does, or without `set_to_none` a gradient of zeros.
+        """Set the gradients of all parameters to None, as torch does, or to zeros if `set_to_none` is False.
 
-        A parameter that then gets no gradient is skipped by the optimizer of a single worker, and by strategies whose
-        workers step with their own gradients. Otherwise its gradient counts as zero.
+        A parameter that the next backward pass gives no gradient is skipped by the optimizer of a single worker, and by
+        strategies whose workers step with their own gradients. Otherwise its gradient counts as zero.
         """
         self.clipping.skip()
         if set_to_none:
@@ -342,8 +343,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Continue from a model that the script has changed or loaded; call this on every rank, between two steps.
 
         All ranks and servers take rank 0's parameters and buffers, and the strategy restarts. Optimizers keep their
-        state. If rank 0 has loaded a state, that state goes to the servers, to ranks that have loaded none, and to all
-        ranks if these step with a common gradient.
+        state. If rank 0 has loaded an optimizer state, the servers and the ranks that have loaded no state receive that
+        state; all ranks receive it if they step with a common gradient.
 
         Raises:
             ConfigurationError: parameters were replaced, unfrozen or converted, or the run has been finished.
@@ -362,7 +363,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         it.
 
         Every rank must enter it at the same point, between two steps, to evaluate or save the model. Afterwards the
-        module holds the rank's own replica and buffers again. Inside of the context, entering it again does nothing.
+        module holds the rank's own replica and buffers again. Inside the context, entering it again does nothing.
 
         Raises:
             CompositionError: the strategy has no common model.
@@ -408,7 +409,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         step.
 
         Every rank must call this between two steps, as with `torch.distributed.optim.ZeroRedundancyOptimizer`. Under
-        strategies whose workers hold no slices it does nothing.
+        strategies whose workers hold no slices, this method does nothing.
 
         Raises:
             ConfigurationError: there is no such rank, or the run has been finished.
@@ -420,12 +421,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of the original optimizer; if servers step, with the state of the servers' optimizers.
 
-        One rank may call this alone, but where each worker holds a slice of the state every rank must call
-        `consolidate_state_dict` before. If parameters are narrower than the flat array, `master` holds this rank's
+        A single rank may call this. If each worker holds a slice of the state, every rank must call
+        `consolidate_state_dict` first. If parameters are narrower than the flat array, `master` holds this rank's
         unrounded values of them, by name.
 
         Raises:
-            ConfigurationError: the state is elsewhere and has not been collected.
+            ConfigurationError: other ranks hold parts of the state that have not been collected.
         """
         self._memory.fetch()
         state, master = self.inner.state_dict(), self.flat.master()
@@ -436,11 +437,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Load a state into the original optimizer.
 
         Call `sync()` on every rank afterwards if servers step, or ranks share a gradient, or the state holds a
-        `master`; the module must have been loaded before from the same checkpoint then.
+        `master`; the module must then have been loaded from the same checkpoint before.
 
         Raises:
-            ConfigurationError: `master` is not the master copy of what the module holds, or workers would round what
-                servers remembered.
+            ConfigurationError: `master` is not the master copy of the module's parameters, or workers would round
+                values that servers stored without rounding.
         """
         if "master" in state_dict:
             self.flat.load_master(state_dict["master"])

@@ -1,4 +1,4 @@
-"""State of a script's torch optimizer, kept equal to the state of servers and other ranks."""
+"""Keeps the state of a script's torch optimizer equal to the state on servers and on other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 def memory_of(
     flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer
 ) -> WorkerMemory | ServerMemory | SliceMemory:
-    """Return the memory that the strategy of `loop` needs; `spec`: the form of the optimizer in which servers step."""
+    """Return the object that keeps optimizer state as the strategy of `loop` requires; `spec` is the optimizer as
+    servers execute it.
+    """
     traits = loop.strategy.traits
     if not traits.server_optimizer:
         return WorkerMemory(optimizer, loop)
@@ -54,7 +56,7 @@ class WorkerMemory:
         self._loaded = False
 
     def restart(self) -> None:
-        """Restart the strategy on every rank from rank 0's parameters and optimizer state."""
+        """Restart the strategy on every rank from the parameters and the optimizer state of rank 0."""
         self._loop.restart(None)
         self.begin()
 
@@ -66,13 +68,13 @@ class WorkerMemory:
         return self._alike and self._loop.workers > 1 and not self._loop.finished
 
     def fetch(self) -> None:
-        """Do nothing: the torch optimizer has the whole state."""
+        """Do nothing, because the torch optimizer holds the whole state."""
 
     def release(self) -> None:
-        """Do nothing: the torch optimizer needs its state."""
+        """Do nothing, because the torch optimizer needs its state."""
 
     def consolidate(self, to: int) -> None:
-        """Do nothing: the torch optimizer has the whole state."""
+        """Do nothing, because the torch optimizer holds the whole state."""
 
     def finish(self) -> None:
         """End the run on this worker."""
@@ -83,7 +85,9 @@ class WorkerMemory:
         self._loop.exchange("final", lambda me: self._copied(me, source, set(me.peers)))
 
     async def agree(self, me: Worker) -> None:
-        """Compare the states of all ranks; take rank 0's state if the states must be equal and are not."""
+        """Compare the optimizer states of all ranks; if they must be equal but differ, copy rank 0's state to all
+        ranks.
+        """
         root = min([me.rank, *me.peers])
         own: Fields = {
             "digest": fingerprint(packed(self._optimizer.state_dict(), whole=False)),
@@ -111,7 +115,7 @@ class WorkerMemory:
 
 
 class ServerMemory:
-    """Optimizer state under strategies whose servers step in place of the torch optimizer, with `spec`."""
+    """Optimizer state under strategies whose servers run the optimizer `spec` in place of the torch optimizer."""
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
         self._flat = flat
@@ -145,7 +149,7 @@ class ServerMemory:
         """Record that the script has loaded a state; return whether it must still be sent to the servers.
 
         Raises:
-            ConfigurationError: workers hold slices of the state, or servers use an optimizer of their own.
+            ConfigurationError: workers hold slices of the state, or the strategy's servers have a separate optimizer.
         """
         if self._remembers and not self._loop.finished:
             self._require_servers()
@@ -166,10 +170,10 @@ class ServerMemory:
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
     def release(self) -> None:
-        """Do nothing: the state stays until the next one is fetched."""
+        """Do nothing: the torch optimizer keeps the fetched state until the next state is fetched."""
 
     def consolidate(self, to: int) -> None:
-        """Do nothing: any rank may fetch the state from the servers."""
+        """Do nothing, because any rank may fetch the state from the servers."""
 
     def finish(self) -> None:
         """End the run.
@@ -200,9 +204,10 @@ class ServerMemory:
 
 
 class SliceMemory:
-    """Optimizer state under strategies whose worker i steps slice i of n, with `spec` in place of the torch optimizer.
+    """Optimizer state under strategies in which worker i of n steps slice i of the parameters, with `spec` in place of
+    the torch optimizer.
 
-    The state of a slice is on its worker alone. `consolidate` collects all slices on one rank.
+    Only this worker holds the state of the slice. `consolidate` collects all slices on one rank.
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
@@ -242,12 +247,12 @@ class SliceMemory:
         return self._unsent
 
     def consolidate(self, to: int) -> None:
-        """Collect the state of all slices on rank `to`; every rank calls this."""
+        """Collect the state of all slices on rank `to`; every rank must call this."""
         self._whole = self._loop.exchange("memory", lambda me: _collected(me, to))
         self._at = self._loop.steps
 
     def fetch(self) -> None:
-        """Give the torch optimizer the collected state.
+        """Copy the collected state into the torch optimizer.
 
         Raises:
             ConfigurationError: this rank has not collected the state since its last step.
@@ -265,9 +270,9 @@ class SliceMemory:
         set_state(self._flat, self._optimizer, self._whole)
 
     def release(self) -> None:
-        """Take the collected state out of the torch optimizer, which does not step: it takes the memory of all slices.
+        """Remove the collected state from the torch optimizer, which does not step, to free the memory of all slices.
 
-        What `state_dict` has returned keeps it.
+        The dict that `state_dict` has returned keeps the state.
         """
         if not self._unsent:
             self._optimizer.state.clear()

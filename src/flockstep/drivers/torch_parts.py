@@ -1,4 +1,4 @@
-"""The part of a module that one of several optimizers trains."""
+"""Finds the part of a module that one of several optimizers trains."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def distribute_part(
     """Call `flockstep.distribute` for the part of `modules` that `optimizer` trains.
 
     Raises:
-        ConfigurationError: the optimizer holds parameters of none of the modules, or of half a layer, or what
-            `distribute` refuses.
+        ConfigurationError: the optimizer holds no parameters of the modules, or only some parameters of a layer, or
+            `distribute` refuses the call.
     """
     with joining_run("distribute", timeout):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

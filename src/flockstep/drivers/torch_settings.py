@@ -1,4 +1,4 @@
-"""Refuses optimizers that differ between ranks where one rank's settings would be used for all ranks."""
+"""Refuses optimizers whose settings differ between ranks if the settings of one rank would be used for all ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flockstep.strategies.base import Strategy
 def require_same_settings(optimizer: torch.optim.Optimizer, loop: Loop) -> None:
     """Compare the settings of all ranks' optimizers; every rank calls this at `distribute`.
 
-    Settings may differ if each worker steps along a gradient of its own. Learning rates may also differ if servers
-    apply each gradient alone, at the learning rate that its worker sends with it. A rank without a loaded state takes
-    the settings that rank 0 has loaded.
+    Settings may differ if each worker steps with its own gradient. Learning rates may also differ if servers apply each
+    gradient alone, at the learning rate that its worker sends with it. A rank without a loaded state takes the settings
+    that rank 0 has loaded.
 
     Raises:
         ConfigurationError: a setting differs that must be equal.

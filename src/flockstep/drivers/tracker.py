@@ -1,7 +1,7 @@
-"""The model of a run at a given time, evaluated off the clock.
+"""Evaluates the model of a run at ticks of progress; evaluations take no time on the run's clock.
 
 Every node sends its parameters at the same ticks of progress. When a tick is complete, the model that the result policy
-would select then is evaluated, and the replicas' distance from their mean is computed.
+would select at this tick is evaluated, and the replicas' distance from their mean is computed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from flockstep.records.events import EvaluationEvent, ReplicaEvent
 from flockstep.strategies.base import ResultPolicy
 
 FINAL = math.inf
-"""Tick of a node's final parameters."""
+"""Number of the tick that stands for a node's final parameters."""
 
 
 @dataclass
 class Tick:
-    """The parameters that the nodes sent at one tick of progress. Sums are of distances to the first replica, so that
-    equal replicas give exactly 0.
+    """The parameters that the nodes sent at one tick of progress. Sums are sums of differences from the first replica,
+    so that equal replicas have a distance of exactly 0.
     """
 
     missing: set[Address]
@@ -140,7 +140,8 @@ class Tracker:
         self._own: dict[str, Evaluation] = {}
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters (copied if they are kept).
+        """Add a node's current parameters to a tick; parameters that are kept are copied. Parameters of servers that
+        only cache are dropped.
 
         Parameters of servers that only cache are dropped.
         """
@@ -168,7 +169,7 @@ class Tracker:
         return repeats
 
     def lose(self, address: Address) -> None:
-        """Stop waiting for a lost node."""
+        """Stop waiting for the parameters of a lost node."""
         self._alive.discard(address)
         for entry in self._ticks.values():
             entry.missing.discard(address)
@@ -180,7 +181,7 @@ class Tracker:
                 self._evaluate(tick)
 
     def close(self) -> None:
-        """Evaluate the ticks that some nodes never reached, as far as the policy allows."""
+        """Evaluate the ticks that some nodes never reached, if the result policy allows it."""
         for tick in sorted(self._ticks):
             self._evaluate(tick)
 
@@ -239,7 +240,7 @@ class Tracker:
 
 
 def deciding(held: Sequence[slice]) -> list[int]:
-    """Indices of the servers whose parameters are used: if several servers hold the same part, the first of them."""
+    """Return the indices of the servers whose parameters are used: of several servers with the same part, the first."""
     known = np.zeros(max((part.stop for part in held), default=0), bool)
     indices = []
     for index, part in enumerate(held):
@@ -251,7 +252,7 @@ def deciding(held: Sequence[slice]) -> list[int]:
 
 @dataclass
 class Progress:
-    """The workers' steps as known to a server, which determine when the next tick is due."""
+    """Progress of the workers as a server knows it; the progress determines when the next tick is due."""
 
     cluster: Cluster
     every: int
@@ -260,7 +261,9 @@ class Progress:
     tick: int = 0
 
     def heard(self, message: Message) -> None:
-        """Note the sender's progress; a server's note may hold the number of `steps` that its workers took."""
+        """Note the progress of a message's sender; a server's note may hold the number of `steps` that its workers have
+        taken.
+        """
         source = message.source
         step = message.step if source >= 0 else getattr(message.note, "steps", 0)
         if step > (before := self.seen.get(source, 0)):
@@ -268,7 +271,7 @@ class Progress:
             self.seen[source] = step
 
     def due(self) -> list[int]:
-        """The ticks that have been reached since the last call."""
+        """Return the ticks that have been reached since the last call."""
         reached = []
         while self.total >= self.tick * self.every * self.cluster.workers:
             reached.append(self.tick)

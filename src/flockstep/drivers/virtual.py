@@ -41,38 +41,40 @@ from flockstep.simulation.queue import EventQueue
 
 
 class Computing(msgspec.Struct, eq=False, gc=False):
-    """A worker's running gradient, or the requested share of it."""
+    """A gradient, or the requested part of a gradient, that a worker is computing in virtual time."""
 
     share: float
-    """Share that the program has asked for, counted from the end of the flat array."""
+    """Share of the gradient that the program has requested, counted from the end of the flat array."""
 
 
 class Snapshots(Protocol):
-    """Takes the parameters of a run's nodes at ticks of progress."""
+    """Collects the parameters of a run's nodes at ticks of progress."""
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters (copied if they are kept)."""
+        """Add a node's current parameters to a tick; parameters that are kept are copied."""
 
     def lose(self, address: Address) -> None:
-        """Stop waiting for a lost node."""
+        """Stop waiting for the parameters of a lost node."""
 
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What surrounds the nodes of a simulation; in a run of a split model, the groups of workers share most of it."""
+    """The objects that the nodes of a simulation share: clock, network, record. The groups of a split model's run share
+    most of them.
+    """
 
     model: TrainedModel
-    """The model, or the part of it that these nodes hold."""
+    """The model, or the part of the model that these nodes hold."""
     queue: EventQueue[Callable[[], None]]
     fabric: Fabric
     snapshots: Snapshots
     gradients: ReplicaGradients
     hosts: Hosts
     address: Callable[[Address], Address] = lambda address: address
-    """Returns the address in the whole run of one of these nodes."""
+    """Function that returns the address, in the whole run, of one of these nodes."""
     start: Callable[[Runner, NeedGradient], None] | None = None
-    """Begins a worker's gradient, of which `Simulation.answer` is given the result; None: each worker computes by
-    itself.
+    """Function that starts a worker's gradient, whose result is passed to `Simulation.answer`; None if each worker
+    computes by itself.
     """
 
 
@@ -180,8 +182,9 @@ class Simulation:
     def drain(self, kept: Mapping[Address, Saved], before: Mapping[Address, int]) -> dict[Address, Saved]:
         """End programs that were stopped between two steps as at the end of a run, without a further gradient.
 
-        Nothing is evaluated or recorded. `kept`: the state of each node where its program can restart, with all
-        messages that have arrived. `before`: steps of the run before each node's program last began.
+        Nothing is evaluated or recorded. `kept` holds the state of each node at a point where its program can restart,
+        with all messages that have arrived. `before` is the number of steps that the run had taken when each node's
+        program last started.
 
         Returns:
             The state of every node, with all messages used.
@@ -214,8 +217,8 @@ class Simulation:
     def close(self) -> None:
         """Free the nodes at once; none of them can be used afterwards.
 
-        The nodes refer to each other, so that only Python's garbage collector would free them, which runs seldom in
-        later simulations.
+        The nodes refer to each other, so that otherwise only Python's garbage collector would free them, which runs
+        rarely during later simulations.
         """
         for runner in self.runners.values():
             vars(runner).clear()
@@ -241,7 +244,7 @@ class Simulation:
         )
 
     def save(self) -> dict[Address, Saved]:
-        """The state of every node, from which another simulation with a larger budget of steps can continue.
+        """Return the state of every node; another simulation, with a larger budget of steps, can continue from it.
 
         Call this after `run`, when all messages have been delivered.
         """
@@ -435,11 +438,11 @@ class Simulation:
         self.answer(rank, gradient, float(self._gradients.losses[rank]))
 
     def address(self, address: Address) -> Address:
-        """Return the address in the whole run of one of these nodes."""
+        """Return the address, in the whole run, of one of these nodes."""
         return self._within.address(address)
 
     def answer(self, rank: int, gradient: FlatArray, loss: float) -> None:
-        """Resume a worker's program with the gradient that it waits for."""
+        """Resume a worker's program with the gradient that the program awaits."""
         runner = self.runners[rank]
         self._steppers[rank].lr = self.plan.lr_at(runner.node.step)
         runner.give(gradient, loss)

@@ -37,7 +37,8 @@ from flockstep.simulation.queue import EventQueue
 
 
 class StepDurations:
-    """How long a whole gradient of the whole model takes on each worker in each step, in seconds.
+    """Seconds that a gradient of the whole model takes on each worker in each step. A worker draws one duration for
+    each step, as in an unsplit run; every pass takes its share of the step's duration.
 
     A worker draws once for each step, as in an unsplit run; every pass takes its share of the step's duration.
     """
@@ -55,7 +56,7 @@ class StepDurations:
 
 
 class StageGradients(ReplicaGradients):
-    """The gradients of one stage of all replicas."""
+    """The gradients that all replicas compute for one stage."""
 
     def __init__(self, part: HeldPart, plan: Plan, dropped: Callable[[int], None]):
         """`dropped`: called with the replica whose stage has been ended."""
@@ -65,7 +66,7 @@ class StageGradients(ReplicaGradients):
         """The stage of each replica."""
 
     def ask(self, rank: int, need: NeedGradient) -> int:
-        """Begin a step of the stage of replica `rank`; return the number of samples."""
+        """Start a step of the stage of replica `rank`; return the number of samples."""
         self.stages[rank].request(self.params[rank])
         return self._plan.batch_at(self.nodes[rank].step)
 
@@ -73,7 +74,9 @@ class StageGradients(ReplicaGradients):
         """Do nothing, because a stage keeps copies of the parameters that it uses."""
 
     def forget(self, rank: int) -> None:
-        """End the stage of replica `rank`, whose worker has died; a server, `rank` < 0, has none."""
+        """End the stage of replica `rank`, whose worker has died; do nothing for a server, `rank` < 0, which has no
+        stage.
+        """
         if rank >= 0:
             self.stages[rank].close()
             self._dropped(rank)
@@ -84,7 +87,7 @@ class StageGradients(ReplicaGradients):
 
 @dataclass(eq=False)
 class PartSnapshots:
-    """Joins the snapshots of the parts of a replica, and gives the tracker of the run whole models."""
+    """Joins the snapshots of a replica's parts, and passes whole models to the tracker of the run."""
 
     tracker: Tracker
     groups: Sequence[PartGroup]
@@ -92,11 +95,11 @@ class PartSnapshots:
     """Tick and replica → part → parameters, second, step and bytes sent."""
 
     def of(self, part: int) -> GroupSnapshots:
-        """Return the snapshots of the group of one part."""
+        """Return the object that collects the snapshots of one part's group."""
         return GroupSnapshots(self, part)
 
     def add(self, part: int, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add the parameters of a node of the group of one part."""
+        """Add the parameters that a node of one part's group holds."""
         if address < 0:
             self.tracker.add(tick, self.groups[part].outside(address), params, t, step, sent)
             return
@@ -114,22 +117,22 @@ class PartSnapshots:
 
 @dataclass(frozen=True, eq=False)
 class GroupSnapshots:
-    """The snapshots of the group of one part."""
+    """Collects the snapshots of the group of one part."""
 
     joined: PartSnapshots
     part: int
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters."""
+        """Add a node's current parameters to a tick."""
         self.joined.add(self.part, tick, address, params, t, step, sent)
 
     def lose(self, address: Address) -> None:
-        """Stop waiting for a lost replica."""
+        """Stop waiting for the parameters of a lost replica."""
         self.joined.tracker.lose(address)
 
 
 class PipelineSimulation:
-    """One run of a split model in virtual time."""
+    """A run of a split model in virtual time."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The whole model of a run whose workers may hold parts of it: who holds which part, and the record's addresses."""
+"""Relates the parts of a split model to the whole model: who holds which part, and the addresses in the record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.strategies.base import Strategy
 
 
 def held_by_servers(strategy: Strategy, replicas: int, sizes: Sequence[int]) -> list[slice]:
-    """Return the slice of the whole model that each server holds; `sizes`: number of elements of each part."""
+    """Return the slice of the whole model that each server holds; `sizes` are the numbers of elements of the parts."""
     return [
         slice(group.start + one.start, group.start + one.stop)
         for group in groups_of(sizes, 0)
@@ -25,24 +25,27 @@ def held_by_servers(strategy: Strategy, replicas: int, sizes: Sequence[int]) -> 
 
 
 def tracked(plan: Plan, sizes: Sequence[int]) -> tuple[Cluster, list[slice]]:
-    """Return the replicas and servers whose parameters are evaluated, and the slice that each server holds; `sizes`:
-    number of elements of each part.
+    """Return the replicas and servers whose parameters are evaluated, and the slice that each server holds; `sizes` are
+    the numbers of elements of the parts.
     """
     cluster = plan.cluster if len(sizes) == 1 else Cluster(plan.cluster.workers, plan.cluster.servers * len(sizes))
     return cluster, held_by_servers(plan.strategy, plan.cluster.workers, sizes)
 
 
 def with_addresses_of_run(event: Event, group: PartGroup) -> Event:
-    """Return an event of a group's node, with the address in the whole run of the other node that it names."""
+    """Return the event of a group's node with the other node's address in the whole run, if the event names another
+    node.
+    """
     if isinstance(event, UpdateEvent | RefusedEvent) and event.source is not None:
         return msgspec.structs.replace(event, source=group.outside(event.source))
     return event
 
 
 def by_worker(emit: Emit, parts: int) -> Emit:
-    """Return `emit` for a tracker's events, which count replicas, for a record of the workers.
+    """Return a function that converts a tracker's events, which count replicas, to events of workers, and passes them
+    to `emit`.
 
-    A replica has the number of the worker that holds its first part, and bytes are those of a worker.
+    A replica gets the rank of the worker that holds its first part, and bytes are those of one worker.
     """
     return emit if parts == 1 else partial(_of_replica, emit, parts)
 

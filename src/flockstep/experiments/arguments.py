@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions of this package have in common."""
+"""Checks of arguments that several functions of `flockstep.experiments` share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ T = TypeVar("T")
 
 
 def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
-    """The values of an argument that is a list. A string is refused, because Python would iterate over its letters.
+    """Return the values of an argument that is a list.
+
+    A string is refused, because Python would iterate over its letters.
 
     Raises:
-        ConfigurationError: `values` is one text.
+        ConfigurationError: `values` is a string.
     """
     if isinstance(values, str):
         raise ConfigurationError(f"{name} must be a list, got {values!r}; write [{values!r}]")
@@ -27,14 +29,14 @@ def listed(name: str, values: Sequence[T]) -> tuple[T, ...]:
 
 
 def usual(given: T | None, default: T | None) -> T | None:
-    """Return the given value of an argument, or the default if the value is None."""
+    """Return the value that was given for an argument, or the default if the value is None."""
     return default if given is None else given
 
 
 def cluster_of(
     cluster: str | Path | None, network: str | None, compute: str | None, imports: Sequence[str]
 ) -> ClusterShape | None:
-    """The cluster whose links and times a simulation takes; None if the argument names no cluster.
+    """Return the cluster whose links and times a simulation uses; None if the argument names no cluster.
 
     Raises:
         ConfigurationError: there is no such cluster, or a network or a compute model is given too.

@@ -1,4 +1,4 @@
-"""Runs on the machines of a cluster manager, as functions."""
+"""Functions that run training on the machines of a cluster manager (Ray, Spark)."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def on_ray(
     """Train on the nodes of a Ray cluster, as `flockstep train --on ray` does.
 
     This process coordinates and writes the record. It must be a driver on a node of the cluster. A placement group
-    reserves a bundle of cores and GPUs on each node for the workers of that node; a lost node is a loss of its workers.
-    A script must guard the call with `if __name__ == "__main__":`.
+    reserves a bundle of cores and GPUs on each node for the workers of that node; if a node is lost, its workers are
+    lost. A script must guard the call with `if __name__ == "__main__":`.
 
     Args:
         job: as in `flockstep.run`, and so are all arguments that are not listed here; Python files travel to the nodes.
@@ -106,11 +106,12 @@ def on_spark(
     out: Path | str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
-    """Train on the partitions of a Spark DataFrame or RDD: one worker for each, on its own rows, which stay there.
+    """Train on the partitions of a Spark DataFrame or RDD: one worker for each partition, on the partition's rows,
+    which stay on their executor.
 
     The driver coordinates, evaluates and writes the record. The workers are the tasks of a barrier stage, so the
-    cluster must run as many tasks at once as there are partitions. The stage ends with its first lost executor, under
-    every strategy; a worker process that dies on a living executor is a lost worker.
+    cluster must be able to run one task for each partition at the same time. The stage ends with its first lost
+    executor, under every strategy; a worker process that dies on a living executor is a lost worker.
 
     Every worker takes the same number of batches from its own partition, in a new random order each pass, as many as
     make `epochs` passes of all workers together over all rows. The rows of a small partition are therefore used more

@@ -38,8 +38,8 @@ the folder.
 
 @dataclass(frozen=True)
 class Grid:
-    """The runs of a comparison: each strategy at each learning rate (empty: the job's own) with each of
-    `seeds` seeds.
+    """The runs of a comparison: each strategy at each learning rate (the job's learning rate if none is given) with
+    each of `seeds` seeds.
     """
 
     base: RunConfig
@@ -47,7 +47,7 @@ class Grid:
     rates: Sequence[float] = ()
     seeds: int = 1
     cluster: ClusterShape | None = None
-    """The cluster whose links and times simulations take; None if `base` has a network and a compute model."""
+    """The cluster whose links and times simulations use; None if `base` has a network and a compute model."""
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -64,7 +64,7 @@ class Grid:
 
     @property
     def repeated(self) -> bool:
-        """Whether a strategy has more than one run."""
+        """Whether a strategy has more than one run, which means several seeds or learning rates."""
         return self.seeds > 1 or len(self.rates) > 1
 
     def groups(self, out: Path) -> list[list[_Planned]]:
@@ -93,7 +93,7 @@ class Grid:
         return found
 
     def marks(self, config: RunConfig) -> str:
-        """Text that distinguishes a run from the other runs of its strategy: the learning rate and the seed."""
+        """Return text that distinguishes a run from the other runs of its strategy: the learning rate and the seed."""
         rate = f", lr {config.lr:g}" if self.rates else ""
         return rate + (f", seed {config.seed}" if self.seeds > 1 else "")
 
@@ -118,15 +118,15 @@ class Comparison:
     groups: tuple[RepeatedRuns, ...]
     """The runs' summaries; runs that differ only in their seed form one group."""
     chosen: tuple[RepeatedRuns, ...]
-    """For each strategy, the group of the learning rate by which the strategy is ranked."""
+    """For each strategy, the runs at the learning rate by which the strategy is ranked."""
     report: Path
     """Path of the HTML page with the ranked table and the figures."""
     repeated: bool
-    """Whether a strategy has more than one run, so that medians are ranked."""
+    """Whether a strategy has more than one run, so that strategies are ranked by medians."""
 
     @property
     def summaries(self) -> list[Summary]:
-        """One summary for each strategy, the best first: the summary of its run, or the medians of its runs."""
+        """One summary for each strategy, best strategy first: the summary of its run, or the medians of its runs."""
         return rank(
             [group.median() for group in self.chosen] if self.repeated else [one.runs[0] for one in self.chosen]
         )
@@ -149,7 +149,7 @@ class Comparison:
 
     @property
     def caveats(self) -> list[str]:
-        """Sentences about the questions that medians and chosen learning rates leave open."""
+        """Sentences about the questions that remain open when medians or the best learning rates are compared."""
         return caveats(self.groups, self.chosen) if self.repeated else []
 
     def __str__(self) -> str:
@@ -240,7 +240,7 @@ def compare(
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
-    """The learning rates of a grid; empty if no grid is given.
+    """Return the learning rates of a grid, after checking them; empty if no grid is given.
 
     Raises:
         ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given too.
@@ -282,9 +282,10 @@ def carry_out_all(
     say: Callable[[str], None],
     conclude: Callable[[Comparison], None],
 ) -> Comparison:
-    """Run the configurations of `grid` that `out` does not hold finished already, and rank all runs.
+    """Run those configurations of `grid` that have no finished run in `out`, and rank all runs.
 
-    `say` is called with a line for each run. `conclude` is called with the comparison, also if it was interrupted.
+    `say` is called with a line for each run. `conclude` is called with the comparison, even if the comparison was
+    interrupted.
 
     Raises:
         ConfigurationError: a strategy or an option is invalid; nothing was started.
@@ -381,7 +382,7 @@ def _names(texts: Sequence[str]) -> list[str]:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run folders that `folder` is or contains.
+    """Return the run folders in `folder`, or `folder` itself if it is one.
 
     Raises:
         ConfigurationError: there is no run folder.

@@ -1,4 +1,4 @@
-"""Names of the folders in which runs and comparisons are recorded by default."""
+"""Default names of the folders in which runs and comparisons are recorded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 
 
 def folder(out: Path | str | None, what: str) -> Path:
-    """Folder for a record: `out` if given, otherwise a new folder in runs/ named after the time and `what`."""
+    """Return the folder for a record: `out` if given, otherwise a new folder in runs/ named after the time and
+    `what`.
+    """
     if out is not None:
         return Path(out)
     return Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{slug(what)}"
 
 
 def slug(text: str) -> str:
-    """Turn a text into a file name of letters, digits and hyphens, with at most 60 characters."""
+    """Turn a text into a file name of at most 60 letters, digits and hyphens."""
     kept = "".join(c if c.isalnum() else "-" for c in text)
     return "-".join(part for part in kept.split("-") if part)[:60]

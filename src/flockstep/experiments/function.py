@@ -1,4 +1,4 @@
-"""Runs of a function, from a notebook's cell or from a script."""
+"""Runs a function on several workers, from a cell of a notebook or from a script."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def launch(
 ) -> LaunchResult:
     """Run `function(*args)` on `workers` new processes of this machine, as `flockstep launch` runs a script.
 
-    The function calls `flockstep.distribute`, and returns what the caller needs, such as `model.state_dict()`. The
-    processes begin anew: they import the modules that the function uses, and receive the source of the functions and
+    The function calls `flockstep.distribute`, and returns what the caller needs, such as `model.state_dict()`. Each
+    process starts fresh: it imports the modules that the function uses, and receives the source of the functions and
     classes of the notebook or program that it uses. Numbers, text, arrays, tensors, and lists, dicts and data classes
     of them travel as data; anything else must be created inside the function. The record holds the whole program.
 

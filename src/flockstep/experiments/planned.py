@@ -1,4 +1,4 @@
-"""Plans as a function, which predicts time and bytes of every strategy on a cluster and recommends a strategy."""
+"""Plans as a function: predicts time and bytes of every strategy on a cluster, and recommends a strategy."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""Names of the dtypes that codecs accept."""
+"""Names of the floating-point dtypes that codecs accept."""
 
 
 _loaded = cache(importlib.import_module)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 60.0
-"""Seconds after which a process compiles a kernel itself: the process that compiles may have been stopped."""
+"""Seconds that a process waits for another process to compile a kernel; then the waiting process compiles the kernel
+itself.
+"""
 _turns = threading.RLock()
 _depth = 0
 """Number of kernels that this process is compiling: a kernel that calls others compiles these too."""

@@ -75,7 +75,7 @@ def _apart(w: Any, bits: int) -> Any:
 
 @jit
 def fold(words: Any, bits: int, out: Any) -> None:
-    """Pack eight codes, one per byte of a word of `words`, into `bits` bytes of `out`."""
+    """Pack eight codes, one in each byte of the integer `words`, into `bits` bytes of `out`."""
     if bits == 1:
         for i in range(len(words)):
             out[i] = np.uint8((words[i] * np.uint64(0x0102040810204080)) >> np.uint64(56))
@@ -96,8 +96,8 @@ def fold(words: Any, bits: int, out: Any) -> None:
 
 @jit
 def unfold(data: Any, bits: int, words: Any) -> None:
-    """Unpack `bits` bytes of `data` into eight codes, one per byte of a word of `words`; zeros beyond the end of
-    `data`.
+    """Unpack `bits` bytes of `data` into eight codes, one in each byte of the returned integer; bytes beyond the end of
+    `data` count as zero.
     """
     whole = min(len(words), len(data) // bits)
     if bits == 1:
@@ -125,12 +125,12 @@ def unfold(data: Any, bits: int, words: Any) -> None:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return the number of bytes that `count` codes of `bits` bits take."""
+    """Return the number of bytes that `count` codes of `bits` bits each occupy."""
     return (count * bits + 7) // 8
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
-    """Pack codes below 2^bits, for 1 to 8 bits, the lowest bit first, with zeros up to a whole byte."""
+    """Pack codes of 1 to 8 `bits` each into bytes, lowest bit first; the last byte is filled up with zero bits."""
     padded = np.zeros((len(codes) + 7) // 8 * 8, np.uint8)
     padded[: len(codes)] = codes
     out = np.empty(len(padded) // 8 * bits, np.uint8)
@@ -139,7 +139,7 @@ def pack(codes: Bytes, bits: int) -> Bytes:
 
 
 def unpack(data: Bytes, count: int, bits: int) -> Bytes:
-    """Return the `count` codes that `pack` packed into `data`."""
+    """Return the first `count` codes from `data`, the result of `pack`."""
     words = np.empty((count + 7) // 8, np.uint64)
     unfold(locked(data), bits, words)
     return words.view(np.uint8)[:count]

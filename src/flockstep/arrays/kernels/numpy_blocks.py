@@ -1,4 +1,4 @@
-"""Scales of blocks, and elements as integer multiples of a fraction of the scale, for numpy."""
+"""Block scales, and quantization of elements to integer multiples of a fraction of the scale, for numpy."""
 
 from __future__ import annotations
 
@@ -142,11 +142,12 @@ def block_scales(x: FlatArray, block: int, norm: bool = False) -> FlatArray:
 
 
 def quantize(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int, seed: int = -1) -> Bytes:
-    """Return q + levels for every element, q = x / scale * levels, in `bits` bits each.
+    """Quantize every element to an integer q ≈ x / scale * levels, and return the codes q + levels, packed into `bits`
+    bits each.
 
     If `seed` is negative, q is rounded to the nearest integer, ties to even; otherwise it is rounded up or down at
-    random, so that the mean is preserved, and magnitudes beyond a block's scale count as the scale. `block` is a
-    multiple of 8, or bits is 8, or there is one block.
+    random, so that the mean is preserved, and magnitudes beyond a block's scale count as the scale. Either `block` is a
+    multiple of 8, or `bits` is 8, or there is only one block.
     """
     x = locked(x)
     kind = x.dtype.type
@@ -157,7 +158,7 @@ def quantize(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int
 
 
 def steps(scales: FlatArray, levels: int) -> FlatArray:
-    """Return scale / levels, rounded so that `levels` times the result is finite."""
+    """Return the quantization step scale / levels of each block, rounded so that `levels` times the step is finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         step: FlatArray = scales / scales.dtype.type(levels)
         over = ~np.isfinite(step * scales.dtype.type(levels))
@@ -166,12 +167,16 @@ def steps(scales: FlatArray, levels: int) -> FlatArray:
 
 
 def dequantize(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, size: int) -> tuple[FlatArray, int]:
-    """Return (code - levels) * step of every element, and the largest code, at most 2 · levels in valid data."""
+    """Decode every element as (code - levels) * step; return the elements and the largest code, which is at most 2 ·
+    levels in valid data.
+    """
     out = np.empty(size, step.dtype)
     top = _dequantize(locked(data), step, block, levels, bits, out, False)
     return out, top
 
 
 def add_dequantized(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, out: FlatArray) -> int:
-    """Add the dequantized values to `out`, a flat contiguous array of the dtype of `step`; return the largest code."""
+    """Add the dequantized values to `out`, a flat contiguous array of the dtype of `step`; return the largest code
+    found.
+    """
     return int(_dequantize(locked(data), step, block, levels, bits, out, True))

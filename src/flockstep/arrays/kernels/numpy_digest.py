@@ -34,10 +34,11 @@ def _digest(words: Any, weights: Any, total: Any) -> Any:
 
 
 def digest(bits: Any, before: int = 0) -> tuple[int, bool]:
-    """Return the digest of an array's bytes (uint8), and whether all of them are finite if they are those of float32.
+    """Return the 64-bit digest of an array's bytes (uint8), and whether all float32 values that the bytes encode are
+    finite.
 
-    Arrays that differ in one 32-bit word have different digests, other arrays have the same digest only by chance, of
-    about 2⁻³². `before`: digest of the arrays before this one.
+    Arrays that differ in one 32-bit word have different digests; other different arrays have equal digests only by
+    chance, with a probability of about 2⁻³². `before`: digest of the arrays before this one.
     """
     if len(bits) % 4 or bits.ctypes.data % 4:
         bits = np.concatenate([bits, np.zeros(-len(bits) % 4, np.uint8)])

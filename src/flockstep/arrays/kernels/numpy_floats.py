@@ -105,7 +105,7 @@ def narrowed(x: FlatArray, dtype: str, largest: float = np.inf) -> FlatArray:
 
 
 def widened(x: FlatArray, dtype: str) -> FlatArray:
-    """Return float16 or bfloat16 values in the named dtype; the result may share memory with `x`."""
+    """Convert float16 or bfloat16 values to the dtype of the given name; the result may share memory with `x`."""
     if x.dtype != np.float16 or dtype not in ("float32", "float64"):
         return cast(x, dtype, copy=False)
     out = np.empty(len(x), dtype)

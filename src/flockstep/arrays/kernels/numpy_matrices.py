@@ -14,9 +14,10 @@ Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
 
 SPARE = 0x5BA2E
-"""Seed of the directions that replace columns that depend linearly on earlier columns."""
+"""Seed of the random vectors that replace linearly dependent columns during orthogonalization."""
 DEPENDENT = 16
-"""Factor on the dtype's precision.
+"""Factor on the dtype's machine precision. A column counts as linearly dependent if the part of the column outside the
+span of earlier columns is at most this factor times the precision, relative to the norm of the column.
 
 A column counts as dependent if the norm of its part outside the span of earlier columns, relative to the norm of the
 column, is at most this factor times the precision.
@@ -94,28 +95,29 @@ def _cosines(size: int, dtype: str) -> FlatArray:
 
 
 def cosines(like: FlatArray, size: int) -> FlatArray:
-    """Return the read-only matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of
-    `like`.
+    """Return the read-only matrix (size, size) of the orthonormal DCT-II in the dtype of `like`; each row is one
+    frequency.
     """
     return _cosines(size, like.dtype.name)
 
 
 def tiles(matrix: FlatArray, height: int, width: int) -> FlatArray:
-    """Return a copy of a matrix cut into tiles (tiles, height, width), left to right and from the top."""
+    """Cut a matrix into tiles, left to right and top to bottom; return a copy of shape (tiles, height, width)."""
     rows, columns = matrix.shape
     cut = matrix.reshape(rows // height, height, columns // width, width)
     return np.ascontiguousarray(cut.transpose(0, 2, 1, 3)).reshape(-1, height, width)
 
 
 def untiled(tiles: FlatArray, rows: int, columns: int) -> FlatArray:
-    """Return the matrix that `tiles` was cut from."""
+    """Return the matrix from which `tiles` cut the tiles."""
     height, width = tiles.shape[1:]
     cut = tiles.reshape(rows // height, columns // width, height, width)
     return cut.transpose(0, 2, 1, 3).reshape(rows, columns)
 
 
 def largest_of_rows(array: FlatArray, count: int) -> Integers:
-    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row.
+    """Return for every row the ascending positions of the `count` elements of largest magnitude, of shape (rows,
+    count).
 
     Of equal magnitudes the first is chosen.
     """
@@ -132,27 +134,29 @@ def largest_of_rows(array: FlatArray, count: int) -> Integers:
 
 
 def placed(spots: Integers, values: FlatArray, size: int) -> FlatArray:
-    """Return rows (rows, size) of zeros with `values` (rows, count) at the positions `spots` (rows, count)."""
+    """Return a matrix (rows, size) that has `values` (rows, count) at the positions `spots` (rows, count) and zeros
+    elsewhere.
+    """
     out: FlatArray = np.zeros((len(spots), size), values.dtype)
     np.put_along_axis(out, spots, values, axis=1)
     return out
 
 
 def taken(array: FlatArray, spots: Integers) -> FlatArray:
-    """Return the elements (rows, count) of the rows of `array` at the positions `spots` (rows, count)."""
+    """Return the elements of `array` at the positions `spots` (rows, count) of each row, of shape (rows, count)."""
     return np.take_along_axis(array, spots, axis=1)
 
 
 def packed_integers(numbers: Integers, bits: int) -> Bytes:
-    """Pack flat integers from 0 to 2^bits - 1 into `bits` bits each, the lowest first, with zeros up to a
-    whole byte.
+    """Pack flat integers from 0 to 2^bits - 1 into `bits` bits each, lowest bit first; the last byte is filled up with
+    zero bits.
     """
     ones = np.unpackbits(numbers.astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
     return np.packbits(ones[:, :bits].reshape(-1), bitorder="little")
 
 
 def unpacked_integers(data: Bytes, count: int, bits: int) -> Integers:
-    """Return the `count` integers of `bits` bits at the start of `data`."""
+    """Return the first `count` integers of `bits` bits each from `data`."""
     ones = np.zeros((count, 32), np.uint8)
     ones[:, :bits] = np.unpackbits(data, count=count * bits, bitorder="little").reshape(count, bits)
     return np.packbits(ones, axis=1, bitorder="little").view("<u4").reshape(-1).astype(np.int64)

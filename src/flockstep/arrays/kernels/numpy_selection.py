@@ -1,4 +1,5 @@
-"""Selection of the elements of an array to send, by magnitude or at random, and scattering them back; for numpy.
+"""Selects the elements of a numpy array to send, by magnitude or at random, and puts received elements back in their
+places.
 
 A key is an element's magnitude as an integer: the bits of the float without its sign, which order like the magnitudes,
 with infinity above all numbers and NaN above infinity.
@@ -21,7 +22,7 @@ Indices = npt.NDArray[np.uint32]
 Keys = npt.NDArray[Any]
 
 BLOCK = 16
-"""Number of elements examined together: most blocks contain nothing to send."""
+"""Number of elements that are tested together; most blocks contain no element to send."""
 BLOCKS = 1024
 """Number of blocks that stay in the first-level cache."""
 
@@ -35,7 +36,9 @@ def keys_of(array: FlatArray) -> Keys:
 
 
 def just_above(like: FlatArray, bound: float) -> float:
-    """Return the smallest number above `bound` in the precision that `like` is computed with."""
+    """Return the smallest number greater than `bound` in the precision in which `like` is compared: float64, or float32
+    for all other dtypes.
+    """
     if like.dtype == np.float64:
         return float(np.nextafter(bound, np.inf))
     near = np.float32(bound)
@@ -43,14 +46,15 @@ def just_above(like: FlatArray, bound: float) -> float:
 
 
 def sampled(array: FlatArray, offset: int, stride: int) -> FlatArray:
-    """Return the magnitudes of every `stride`-th element from `offset` on, ascending."""
+    """Return the magnitudes of a sample, every `stride`-th element from index `offset` on, in ascending order."""
     magnitudes = np.abs(as_floats(array[offset::stride]))
     magnitudes.sort()
     return magnitudes
 
 
 def above(array: FlatArray, low: float, room: int) -> tuple[Indices, bool]:
-    """Return the ascending indices of all elements with |x| ≥ low, including NaN, and whether they are at most `room`.
+    """Return the ascending indices of all elements with |x| ≥ low, including NaN, and whether there are at most `room`
+    such elements.
 
     If there are more than `room` such elements, the indices are incomplete.
     """
@@ -71,8 +75,8 @@ def largest(array: FlatArray, count: int, among: Indices | None = None) -> Indic
 
 
 def largest_of_buckets(array: FlatArray, bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
-    """Return the ascending indices of the counts[b] largest magnitudes of the b-th bucket of `bucket` elements, for
-    every b.
+    """Return for every bucket b of `bucket` successive elements the ascending indices of its counts[b] largest
+    magnitudes.
     """
     keys = keys_of(array)
     chosen = np.empty(int(counts.sum()), np.uint32)
@@ -81,7 +85,9 @@ def largest_of_buckets(array: FlatArray, bucket: int, counts: npt.NDArray[np.int
 
 
 def subset(like: Any, size: int, count: int, seed: int) -> Indices:
-    """Return `count` distinct indices below `size`, ascending: a keyed permutation of the first `count` numbers."""
+    """Return `count` distinct pseudo-random indices below `size`, in ascending order: the first `count` values of a
+    keyed permutation.
+    """
     if count >= size:
         return np.arange(size, dtype=np.uint32)
     bits = max(1, (size - 1).bit_length())
@@ -103,7 +109,7 @@ def round_keys(seed: int) -> list[int]:
 
 
 def filled_up(found: Indices, count: int) -> Indices:
-    """Return the found indices plus the lowest other indices, `count` in total; ascending."""
+    """Return `count` ascending indices: `found`, and the lowest indices that are not in `found`."""
     others = np.ones(count, np.bool_)
     others[found[: np.searchsorted(found, count)]] = False
     first = np.flatnonzero(others)[: count - len(found)].astype(np.uint32)
@@ -116,7 +122,7 @@ def gathered(array: FlatArray, indices: Indices) -> FlatArray:
 
 
 def scattered(indices: Indices, values: FlatArray, size: int) -> FlatArray:
-    """Return zeros (size,) with `values` at `indices`."""
+    """Return an array of shape (size,) that has `values` at `indices` and zeros elsewhere."""
     out = np.zeros(size, values.dtype)
     out[indices] = values
     return out
@@ -167,23 +173,25 @@ def number_bytes(like: Any, number: int, count: int) -> Bytes:
 
 
 def within_buckets(indices: Indices, bucket: int) -> Indices:
-    """Return each index counted from the start of its bucket."""
+    """Return every index relative to the start of its bucket."""
     return indices % np.uint32(bucket)
 
 
 def from_buckets(codes: npt.NDArray[Any], bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
-    """Return the indices that `within_buckets` converted to `codes`, counts[b] of them from the b-th bucket."""
+    """Return the absolute indices from `codes`, the result of `within_buckets`; bucket b has counts[b] of the
+    indices.
+    """
     starts = np.repeat(np.arange(len(counts), dtype=np.int64) * bucket, counts)
     return (codes.astype(np.int64) + starts).astype(np.uint32)
 
 
 def shifted(indices: Indices, by: int) -> Indices:
-    """Return each index increased by `by`."""
+    """Return every index plus `by`."""
     return indices + np.uint32(by)
 
 
 def as_codes(places: Indices, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return an integer code for each element: twice its place, plus 1 if its value is negative."""
+    """Return an integer code for each selected element: twice its index, plus 1 if its value is negative."""
     return 2 * places.astype(np.int64) + negative
 
 
@@ -193,9 +201,9 @@ def full(like: Any, count: int, value: float, dtype: str) -> FlatArray:
 
 
 def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) -> tuple[Indices, Any, float]:
-    """Choose from every bin of a flat array the elements j with |total_j + change_j| ≥ the bin's largest |total|.
+    """Select from every bin of a flat array the elements j with |total_j + change_j| ≥ the bin's largest |total|.
 
-    A zero is never chosen; a bin without such an element gives its largest element.
+    Zeros are never selected; if no element of a bin reaches the bound, the bin's largest element is selected.
 
     Returns:
         The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most
@@ -219,7 +227,9 @@ def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) ->
 
 
 def halved_sum(numbers: Any) -> float:
-    """Return the sum in one fixed order, the same for any kind of array: the two halves are added, repeatedly."""
+    """Return the sum in one fixed order, equal for numpy and torch: the two halves of the array are added until one
+    element is left.
+    """
     rest = 0.0
     while len(numbers) > 1:
         half = len(numbers) // 2

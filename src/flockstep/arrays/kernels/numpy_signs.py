@@ -1,4 +1,6 @@
-"""Signs with the means of the two sides, and powers of two, for numpy."""
+"""Sign quantization with the means of negative and of nonnegative elements, and rounding to powers of two, for
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from flockstep.arrays.schema import FlatArray
 
 CHUNK = 1024
 AT_ONCE = 1 << 16
-"""Number of elements processed per call from Python, few enough for the second-level cache."""
+"""Number of elements that one call from Python processes, so that they stay in the second-level cache."""
 
 
 @fast
@@ -127,19 +129,21 @@ def column_signs(matrix: FlatArray, added: FlatArray | None = None) -> tuple[Byt
 
 
 def from_signs(data: Bytes, high: float, low: float, size: int, dtype: str) -> FlatArray:
-    """Return `low` for every bit 1 and `high` for every bit 0, as float32 or float64."""
+    """Decode signs: return `low` for every bit 1 and `high` for every bit 0, as float32 or float64."""
     out = np.empty(size, dtype)
     _set_sides(locked(data), out.dtype.type(high), out.dtype.type(low), out, False)
     return out
 
 
 def add_signs(data: Bytes, high: float, low: float, out: FlatArray) -> None:
-    """Add `low` for every bit 1 and `high` for every bit 0 to `out`, which is flat and contiguous."""
+    """Decode signs and add them to `out`, which is flat and contiguous: `low` for every bit 1, `high` for every bit
+    0.
+    """
     _set_sides(locked(data), out.dtype.type(high), out.dtype.type(low), out, True)
 
 
 def less_sides(x: FlatArray, high: float, low: float) -> None:
-    """Subtract `low` from the elements below zero and `high` from the other elements, in place."""
+    """Subtract, in place, `low` from the elements below zero and `high` from all other elements."""
     _less_sides(x, x.dtype.type(high), x.dtype.type(low))
 
 
@@ -213,7 +217,9 @@ def to_powers(x: FlatArray, top: int, seed: int) -> tuple[Bytes, Bytes, bool]:
 
 
 def add_powers(low: Bytes, high: Bytes, out: FlatArray, scale: float = 1.0, add: bool = True) -> int:
-    """Add (or with add=False write) the powers of two times `scale` to `out`; return the largest exponent field."""
+    """Add the powers of two times `scale` to `out`, or write them to `out` if `add` is False; return the largest
+    exponent field.
+    """
     kind, digits, bits = _word(out.dtype)
     words, scratch = np.empty(CHUNK, kind), np.empty(CHUNK // 8, np.uint64)
     factor, floats = out.dtype.type(scale), words.view(out.dtype)
@@ -228,8 +234,8 @@ def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
 
 
 def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArray:
-    """Return the means of the elements >= 0 and < 0 of each column, (2, columns) of `dtype`, from the sums over `rows`
-    rows.
+    """Return the mean of the elements ≥ 0 and the mean of the elements < 0 of each column, as a (2, columns) array of
+    `dtype`, from the columns' sums over `rows` rows.
     """
     counts = np.stack([rows - sums[2], sums[2]])
     with np.errstate(invalid="ignore"):
@@ -238,14 +244,16 @@ def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArra
 
 
 def from_column_signs(data: Bytes, means: FlatArray, size: int) -> FlatArray:
-    """Return for every element of a row-major matrix its column's first mean, or the second mean for bit 1."""
+    """Decode column signs: every element of a row-major matrix becomes its column's first mean, or the second mean if
+    its bit is 1.
+    """
     out = np.empty(size, means.dtype)
     _columns(data, means, out, False)
     return out
 
 
 def add_column_signs(data: Bytes, means: FlatArray, out: FlatArray) -> None:
-    """Add the column means of `from_column_signs` to `out`, flat and contiguous."""
+    """Add the values that `from_column_signs` decodes to `out`, which is flat and contiguous."""
     _columns(data, means, out, True)
 
 

@@ -24,12 +24,12 @@ def uniforms(like: torch.Tensor, size: int, seed: int) -> torch.Tensor:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return the number of bytes that `count` codes of `bits` bits take."""
+    """Return the number of bytes that `count` codes of `bits` bits each occupy."""
     return (count * bits + 7) // 8
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes below 2^bits, for 1 to 8 bits, the lowest bit first, with zeros up to a whole byte."""
+    """Pack codes of 1 to 8 `bits` each into bytes, lowest bit first; the last byte is filled up with zero bits."""
     padded = torch.zeros((len(codes) + 7) // 8 * 8, dtype=torch.int64, device=codes.device)
     padded[: len(codes)] = codes
     places = torch.arange(8, device=codes.device)
@@ -39,7 +39,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """Return the `count` codes that `pack` packed into `data`."""
+    """Return the first `count` codes from `data`, the result of `pack`."""
     eights = (count + 7) // 8
     padded = torch.zeros(eights * bits, dtype=torch.int64, device=data.device)
     padded[: len(data)] = data

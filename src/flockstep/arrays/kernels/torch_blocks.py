@@ -1,4 +1,4 @@
-"""Scales of blocks, and elements as integer multiples of a fraction of the scale, for torch."""
+"""Block scales, and quantization of elements to integer multiples of a fraction of the scale, for torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block_scales(x: torch.Tensor, block: int, norm: bool = False) -> torch.Tenso
 
 
 def device_scales(x: torch.Tensor, block: int, norm: bool) -> torch.Tensor:
-    """Return the scales that `block_scales` returns, on any device; a norm may differ in its last place."""
+    """Compute the scales of `block_scales` on any device; a norm may differ in its last digit."""
     rows = _rows(x, block)
     if not len(rows):
         return x.new_zeros(0)
@@ -50,7 +50,8 @@ def _of_elements(scales: torch.Tensor, block: int, size: int) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, scales: torch.Tensor, block: int, levels: int, bits: int, seed: int = -1) -> torch.Tensor:
-    """Return q + levels for every element, q = x / scale * levels, in `bits` bits each.
+    """Quantize every element to an integer q ≈ x / scale * levels, and return the codes q + levels, packed into `bits`
+    bits each.
 
     If `seed` is negative, q is rounded to the nearest integer, ties to even; otherwise it is rounded up or down at
     random, so that the mean is preserved, and magnitudes beyond a block's scale count as the scale.
@@ -68,7 +69,7 @@ def quantize(x: torch.Tensor, scales: torch.Tensor, block: int, levels: int, bit
 
 
 def steps(scales: torch.Tensor, levels: int) -> torch.Tensor:
-    """Return scale / levels, rounded so that `levels` times the result is finite."""
+    """Return the quantization step scale / levels of each block, rounded so that `levels` times the step is finite."""
     step = scales / levels
     return torch.where(torch.isfinite(step * levels), step, torch.nextafter(step, torch.zeros_like(step)))
 
@@ -76,7 +77,9 @@ def steps(scales: torch.Tensor, levels: int) -> torch.Tensor:
 def dequantize(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, size: int
 ) -> tuple[torch.Tensor, int]:
-    """Return (code - levels) * step of every element, and the largest code, at most 2 · levels in valid data."""
+    """Decode every element as (code - levels) * step; return the elements and the largest code, which is at most 2 ·
+    levels in valid data.
+    """
     codes = unpack(data, size, bits)
     top = int(codes.max()) if size else 0
     return (codes.to(torch.int64) - levels).to(step.dtype) * _of_elements(step, block, size), top
@@ -85,7 +88,7 @@ def dequantize(
 def add_dequantized(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, out: torch.Tensor
 ) -> int:
-    """Add the dequantized values to `out`, a flat tensor of the dtype of `step`; return the largest code."""
+    """Add the dequantized values to `out`, a flat tensor of the dtype of `step`; return the largest code found."""
     decoded, top = dequantize(data, step, block, levels, bits, len(out))
     out += decoded
     return top

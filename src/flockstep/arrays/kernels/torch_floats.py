@@ -46,7 +46,7 @@ def _to_odd(x: torch.Tensor) -> torch.Tensor:
 
 
 def widened(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return float16 or bfloat16 values in the named dtype; the result may share memory with `x`."""
+    """Convert float16 or bfloat16 values to the dtype of the given name; the result may share memory with `x`."""
     return x.to(getattr(torch, dtype))
 
 

@@ -17,7 +17,7 @@ def gaussian(like: torch.Tensor, rows: int, columns: int, seed: int | tuple[int,
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Return an orthonormal basis (n, r), r ≤ n, whose first columns span those of `matrix`, in the dtype of `matrix`.
 
-    The factors are small enough that numpy computes the basis.
+    numpy computes the basis, because the factors are small.
     """
     basis = numpy_matrices.orthonormal(matrix.detach().cpu().numpy())
     return torch.from_numpy(basis).to(matrix.device, matrix.dtype)
@@ -36,27 +36,28 @@ def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
 
 
 def cosines(like: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of `like`."""
+    """Return the matrix (size, size) of the orthonormal DCT-II in the dtype of `like`; each row is one frequency."""
     wide = numpy_matrices.cosines(np.empty(0, name_of(like)), size)
     return torch.tensor(wide, dtype=like.dtype, device=like.device)
 
 
 def tiles(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return a matrix cut into tiles (tiles, height, width), left to right and from the top."""
+    """Cut a matrix into tiles (tiles, height, width), left to right and top to bottom."""
     rows, columns = matrix.shape
     cut = matrix.reshape(rows // height, height, columns // width, width)
     return cut.permute(0, 2, 1, 3).reshape(-1, height, width)
 
 
 def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return the matrix that `tiles` was cut from."""
+    """Return the matrix from which `tiles` cut the tiles."""
     height, width = tiles.shape[1:]
     cut = tiles.reshape(rows // height, columns // width, height, width)
     return cut.permute(0, 2, 1, 3).reshape(rows, columns)
 
 
 def largest_of_rows(array: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row.
+    """Return for every row the ascending positions of the `count` elements of largest magnitude, of shape (rows,
+    count).
 
     Of equal magnitudes the first is chosen.
     """
@@ -65,19 +66,21 @@ def largest_of_rows(array: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def placed(spots: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
-    """Return rows (rows, size) of zeros with `values` (rows, count) at the positions `spots` (rows, count)."""
+    """Return a matrix (rows, size) that has `values` (rows, count) at the positions `spots` (rows, count) and zeros
+    elsewhere.
+    """
     out = torch.zeros((len(spots), size), dtype=values.dtype, device=values.device)
     return out.scatter_(1, spots, values)
 
 
 def taken(array: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
-    """Return the elements (rows, count) of the rows of `array` at the positions `spots` (rows, count)."""
+    """Return the elements of `array` at the positions `spots` (rows, count) of each row, of shape (rows, count)."""
     return torch.gather(array, 1, spots)
 
 
 def packed_integers(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack flat integers from 0 to 2^bits - 1 into `bits` bits each, the lowest first, with zeros up to a
-    whole byte.
+    """Pack flat integers from 0 to 2^bits - 1 into `bits` bits each, lowest bit first; the last byte is filled up with
+    zero bits.
     """
     shifts = torch.arange(bits, device=numbers.device)
     ones = ((numbers.to(torch.int64)[:, None] >> shifts) & 1).reshape(-1)
@@ -86,7 +89,7 @@ def packed_integers(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpacked_integers(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """Return the `count` integers of `bits` bits at the start of `data`."""
+    """Return the first `count` integers of `bits` bits each from `data`."""
     ones = ((data.to(torch.int64)[:, None] >> torch.arange(8, device=data.device)) & 1).reshape(-1)
     ones = ones[: count * bits].reshape(count, bits)
     return (ones << torch.arange(bits, device=data.device)).sum(1)

@@ -1,6 +1,6 @@
-"""Selection of the elements of a tensor to send, by magnitude or at random, and scattering them back; for torch.
+"""Selects the elements of a tensor to send, by magnitude or at random, and puts received elements back in their places.
 
-The functions have the same results as those for numpy, except that indices are int64, the type that torch indexes with.
+The functions return the same values as the functions for numpy, but with int64 indices, which torch needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def keys_of(array: torch.Tensor) -> torch.Tensor:
 
 
 def just_above(like: torch.Tensor, bound: float) -> float:
-    """Return the smallest number above `bound` in the precision that `like` is computed with."""
+    """Return the smallest number greater than `bound` in the precision in which `like` is compared: float64, or float32
+    for all other dtypes.
+    """
     if like.dtype == torch.float64:
         return math.nextafter(bound, math.inf)
     near = np.float32(bound)
@@ -31,13 +33,13 @@ def just_above(like: torch.Tensor, bound: float) -> float:
 
 
 def sampled(array: torch.Tensor, offset: int, stride: int) -> torch.Tensor:
-    """Return the magnitudes of every `stride`-th element from `offset` on, ascending."""
+    """Return the magnitudes of a sample, every `stride`-th element from index `offset` on, in ascending order."""
     return as_floats(array[offset::stride]).abs().sort().values
 
 
 def above(array: torch.Tensor, low: float, room: int) -> tuple[torch.Tensor, bool]:
-    """Return the ascending indices of all elements with |x| ≥ low, including NaN, and whether they are at most
-    `room`.
+    """Return the ascending indices of all elements with |x| ≥ low, including NaN, and whether there are at most `room`
+    such elements.
     """
     indices = torch.nonzero(~(as_floats(array).abs() < low)).reshape(-1)
     return indices, len(indices) <= room
@@ -53,8 +55,8 @@ def largest(array: torch.Tensor, count: int, among: torch.Tensor | None = None) 
 
 
 def largest_of_buckets(array: torch.Tensor, bucket: int, counts: Any) -> torch.Tensor:
-    """Return the ascending indices of the counts[b] largest magnitudes of the b-th bucket of `bucket` elements, for
-    every b.
+    """Return for every bucket b of `bucket` successive elements the ascending indices of its counts[b] largest
+    magnitudes.
     """
     keys = keys_of(array)
     whole = len(keys) // bucket
@@ -81,7 +83,9 @@ def _largest(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def subset(like: torch.Tensor, size: int, count: int, seed: int) -> torch.Tensor:
-    """Return `count` distinct indices below `size`, ascending: a keyed permutation of the first `count` numbers."""
+    """Return `count` distinct pseudo-random indices below `size`, in ascending order: the first `count` values of a
+    keyed permutation.
+    """
     if count >= size:
         return torch.arange(size, device=like.device)
     bits, keys = max(1, (size - 1).bit_length()), round_keys(seed)
@@ -100,7 +104,7 @@ def subset(like: torch.Tensor, size: int, count: int, seed: int) -> torch.Tensor
 
 
 def filled_up(found: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the found indices plus the lowest other indices, `count` in total; ascending."""
+    """Return `count` ascending indices: `found`, and the lowest indices that are not in `found`."""
     others = torch.ones(count, dtype=torch.bool, device=found.device)
     others[found[found < count]] = False
     first = torch.nonzero(others).reshape(-1)[: count - len(found)]
@@ -113,7 +117,7 @@ def gathered(array: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def scattered(indices: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
-    """Return zeros (size,) with `values` at `indices`."""
+    """Return a tensor of shape (size,) that has `values` at `indices` and zeros elsewhere."""
     out = torch.zeros(size, dtype=values.dtype, device=values.device)
     out[indices] = values
     return out
@@ -157,23 +161,25 @@ def number_bytes(like: torch.Tensor, number: int, count: int) -> torch.Tensor:
 
 
 def within_buckets(indices: torch.Tensor, bucket: int) -> torch.Tensor:
-    """Return each index counted from the start of its bucket."""
+    """Return every index relative to the start of its bucket."""
     return indices % bucket
 
 
 def from_buckets(codes: torch.Tensor, bucket: int, counts: Any) -> torch.Tensor:
-    """Return the indices that `within_buckets` converted to `codes`, counts[b] of them from the b-th bucket."""
+    """Return the absolute indices from `codes`, the result of `within_buckets`; bucket b has counts[b] of the
+    indices.
+    """
     starts = torch.arange(len(counts), device=codes.device) * bucket
     return codes + torch.repeat_interleave(starts, torch.as_tensor(counts, device=codes.device))
 
 
 def shifted(indices: torch.Tensor, by: int) -> torch.Tensor:
-    """Return each index increased by `by`."""
+    """Return every index plus `by`."""
     return indices + by
 
 
 def as_codes(places: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Return an integer code for each element: twice its place, plus 1 if its value is negative."""
+    """Return an integer code for each selected element: twice its index, plus 1 if its value is negative."""
     return 2 * places + negative
 
 
@@ -185,9 +191,9 @@ def full(like: torch.Tensor, count: int, value: float, dtype: str) -> torch.Tens
 def bins_reached(
     total: torch.Tensor, change: torch.Tensor, width: int, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Choose from every bin of a flat tensor the elements j with |total_j + change_j| ≥ the bin's largest |total|.
+    """Select from every bin of a flat tensor the elements j with |total_j + change_j| ≥ the bin's largest |total|.
 
-    A zero is never chosen; a bin without such an element gives its largest element.
+    Zeros are never selected; if no element of a bin reaches the bound, the bin's largest element is selected.
 
     Returns:
         The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most

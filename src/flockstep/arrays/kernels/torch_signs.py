@@ -1,4 +1,6 @@
-"""Signs with the means of the two sides, and powers of two, for torch."""
+"""Sign quantization with the means of negative and of nonnegative elements, and rounding to powers of two, for
+torch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tup
 
 
 def device_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits and the sums that `column_signs` returns, on any device; sums may differ in their last place."""
+    """Compute the bits and sums of `column_signs` on any device; sums may differ in their last digit."""
     if added is not None:
         matrix += added
     wide = matrix.to(torch.float64)
@@ -49,18 +51,18 @@ def _made(arrays: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_signs(data: torch.Tensor, high: float, low: float, size: int, dtype: str) -> torch.Tensor:
-    """Return `low` for every bit 1 and `high` for every bit 0, as float32 or float64."""
+    """Decode signs: return `low` for every bit 1 and `high` for every bit 0, as float32 or float64."""
     pair = torch.tensor([high, low], dtype=getattr(torch, dtype), device=data.device)
     return pair[unpack(data, size, 1).to(torch.int64)]
 
 
 def add_signs(data: torch.Tensor, high: float, low: float, out: torch.Tensor) -> None:
-    """Add `low` for every bit 1 and `high` for every bit 0 to `out`, which is flat."""
+    """Decode signs and add them to `out`, which is flat: `low` for every bit 1, `high` for every bit 0."""
     out += from_signs(data, high, low, len(out), str(out.dtype).removeprefix("torch."))
 
 
 def less_sides(x: torch.Tensor, high: float, low: float) -> None:
-    """Subtract `low` from the elements below zero and `high` from the other elements, in place."""
+    """Subtract, in place, `low` from the elements below zero and `high` from all other elements."""
     pair = torch.tensor([high, low], dtype=x.dtype, device=x.device)
     x -= pair[(x < 0).to(torch.int64)]
 
@@ -99,19 +101,21 @@ def add_powers(low: torch.Tensor, high: torch.Tensor, out: torch.Tensor, scale: 
 
 
 def side_means(sums: torch.Tensor, rows: int, dtype: str) -> torch.Tensor:
-    """Return the means of the elements >= 0 and < 0 of each column, (2, columns) of `dtype`, from the sums over `rows`
-    rows.
+    """Return the mean of the elements ≥ 0 and the mean of the elements < 0 of each column, as a (2, columns) tensor of
+    `dtype`, from the columns' sums over `rows` rows.
     """
     counts = torch.stack([rows - sums[2], sums[2]])
     return (sums[:2] / counts.clamp(min=1)).to(getattr(torch, dtype))
 
 
 def from_column_signs(data: torch.Tensor, means: torch.Tensor, size: int) -> torch.Tensor:
-    """Return for every element of a row-major matrix its column's first mean, or the second mean for bit 1."""
+    """Decode column signs: every element of a row-major matrix becomes its column's first mean, or the second mean if
+    its bit is 1.
+    """
     bits = unpack(data, size, 1).reshape(-1, means.shape[1])
     return torch.where(bits != 0, means[1], means[0]).reshape(-1)
 
 
 def add_column_signs(data: torch.Tensor, means: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the column means of `from_column_signs` to `out`, flat."""
+    """Add the values that `from_column_signs` decodes to `out`, which is flat."""
     out += from_column_signs(data, means, len(out))

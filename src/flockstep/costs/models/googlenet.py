@@ -16,7 +16,9 @@ INCEPTIONS = {
     "5a": (256, 160, 320, 32, 128, 128),
     "5b": (384, 192, 384, 48, 128, 128),
 }
-"""Block → channels of: 1 × 1; 3 × 3 reduced, 3 × 3; 5 × 5 reduced, 5 × 5; 1 × 1 after the pooling."""
+"""Inception block → numbers of channels: 1 × 1; 3 × 3 reduce and 3 × 3; 5 × 5 reduce and 5 × 5; 1 × 1 after the
+pooling.
+"""
 NOTE = (
     "the published network for inputs of 224 × 224, with biases, without its two auxiliary classifiers and without "
     "batch normalization; local response normalization and dropout are left out; often quoted as 6.8 M parameters"

@@ -20,7 +20,7 @@ def gpt(
 
     The output layer shares the embedding's weights, without biases.
 
-    Attention is counted over all pairs of tokens, including masked ones, as dense kernels compute it.
+    Attention is counted over all pairs of tokens, including masked pairs, as dense kernels compute attention.
     """
     stream = context * width
     made: list[Layer] = [

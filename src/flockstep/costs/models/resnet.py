@@ -9,20 +9,22 @@ from flockstep.costs.layers import ModelShape
 
 
 def resnet_50(as_published: bool = False) -> ModelShape:
-    """ResNet-50, blocks (3, 4, 6, 3): 25,557,032 parameters, 4.1 G multiply-adds, 3.8 G `as_published`."""
+    """ResNet-50, with blocks (3, 4, 6, 3): 25,557,032 parameters, 4.1 G multiply-adds, or 3.8 G with `as_published`."""
     return resnet("resnet-50", (3, 4, 6, 3), as_published)
 
 
 def resnet_152(as_published: bool = False) -> ModelShape:
-    """ResNet-152, blocks (3, 8, 36, 3): 60,192,808 parameters, 11.5 G multiply-adds, 11.3 G `as_published`."""
+    """ResNet-152, with blocks (3, 8, 36, 3): 60,192,808 parameters, 11.5 G multiply-adds, or 11.3 G with
+    `as_published`.
+    """
     return resnet("resnet-152", (3, 8, 36, 3), as_published)
 
 
 def resnet(name: str, blocks: Sequence[int], as_published: bool = False, classes: int = 1000) -> ModelShape:
     """A residual network of bottleneck blocks on inputs of 224 × 224.
 
-    A block that halves the maps does so in its 3 × 3 convolution, as is common now. The paper (`as_published`) does so
-    in the first 1 × 1 convolution, which needs fewer operations and has the same parameters.
+    A block that halves the maps has the stride in its 3 × 3 convolution, as is common today. In the paper
+    (`as_published`), the first 1 × 1 convolution has the stride, which needs fewer operations and the same parameters.
     """
     net = Net()
     x = net.relu(net.batch_norm(net.conv(At(3, 224), "conv1", 64, 7, 2, 3, bias=False), "bn1"), "relu1")

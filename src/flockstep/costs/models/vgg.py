@@ -6,7 +6,7 @@ from flockstep.costs.builder import At, Net
 from flockstep.costs.layers import ModelShape
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-"""Channels of the 3 × 3 convolutions between pooling layers."""
+"""Numbers of channels of the 3 × 3 convolutions in each stage; a pooling layer ends a stage."""
 
 
 def vgg_a(classes: int = 1000) -> ModelShape:
