@@ -34,18 +34,20 @@ _DIGIT_NAME = re.compile(
 
 
 SHOWN = {"shown": True}
-"""Metadata of a field that is written even at its default, because the text would be ambiguous without it."""
+"""Metadata of a field that an expression shows even with its default, because the expression would be ambiguous without
+it.
+"""
 SIZED = {"sized": True}
-"""Metadata of a field in bytes, elements or bytes per second, whose value must shrink with a smaller model."""
+"""Metadata of a field in bytes, elements or bytes per second: its value must be scaled down with the model."""
 ELEMENTS = {"counts": "elements"}
-"""Metadata of a whole number that counts elements, rather than steps."""
+"""Metadata of a field that counts elements, rather than steps."""
 WORKERS = math.inf
-"""Upper end of a range that ends at the number of workers."""
+"""Upper end of a range that stands for the number of workers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Range of a hyper-parameter in a search, both ends included."""
+    """Range of a hyper-parameter in a search; both ends are included."""
 
     low: float
     high: float
@@ -54,12 +56,14 @@ class Range:
 
 
 def searched(low: float, high: float, *, whole: bool = True, log: bool = True) -> dict[str, Any]:
-    """Metadata of a field that a search may vary: its range, kind of numbers, and scale."""
+    """Return the metadata of a field that a search may vary: its range, whether values are whole numbers, and the
+    scale.
+    """
     return {"searched": Range(low, high, whole, log)}
 
 
 def ranges(kind: type[Component]) -> dict[str, Range]:
-    """Name → range of every hyper-parameter of `kind` that a search may vary."""
+    """Return name → range of every hyper-parameter of `kind` that a search may vary."""
     return {one.name: one.metadata["searched"] for one in _hyper_parameters(kind) if "searched" in one.metadata}
 
 
@@ -83,7 +87,7 @@ class Component(ABC):
 
     @classmethod
     def parse(cls, value: str | Self) -> Self:
-        """The component that `value` describes, or `value` itself if it is a component already."""
+        """Return the component that the text `value` describes, or `value` itself if it already is a component."""
         return value if isinstance(value, cls) else parse(str(value), cls)
 
 
@@ -110,8 +114,8 @@ def parse(text: str, base: type[C]) -> C:
 
 
 def to_text(component: Component) -> str:
-    """The expression that parses to an equal component: values that differ from their defaults, and fields marked
-    `SHOWN`.
+    """Return the expression that parses to an equal component, with values that differ from their defaults and fields
+    marked `SHOWN`.
     """
     arguments = ", ".join(f"{name}={_value_text(value)}" for name, value in _settings(component))
     name = registry.name_of(type(component))
@@ -119,7 +123,7 @@ def to_text(component: Component) -> str:
 
 
 def to_data(component: Component) -> dict[str, Any]:
-    """The component as a mapping for JSON and TOML, with every hyper-parameter written out."""
+    """Return the component as a mapping for JSON and TOML, with every hyper-parameter."""
     data: dict[str, Any] = {"name": registry.name_of(type(component))}
     for field in _hyper_parameters(type(component)):
         value = getattr(component, field.name)
@@ -131,7 +135,7 @@ def to_data(component: Component) -> dict[str, Any]:
 
 
 def from_data(data: Mapping[str, Any], base: type[C]) -> C:
-    """The component from a mapping that `to_data` returned."""
+    """Return the component that a mapping from `to_data` describes."""
     arguments = dict(data)
     if "name" not in arguments:
         raise ConfigurationError(f"a {base.noun} needs a name, got {dict(data)!r}; add name = …")
@@ -141,7 +145,7 @@ def from_data(data: Mapping[str, Any], base: type[C]) -> C:
 
 @functools.cache
 def fields_of(kind: type[Component]) -> dict[str, Any]:
-    """Name → resolved type of every hyper-parameter of `kind`, in order."""
+    """Return name → resolved type of every hyper-parameter of `kind`, in order."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in _hyper_parameters(kind)}
 

@@ -1,4 +1,4 @@
-"""flockstep for JAX: a strategy in a script's own loop over a pytree of parameters, and models of jobs."""
+"""flockstep for JAX: a strategy for a script's own loop over a pytree of parameters, and models for jobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def distribute(
     Args:
         params: a pytree of floating-point arrays, such as a dict or `nnx.state(model, nnx.Param)`, of equal structure
             on every worker.
-        optimizer: an optax optimizer, if workers step themselves under the strategy; an expression such as
+        optimizer: an optax optimizer, if the strategy's workers run the optimizer; an expression such as
             "adam(lr=0.001)", or an `Optimizer`, under every strategy.
         strategy: an expression such as "local_sgd(period=8)", or a strategy object.
         optimizer_state: an earlier `trainer.optimizer_state` to continue from; None for a fresh state.

@@ -141,8 +141,9 @@ class _KerasStepper:
 class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
     """Let a strategy coordinate `model.fit`, in a script that `flockstep launch` starts.
 
-    Put it first in the list of callbacks. Every rank passes its part of the data to `fit`. From an epoch's validation,
-    or its end, to the next epoch the model holds the common model, equal on every rank; after `fit` the result.
+    Put it first in the list of callbacks. Every rank passes its part of the data to `fit`. From the validation or the
+    end of an epoch until the next epoch, the model holds the common model, equal on every rank; after `fit`, it holds
+    the result.
     """
 
     def __init__(self, strategy: str | Strategy, *, optimizer: str | Optimizer | None = None, timeout: float = 600.0):
@@ -206,7 +207,7 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             object.__setattr__(model.optimizer, "apply", self._torch_step)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Go on with this rank's replica."""
+        """Put this rank's replica back into the model at the start of an epoch."""
         if self._kept is not None:
             self._require_unchanged()
             self._weights.show(self._weights.flat)
@@ -214,11 +215,11 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             self._kept = None
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Show the common model to a validation within `fit`."""
+        """Put the common model into the model for a validation within `fit`."""
         self._show()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Show the common model to other callbacks."""
+        """Put the common model into the model at the end of an epoch, for other callbacks."""
         self._show()
 
     def on_train_end(self, logs: Any = None) -> None:

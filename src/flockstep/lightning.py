@@ -1,7 +1,7 @@
 """flockstep for Lightning: a strategy of flockstep as the strategy of a `Trainer` or a `Fabric`.
 
-Serves the package `lightning` where it is installed, otherwise `pytorch_lightning`. Where both are installed, a script
-that uses `pytorch_lightning` imports it before this module.
+Works with the package `lightning` if it is installed, otherwise with `pytorch_lightning`. If both are installed, a
+script that uses `pytorch_lightning` must import it before this module.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ __all__ = ["FlockstepEnvironment", "FlockstepFabricStrategy", "FlockstepStrategy
 
 
 class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[misc]
-    """The workers of a run of flockstep, which exist before Lightning starts: Lightning starts no process."""
+    """The environment of a run of flockstep for Lightning, which starts no process, because the workers already
+    exist.
+    """
 
     @property
     def creates_processes_externally(self) -> bool:
-        """The processes were started by `flockstep launch`, torchrun, mpirun or srun."""
+        """True: `flockstep launch`, torchrun, mpirun or srun has started the processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Address of rank 0's host, if the launcher has set it."""
+        """Address of rank 0's host, if the launcher has set MASTER_ADDR."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
@@ -86,7 +88,7 @@ class FlockstepEnvironment(_environments.ClusterEnvironment):  # type: ignore[mi
         return place_on_host()[0]
 
     def node_rank(self) -> int:
-        """Number of this host, from 0, if all hosts have equally many workers."""
+        """Number of this host, from 0, if all hosts have the same number of workers."""
         return place_of_script()[0] // place_on_host()[1]
 
 
@@ -210,8 +212,7 @@ class _Ranks:
 class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc]
     """A strategy of flockstep for a `Trainer`, in a script that `flockstep launch` starts.
 
-    Validation and checkpoints use the common model. The run ends with the fit, after which every rank holds the
-    result. Each `fit` is a run.
+    Validation and checkpoints use the common model. Each `fit` is one run; after it, every rank holds the result.
     """
 
     def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
@@ -235,7 +236,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         open_group("Lightning")
 
     def setup(self, trainer: Any) -> None:
-        """Move the model to its device; for a fit, let the strategy coordinate its optimizers."""
+        """Move the model to its device; before a fit, also let the strategy coordinate the optimizers."""
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True needs sums during a forward pass, but strategies exchange data only between "
@@ -255,8 +256,8 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         self.optimizers = [self._distribute([self.lightning_module], each) for each in plain]
 
     def setup_precision_plugin(self) -> None:
-        """Clip the gradients that the optimizer uses, where a precision plugin would clip the gradients left by the
-        backward pass.
+        """Clip the gradients that the optimizer uses; a precision plugin would clip the gradients that the backward
+        pass left.
         """
         super().setup_precision_plugin()
         self.precision_plugin.clip_gradients = self._clip_gradients
@@ -285,7 +286,7 @@ class FlockstepStrategy(_Ranks, _trainer.ParallelStrategy):  # type: ignore[misc
         return self._state_of(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizer states of a checkpoint, and continue from the states of rank 0."""
+        """Load the optimizer states of a checkpoint, then copy rank 0's states to all ranks."""
         super().load_optimizer_state_dict(checkpoint)
         self._send_loaded()
 
@@ -319,8 +320,8 @@ class _Accumulation(_fabric.strategy._BackwardSyncControl):  # type: ignore[misc
 class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore[misc]
     """A strategy of flockstep for a `Fabric`, in a script that `flockstep launch` starts.
 
-    `fabric.setup` returns optimizers that have the methods of `flockstep.distribute`'s: call `finish()` after the last
-    step. `fabric.save` writes the common model.
+    `fabric.setup` returns optimizers with the methods of those from `flockstep.distribute`: call `finish()` after the
+    last step. `fabric.save` writes the common model.
     """
 
     def __init__(self, strategy: str | Strategy, *, buffers: Policy = "mean", timeout: float = 600.0):
@@ -340,7 +341,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Store the module for its optimizers, which are set up later."""
+        """Store the module, so that its optimizers can be set up later."""
         self._modules.append(module)
         return module
 
@@ -367,7 +368,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         return clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite, None)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Limit each element of the gradients, for strategies that do not combine gradients."""
+        """Clip each element of the gradients, under strategies that do not combine gradients."""
         clip_values(self.precision.main_params(optimizer), clip_val, self.coordination)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -379,7 +380,7 @@ class FlockstepFabricStrategy(_Ranks, _fabric.ParallelStrategy):  # type: ignore
         return self._state_of(optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint into modules and optimizers on every rank, and continue from the state of rank 0."""
+        """Load a checkpoint into modules and optimizers on every rank, then copy the state of rank 0 to all ranks."""
         remainder: dict[str, Any] = super().load_checkpoint(path, state, **options)
         self._send_loaded()
         return remainder

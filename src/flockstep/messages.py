@@ -1,4 +1,4 @@
-"""Messages between two nodes, and the mailbox in which messages wait until a program asks for them.
+"""Messages between two nodes, and the mailbox in which messages wait until a program requests them.
 
 Nodes are numbered: workers 0..n-1 by rank, servers -1, -2, … by index.
 """
@@ -30,29 +30,31 @@ LEAVE = "leave"
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of a message besides its array: one subclass per kind of message, declared by the strategy in `notes`."""
+    """Data of a message in addition to its array. A strategy defines a subclass for each kind of message, and declares
+    the subclasses in `notes`.
+    """
 
 
 AnyNote = Note | Fields
 Notes = Mapping[str, type[Note]]
-"""Tag with its channel, or "reply to " and a tag → kind of note that these messages carry."""
+"""Tag with its channel, or "reply to " and a tag → kind of note that messages with this tag carry."""
 NO_NOTES: Notes = {}
 """Declaration of notes for nodes that run no strategy: an empty mapping."""
 
 
 def note_kind(notes: Notes, tag: str, reply_to: int) -> type[Note] | None:
-    """Kind of note that a message carries; None if none is declared."""
+    """Return the kind of note that a message carries; None if no note is declared for its tag."""
     return notes.get(f"reply to {tag}" if reply_to else tag)
 
 
 def server(index: int) -> Address:
-    """Address of server number `index`."""
+    """Return the address of server number `index`."""
     return -1 - index
 
 
 MASTER: Address = server(0)
 STAGE: Address = 1 << 29
-"""Address of stage 0 of its own replica, for a worker that holds a stage of a split model; stage s has `STAGE` + s."""
+"""Address of stage 0 of the same replica, for a worker that holds a stage of a split model; stage s has `STAGE` + s."""
 
 
 def node_name(address: Address) -> str:
@@ -63,7 +65,9 @@ def node_name(address: Address) -> str:
 
 
 class Message(msgspec.Struct, eq=False, gc=False):
-    """One message. `array` is read-only on arrival; `note` is of the kind that the strategy declares for the tag."""
+    """A message from one node to another. `array` is read-only on arrival; `note` has the kind that the strategy
+    declares for the tag.
+    """
 
     source: Address
     tag: str
@@ -78,7 +82,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def payload(self) -> Array:
-        """The array of a message that must have one.
+        """The array of the message, for messages that must have an array.
 
         Raises:
             ProtocolError: the message has no array.
@@ -94,12 +98,11 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
 
 SCRIPT = "script."
-"""Prefix of the names of tasks that a script's own calls, such as `sync()` and `consensus()`, start between two steps.
-"""
+"""Prefix of the names of tasks that a script's calls, such as `sync()` and `consensus()`, start between two steps."""
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False):
-    """Pattern of the message that a program waits for; a field that is None matches any value."""
+    """Pattern of the message that a program awaits; a field that is None matches any value."""
 
     tag: str | None = None
     source: Address | None = None
@@ -121,10 +124,10 @@ ANYTHING = Wanted()
 
 @dataclass(eq=False)
 class Mailbox:
-    """Messages that have arrived and that no program has asked for yet.
+    """Messages that have arrived and that no program has requested yet.
 
-    They are stored by tag, and replies by the request that they answer, so that the time to find one does not depend
-    on the number of other messages.
+    Messages are stored by tag, and replies by their request, so that the time to find a message does not depend on the
+    number of messages.
     """
 
     queues: dict[str, deque[tuple[int, Message]]] = field(default_factory=dict)
@@ -133,7 +136,7 @@ class Mailbox:
     _arrivals: int = 0
     _heard: dict[Address, int] = field(default_factory=dict)
     missing: dict[Address, int] = field(default_factory=dict)
-    """Node → number of the first message of the node that was lost."""
+    """Node → number of the first message that was lost among the messages of this node."""
 
     def __len__(self) -> int:
         return sum(map(len, self.queues.values())) + len(self._replies)
@@ -151,12 +154,12 @@ class Mailbox:
         queue.append((self._arrivals, message))
 
     def give_back(self, messages: Iterable[Message]) -> None:
-        """Put messages that were taken back to the front, in their order."""
+        """Put messages that a program had taken back to the front, in their original order."""
         for message in reversed(list(messages)):
             self.queues.setdefault(message.tag, deque()).appendleft((0, message))
 
     def hear(self, message: Message) -> None:
-        """Count a message that has arrived, without storing it."""
+        """Count a message that has arrived without storing the message."""
         source, number, heard = message.source, message.number, self._heard
         if number:
             if number > (due := heard.get(source, 0) + 1):
@@ -164,11 +167,11 @@ class Mailbox:
             heard[source] = number
 
     def received(self) -> Mapping[Address, int]:
-        """Node → number of its messages that have arrived so far."""
+        """Return node → number of messages from this node that have arrived so far."""
         return self._heard
 
     def clear(self, but: str) -> None:
-        """Drop all messages, except the messages of the channel `but`."""
+        """Drop all messages, except the messages of channel `but`."""
         self.queues = {tag: queue for tag, queue in self.queues.items() if tag.endswith(but)}
         self._replies.clear()
 
@@ -185,7 +188,7 @@ class Mailbox:
             )
 
     def take(self, wanted: Wanted) -> Message | None:
-        """Remove and return the first match in the order of arrival; None if there is none."""
+        """Remove and return the first matching message in the order of arrival; None if no message matches."""
         if wanted.reply_to is not None:
             return self._replies.pop((wanted.source, wanted.reply_to), None)
         if wanted.tag is not None:
@@ -200,7 +203,7 @@ class Mailbox:
         return None if first is None else _first(first[1], wanted.source)
 
     def take_all(self, wanted: Wanted) -> Iterator[Message]:
-        """Remove and yield every match that has arrived."""
+        """Remove and yield every matching message that has arrived."""
         while (message := self.take(wanted)) is not None:
             yield message
 
@@ -232,7 +235,7 @@ def frozen(array: Any) -> Array:
 
 
 def unchangeable(array: Array | None) -> bool:
-    """Whether neither the array nor any array that it is a view of can be written."""
+    """Return whether neither the array, nor any array of which it is a view, can be written."""
     while isinstance(array, np.ndarray):
         if array.flags.writeable:
             return False

@@ -1,4 +1,4 @@
-"""The nodes of a run, as a strategy's programs see them: equal in every driver.
+"""The nodes of a run, as a strategy's programs see them; the interface is the same in every driver.
 
 A program is a coroutine. It is suspended where time passes (a gradient is computed, a message is awaited) and resumed
 by a driver, which alone knows whether that time is real. Everything else takes no time.
@@ -60,9 +60,11 @@ class Cluster:
     workers: int
     servers: int = 0
     beside: tuple[int, ...] = ()
-    """For each server, the rank of a worker on whose host the server runs; empty: servers run on the hosts in turn."""
+    """For each server, the rank of a worker on whose host the server runs; empty if servers are assigned to the hosts
+    in turn.
+    """
     replicas: int = 0
-    """Number of backups of each server, each in a process of its own."""
+    """Number of backups of each server; each backup is a separate process."""
 
     @property
     def addresses(self) -> list[Address]:
@@ -75,15 +77,19 @@ class Cluster:
         return [*range(self.workers), *map(server, range(self.servers * (1 + self.replicas)))]
 
     def logical(self, process: Address) -> Address:
-        """Address of the node whose program a process runs: of the server, if the process is a backup."""
+        """Return the address of the node whose program a process runs; for a backup, the address of its server."""
         return process if process >= 0 or not self.replicas else server((-1 - process) % self.servers)
 
     def chain(self, address: Address) -> list[Address]:
-        """The processes of a server: the server's own, then the backups in the order in which they take its place."""
+        """Return the processes of a server: the server's own process, then its backups in the order in which they
+        replace it.
+        """
         return [server(-1 - address + self.servers * i) for i in range(1 + self.replicas)]
 
     def turn(self, process: Address) -> int:
-        """Number by which a server or a backup gets a host in turn, so that a backup is not with its server."""
+        """Return the number by which a server or a backup is assigned to a host, so that a backup is on another host
+        than its server.
+        """
         index = -1 - process
         return index if not self.replicas else index % self.servers + index // self.servers
 
@@ -96,13 +102,13 @@ class View:
     ranks: tuple[int, ...]
 
     def without(self, rank: int) -> View:
-        """The view after the loss of a worker; this view if the worker does not take part."""
+        """Return the view after the loss of a worker; this view if the worker does not take part."""
         return View(self.epoch + 1, tuple(r for r in self.ranks if r != rank)) if rank in self.ranks else self
 
 
 @lru_cache(maxsize=8)
 def everyone(workers: int) -> View:
-    """The view at the start of a run. All nodes share it, because a view for each node would take n² memory."""
+    """Return the view at the start of a run. All nodes share one object, because n objects would take n² memory."""
     return View(0, tuple(range(workers)))
 
 
@@ -136,12 +142,12 @@ class BadGradients:
             raise ConfigurationError(f"strikes must be >= 1 refused gradients, got {self.strikes}; 3 is the default")
 
     def replaced(self, action: BadGradientAction | None, max_norm: float | None) -> BadGradients:
-        """Return these settings with those that are given in place of their own."""
+        """Return these settings, with the given values replacing their own."""
         return BadGradients(action or self.action, max_norm if max_norm is not None else self.max_norm, self.strikes)
 
 
 BadGradientSettings = tuple[BadGradientAction | None, float | None]
-"""Action and largest norm of `BadGradients`; None: unchanged."""
+"""Action and largest norm that replace those of `BadGradients`; None keeps a value."""
 Hosts = tuple[tuple[int, ...], ...]
 """The workers of each host in ascending order of rank; hosts in the order of their first workers."""
 
@@ -150,7 +156,7 @@ Hosts = tuple[tuple[int, ...], ...]
 def one_host(workers: int) -> Hosts:
     """Return the hosts of a run whose workers are all on one host.
 
-    All nodes share the value, as they share `everyone`.
+    All nodes share one object, as for `everyone`.
     """
     return (tuple(range(workers)),)
 
@@ -159,7 +165,7 @@ class Node:
     """One node of a run. `params` is the live flat array: the whole model (K,), or a server's slice of it."""
 
     address: Address
-    """Where other nodes send messages for this node: the rank of a worker, or -1 - i for server i."""
+    """Address to which other nodes send messages for this node: the rank of a worker, or -1 - i for server i."""
     cluster: Cluster
     """The numbers of workers and servers in the run: `cluster.workers` and `cluster.servers`."""
     params: Array
@@ -175,7 +181,7 @@ class Node:
     bad_gradients = BadGradients()
     """What happens to a gradient that is not finite or too large; set by the driver."""
     view: View
-    """The workers that take part now, as reported by the supervisor, if there is one."""
+    """The workers that take part now; the supervisor, if there is one, reports changes."""
     hosts: Hosts
     """The workers of each host at the start of the run; in virtual time, of each host that the network describes."""
 
@@ -221,13 +227,13 @@ class Node:
         """Number of background tasks that the node has started."""
 
     def boundary(self) -> None:
-        """Mark a point at which the program could restart from the node's current state."""
+        """Mark a point of the program from which it could restart with the node's current state."""
         if self.at_boundary is not None and not self._channel and all(task.again != "never" for task in self.tasks):
             self.at_boundary()
 
     @property
     def run_step(self) -> int:
-        """Number of steps since the start of the run; `step` counts the steps since the programs last began."""
+        """Number of steps since the start of the run, even if the programs have restarted since; see `step`."""
         return self.before + self.step
 
     def background(self, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never") -> Task:
@@ -236,10 +242,10 @@ class Node:
         In a separate process messages are handled between gradients only; in virtual time when they arrive. A message
         from another context for a task that waits for tag "x" in channel "c" must have the tag "x/c".
 
-        A saved state holds no tasks. A program whose task lasts longer than a step must store the task's arguments,
-        start the task again where a run continues, and find the task by its channel (`task`). `again` declares how: the
-        restarted task takes its earlier messages again ("replayed"), or none, because it has no state while it waits
-        ("afresh").
+        A saved state holds no tasks. If a task lasts longer than a step, the program must store the task's arguments,
+        start the task again when a run continues, and find the task by its channel (`task`). `again` declares how the
+        task is started again: it receives its earlier messages again ("replayed"), or none, because it has no state
+        while it waits ("afresh").
         """
         self.started += 1
         task = self._latest[channel] = Task(self.started, f"/{channel}", program, again)
@@ -252,7 +258,7 @@ class Node:
         return task
 
     def task(self, channel: str) -> Task:
-        """The task that was started last in the given channel."""
+        """Return the task that was started last in the given channel."""
         return self._latest[channel]
 
     async def finished(self, task: Task) -> Any:
@@ -275,7 +281,8 @@ class Node:
         return bool(self.tasks)
 
     def shapes(self, part: slice | None = None) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tensors in a part of `params` (None: the whole array), in order.
+        """Return the shapes of the tensors in a part of `params` (None: the whole array), in order. A tensor that is
+        cut counts as flat.
 
         A tensor cut in two is flat.
         """
@@ -331,14 +338,14 @@ class Node:
         return (await self.ask(to, tag, array)).payload
 
     def arrived(self, tag: str) -> Iterator[Message]:
-        """The messages with the given tag that have arrived; the call does not wait."""
+        """Return the messages with the given tag that have arrived; the call does not wait."""
         self.port.collect()
         return self.mailbox.take_all(Wanted(tag + self._channel))
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Every message in the order of arrival, until all other workers have left.
+        """Yield every message in the order of arrival, until all other workers have left.
 
-        The leaving of a worker is a message with the tag `LEAVE`, whose note has `lost=1` if the worker died.
+        When a worker leaves, a message arrives with the tag `LEAVE`, whose note has `lost=1` if the worker died.
         """
         others = set(range(self.cluster.workers)) - {self.address} - self.reported_departures
         while others:
@@ -351,7 +358,7 @@ class Node:
             yield message
 
     def deliver(self, message: Message) -> None:
-        """Called by the driver when `message` has arrived."""
+        """For drivers: handle `message`, which has arrived."""
         if message.tag == LEAVE:
             self.departed.add(message.source)
         self.mailbox.put(message)
@@ -359,7 +366,8 @@ class Node:
             self._advance_tasks()
 
     def poll(self) -> bool:
-        """Called by the driver: continue tasks whose work is done.
+        """For drivers: continue tasks that can continue. Return whether a task still waits for something other than a
+        message.
 
         Return whether a task still waits for work without a message.
         """
@@ -367,14 +375,14 @@ class Node:
         return any(task.work is not None for task in self.tasks)
 
     def lose(self, address: Address) -> None:
-        """Called by the driver when a node has died; programs see the node leave."""
+        """For drivers: handle the death of a node; programs see that the node leaves."""
         self.lost.add(address)
         self.view = self.view.without(address)
         if address not in self.departed:
             self.deliver(Message(address, LEAVE, note={"lost": 1}))
 
     def now(self) -> float:
-        """Seconds on this node's clock, virtual or real; only differences have a meaning."""
+        """Seconds on this node's clock, virtual or real; only differences between two readings have a meaning."""
         return self.port.clock()
 
     def record_update(
@@ -382,23 +390,22 @@ class Node:
     ) -> None:
         """Record that `count` updates of `source` (None: of every worker) took effect on this node.
 
-        `staleness`: staleness of the updates in versions; `weight`: multiple of the learning rate at which each
-        gradient was applied. None: unknown, or counted elsewhere.
+        `staleness` is the staleness of the updates in versions; `weight` is the factor on the learning rate with which
+        each gradient was applied. None means that the value is unknown, or counted elsewhere.
         """
         self.port.updates(source, count, staleness, weight)
 
     def refuse(self, source: Address, reason: str) -> None:
-        """Record that a gradient of worker `source` was refused, in whose place zeros are used.
+        """Record that a gradient of worker `source` was refused and replaced by zeros.
 
-        Raises:
-            Diverged: bad gradients end the run.
+        Raises: Diverged: the settings say that a bad gradient ends the run.
         """
         if self.bad_gradients.action == "stop":
             raise Diverged(reason)
         self.port.refused(source, reason)
 
     def record_scalar(self, name: str, value: float) -> None:
-        """Record a scalar of the strategy."""
+        """Record a scalar figure of the strategy, which appears in the record."""
         self.port.scalar(name, value)
 
     def _advance_tasks(self) -> None:
@@ -451,10 +458,10 @@ class Node:
 
     @types.coroutine
     def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Generator[Effect, Any, Array]:
-        """Return the array of the next message with the given tag from the given node, none of whose messages may have
+        """Return the array of the next message with the given tag from the given node; no message of the node may have
         been lost.
 
-        With `into`, the array is written to `into`, which is returned.
+        With `into`, the array is written to `into` and `into` is returned.
 
         Raises:
             PeerLost: the node has left or was lost.
@@ -478,7 +485,7 @@ class Node:
         return into
 
     def require_all(self, source: Address) -> None:
-        """Raise `ProtocolError` if a message of the given node was lost, since a sum needs all messages."""
+        """Raise `ProtocolError` if a message of the given node was lost, because a sum needs all messages."""
         self.mailbox.require_all(source)
 
     @types.coroutine
@@ -498,11 +505,11 @@ class Node:
             self.taken[self._channel].append(message)
 
     def can_never_arrive(self, wanted: Wanted) -> bool:
-        """Whether a message that has not arrived can never arrive."""
+        """Return whether a message that has not arrived can no longer arrive."""
         return wanted.source in self.departed
 
     def missed(self, wanted: Wanted) -> PeerLost:
-        """Return the error for a wait that can never end."""
+        """Return the error to raise in a wait for a message that can never arrive."""
         assert wanted.source is not None
         how = "was lost" if wanted.source in self.lost else "has left"
         here = f"{node_name(self.address)} waited for {wanted} at step {self.run_step}"
@@ -526,11 +533,11 @@ class Peer(Node):
         """Sums over this host's workers in shared memory, if there are several hosts; set by the driver."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; False if there is no
-        shared memory.
+        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; return False if there is
+        no shared memory.
 
-        Adds in the order of a ring all-reduce. All workers must call this at the same point; background tasks may not,
-        because they may not wait.
+        The sum is added in the order of a ring all-reduce. All workers must call this at the same point; background
+        tasks may not, because they may not wait.
         """
         if self.shared_sum is None or self._channel:
             return False
@@ -544,7 +551,7 @@ class Peer(Node):
         """Return the mean over all workers of slice `rank` of `array`, as `SharedSum` describes; None if there is no
         shared memory.
 
-        All workers must call this at the same point, then `exchange_slices`; background tasks may not.
+        All workers must call this at the same point, then `exchange_slices`; background tasks must not call it.
         """
         if self.shared_sum is None or self._channel or is_tensor(array):
             return None
@@ -556,8 +563,8 @@ class Peer(Node):
         self.shared_sum.exchange_slices(own, self.params)
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int = 1) -> Array | None:
-        """Sum `array` over the workers of this host in shared memory, in `shares` shares; None if there is no shared
-        memory.
+        """Sum `array` over the workers of this host in shared memory, divided into `shares` shares; return None if
+        there is no shared memory.
 
         The result is described in `HostSum`. All workers of the host must call this at the same point; background tasks
         may not, because they may not wait.
@@ -574,23 +581,22 @@ class Peer(Node):
             array[:] = to_device_of(summed, array)
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return the arrays of this host's workers at the place of `array` in their shared memory, in order of rank.
+        """Return the arrays of this host's workers, in order of rank, that correspond to `array` in shared memory.
 
-        None if `array` lies elsewhere. A worker must know, by messages, when it may read or write the other arrays.
+        None if `array` is not in shared memory. A worker must know, by messages, when it may read or write the other
+        arrays.
         """
         if self.host_sum is None or is_tensor(array):
             return None
         return self.host_sum.arrays_on_host(array)
 
     def count_on_host(self, array: Array, shares: int) -> None:
-        """Count bytes that were exchanged through `arrays_on_host`, in `shares` shares, as if messages had carried
-        them.
-        """
+        """Count the bytes that were exchanged through `arrays_on_host`, in `shares` shares, as sent bytes."""
         assert self.host_sum is not None
         self.host_sum.count_on_host(array, shares)
 
     def empty_on_host(self, size: int) -> Array:
-        """Return an array (size,) like `params`, in memory that the workers of this host share if it can be there.
+        """Return an array (size,) like `params`, if possible in memory that the workers of this host share.
 
         Every call with the same size returns the same shared memory; all workers of the host must make the same calls.
         """
@@ -600,7 +606,7 @@ class Peer(Node):
 
 
 class Worker(Peer):
-    """A node that computes gradients. `step` is the number of gradients that it has used."""
+    """A node that computes gradients. `step` is the number of gradients that the node has used."""
 
     def __init__(
         self,
@@ -657,7 +663,7 @@ class Worker(Peer):
     def training(self) -> bool:
         """Whether there is another gradient to compute.
 
-        This is the condition of a worker's loop; the worker can restart at the top of the loop.
+        Use this as the condition of the worker's loop; a worker can restart at the top of this loop.
         """
         if self.at_boundary is not None:
             self.boundary()
@@ -665,7 +671,9 @@ class Worker(Peer):
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is another gradient to compute, for use elsewhere than at the top of a worker's loop."""
+        """Whether there is another gradient to compute, for use at other places than the condition of the worker's
+        loop.
+        """
         return self.steps is None or self.step < self.steps
 
     @property
@@ -673,7 +681,7 @@ class Worker(Peer):
         """Learning rate of the next step.
 
         Raises:
-            ConfigurationError: it cannot be read, because it is that of another library's optimizer.
+            ConfigurationError: the learning rate belongs to another library's optimizer and cannot be read.
         """
         rate = self.stepper.lr
         if math.isnan(rate):
@@ -691,22 +699,23 @@ class Worker(Peer):
         return gradient
 
     def gradient_unless(self, tag: str) -> Awaitable[Array | Message]:
-        """Compute the gradient of the next mini-batch, unless a message with the given tag arrives before; in that case
+        """Compute the gradient of the next mini-batch, unless a message with the given tag arrives first; in that case,
         return the message.
 
-        Both cases count as a step. In virtual time the computation ends at once; in a process the gradient is
-        completed and dropped.
+        Both cases count as a step. In virtual time the computation ends at once; in a process the gradient is completed
+        and dropped.
         """
         return self._gradient(NeedGradient(unless=tag + self._channel))
 
     async def gradient_parts(
         self, parts: Sequence[slice], tentative: bool = False
     ) -> AsyncIterator[tuple[slice, Array]]:
-        """The gradient of one mini-batch in parts, in the order of the backward pass: from the end of the flat array.
+        """Compute the gradient of one mini-batch in parts, in the order of the backward pass: from the end of the flat
+        array.
 
-        `parts` cover the array from its end to its start, each as `slice(start, stop)`. Yields (part, whole array), of
-        which that part and the earlier parts are complete. With `tentative`, a script may still change parts that were
-        yielded; `revised` says so when the last part is yielded.
+        `parts` cover the array from its end to its start, each as `slice(start, stop)`. Yields (part, whole array); in
+        the array, this part and all earlier parts are complete. With `tentative`, a script may still change parts that
+        were yielded; when the last part is yielded, `revised` says whether it has.
         """
         for part in parts:
             share = 1 - part.start / max(len(self.params), 1)
@@ -715,31 +724,33 @@ class Worker(Peer):
     def gradient_of(
         self, block: int, turn: int | None = None, last: bool = True, unless: str | None = None
     ) -> Awaitable[Array | Message]:
-        """Compute the gradient of a mini-batch of worker `block`'s part of the data; `last`: whether it ends the step.
+        """Compute the gradient of a mini-batch of worker `block`'s part of the data; `last` says whether this gradient
+        ends the step.
 
-        `turn` is the number of a batch in the block, from 0, equal for every worker that asks; None is the next batch.
-        A message with the tag `unless` makes the gradient needless, as in `gradient_unless`. Needs a declared job.
+        `turn` is the number of a batch in the block, from 0, and selects the same batch on every worker; None selects
+        the next batch. A message with the tag `unless` cancels the gradient, as in `gradient_unless`. Works only in a
+        declared job.
         """
         tag = None if unless is None else unless + self._channel
         return self._gradient(NeedGradient(unless=tag, block=block, turn=turn, closes=last))
 
     def gradient_over(self, start: int, stop: int, last: bool = True) -> Awaitable[Array]:
-        """Compute the mean gradient over training samples start..stop-1; `loss` is their mean loss.
+        """Compute the mean gradient over the training samples start to stop-1; `loss` is their mean loss.
 
-        Needs a declared job.
+        Works only in a declared job.
         """
         return self._gradient(NeedGradient(samples=(start, stop), closes=last))
 
     def gradient_toward(self, teachers: Sequence[Array], weight: float) -> Awaitable[Array]:
         """Compute the mean gradient of loss + weight × distance to the mean prediction of `teachers`.
 
-        Needs a declared job.
+        Works only in a declared job.
         """
         return self._gradient(NeedGradient(teachers=tuple(teachers), weight=weight))
 
     @property
     def layers(self) -> tuple[FactoredWeight, ...]:
-        """The fully connected layers whose gradients can be computed as factors; empty in a script's own loop."""
+        """Layers whose gradients can be computed as factors: fully connected layers; empty in a script's own loop."""
         return self.find_layers()
 
     async def gradient_in_factors(self, layers: Sequence[FactoredWeight]) -> Array:
@@ -762,7 +773,9 @@ class Worker(Peer):
         self.port.updates(None, count, 0)
 
     def leave(self, peers: bool = False) -> None:
-        """Announce that this worker sends no more messages: to the servers, and with `peers` to the other workers."""
+        """Announce, to the servers and with `peers` also to the other workers, that this worker sends no more
+        messages.
+        """
         self.send_all(self.server_addresses, LEAVE)
         if peers:
             self.send_all(self.peers, LEAVE)

@@ -248,7 +248,8 @@ class Runner:
     def advance(self, gradient: FlatArray | None = None, loss: float | None = None, whole: bool = True) -> bool:
         """Resume the program, with the gradient if the program waits for a gradient.
 
-        Return whether the program then waits for another gradient. Unless the gradient is `whole`, only the awaited part is valid.
+        Return whether the program then waits for another gradient. Unless the gradient is `whole`, only the awaited
+        part is valid.
         """
         need = self.waiting
         if gradient is not None:

@@ -30,7 +30,7 @@ class PlanResult:
     advice: Advice
     """The recommendation, its reasons, and the conditions under which it would change."""
     hybrid: HybridAdvice | None = None
-    """The choice between whole and split replicas; None if it was not asked for."""
+    """The choice between whole and split replicas; None if the plan covers only whole replicas."""
 
     @property
     def choice(self) -> str | None:
@@ -79,15 +79,15 @@ def plan(
         what: a built-in workload, a reference model, or the path of a Python file with a function `job()`.
         cluster: a name in `flockstep list clusters`, or the path of a TOML file; None for "here" if this machine was
             calibrated, otherwise "laptop".
-        workers: number of workers; None for all that the cluster has.
+        workers: number of workers; None for all workers of the cluster.
         require: any of unbalanced, reproducible, elastic, private, slow-links.
         strategies: the strategies to consider; empty for all.
-        batch: samples per worker and step; None for the job's own.
-        hours: duration of the run in hours; None for the job's own.
+        batch: samples per worker and step; None for the job's value. hours: duration of the run in hours; None for the
+            job's value.
         imports: Python files that register custom components.
         hybrid: also predict models that are split over workers, and choose partition and strategy together.
         partitions: the partitions to consider, such as "pipeline(2, 1f1b, 8)"; empty for a search. Implies `hybrid`.
-        memory: memory of a worker, such as "16GB"; None for what the cluster says. Implies `hybrid`.
+        memory: memory of a worker, such as "16GB"; None for the memory that the cluster states. Implies `hybrid`.
 
     Returns:
         The predictions and the advice.
@@ -124,8 +124,8 @@ def predicted(
     """Predict every strategy, or only `strategies`, for a job on a cluster; `say` receives a line about the current
     task.
 
-    `length` is the duration of the run in seconds; None: the job's own length. `memory` is that of a worker in bytes;
-    None: as the cluster says.
+    `length` is the duration of the run in seconds; None for the job's duration. `memory` is the memory of a worker in
+    bytes; None for the memory that the cluster states.
 
     Raises:
         ConfigurationError: there is no such job, cluster or strategy, or none of `strategies` can run.

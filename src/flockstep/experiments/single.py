@@ -1,4 +1,4 @@
-"""Single runs as functions, on real processes or in virtual time."""
+"""Single runs, on real processes or in virtual time, as functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy
 
 Watch = Callable[[int, int, float], None]
-"""Function called with the steps done by all workers, the total steps, and the virtual seconds."""
+"""Function that is called with the steps done by all workers, the total number of steps, and the virtual seconds."""
 
 
 @dataclass(frozen=True)
@@ -110,34 +110,34 @@ def run(
         strategy: an expression or a strategy object.
         workers: number of worker processes.
         seed: seed of data order, initial parameters and random draws.
-        epochs: passes over the training data; None for the job's own.
+        epochs: passes over the training data; None for the job's value.
         steps: local steps per worker; takes precedence over `epochs`.
-        batch: samples per worker and step; None for the job's own.
-        lr: learning rate; None for the job's own.
+        batch: samples per worker and step; None for the job's value. lr: learning rate; None for the job's value.
         schedule: schedule of learning rate and batch size.
         split: how the data is split over the workers.
         partition: how each replica is split over workers, such as "pipeline(4, schedule=1f1b, microbatches=8)"; None if
             every worker holds the whole model.
-        target: metric that time-to-target refers to; None for the job's own.
+        target: metric that time-to-target refers to; None for the job's value.
         evaluate_every: steps per worker between two evaluations.
         result: policy that selects the resulting model.
         faults: injected faults of gradients, such as "flips_sign(1)".
         on_bad_gradient: what happens to a gradient that is not finite or too large: "stop" ends the run, "skip" puts
-            zeros in its place, "quarantine" also removes the worker after `strikes` of them.
+            zeros in its place, "quarantine" also removes the worker after `strikes` bad gradients.
         max_gradient_norm: largest Euclidean norm of a gradient; None for no limit.
         strikes: number of bad gradients of one worker until its quarantine.
         transport: how messages move between the processes.
         heartbeat: seconds without an answer after which a node counts as lost.
-        link_timeout: seconds for which the TCP connection to another host may be away before its nodes count as lost.
+        link_timeout: seconds for which the TCP connection to another host may be interrupted before its nodes count as
+            lost.
         step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
         threads: threads of the numerical libraries in each process.
         imports: Python files that register custom components.
         checkpoint_every: steps (500), or the time ("5min"), between two checkpoints; None for a checkpoint only if a
             signal stops the run.
         keep: number of checkpoints that are kept; None for 2.
-        min_workers: smallest number of workers with which the run continues; None: no worker may leave.
-        max_workers: largest number of workers with which the run continues; None: no worker may join.
-        park: seconds for which workers wait for `flockstep resume` if this process is killed; None: they end at once.
+        min_workers: smallest number of workers with which the run continues; None if no worker may leave. max_workers:
+            largest number of workers with which the run continues; None if no worker may join. park: seconds for which
+            workers wait for `flockstep resume` if this process is killed; None if they end at once.
         out: folder of the record; None for a new folder in runs/.
         overwrite: replace the run that the folder holds.
 
@@ -164,13 +164,13 @@ def run(
 
 
 def resume(out: Path | str, workers: int | None = None) -> RunResult:
-    """Continue a run that has stopped from its newest checkpoint, as `flockstep resume` does.
+    """Continue a stopped run from its newest checkpoint, as `flockstep resume` does.
 
     A run of `flockstep launch` is resumed if its script calls `flockstep.checkpoint`.
 
     Args:
         out: folder of the record.
-        workers: number of workers with which the run goes on; None: as many as it had.
+        workers: number of workers with which the run continues; None for the number that it had.
 
     Returns:
         The finished run.
@@ -257,7 +257,7 @@ def on_cluster(config: RunConfig, shape: ClusterShape | None) -> RunConfig:
     """Return the configuration of a simulation with the links and times of a cluster; unchanged if `shape` is None.
 
     Raises:
-        ConfigurationError: the cluster cannot have that number of workers.
+        ConfigurationError: the cluster cannot have the configured number of workers.
     """
     if shape is None:
         return config

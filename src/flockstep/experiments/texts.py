@@ -14,12 +14,12 @@ WIDTH = 100
 
 
 def ranked_text(summaries: Sequence[Summary], seeds: int = 1) -> str:
-    """The ranked table of runs, each the median of `seeds` runs, without colors."""
+    """Return the ranked table of runs without colors; each row is the median of `seeds` runs."""
     return printed(table(summaries, seeds))
 
 
 def printed(*what: object) -> str:
-    """The text that rich prints for an object, 100 columns wide."""
+    """Return the text that the library rich prints for an object, 100 columns wide."""
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None, highlight=False).print(*what, sep="\n")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -1,4 +1,4 @@
-"""The contract of feedback: what a sender keeps of the values that its codec dropped."""
+"""The interface of feedback: what a sender keeps of the values that its codec dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.expression import Component
 
 
 class Feedback(Component):
-    """Decides how dropped values are sent later; `memory` is explicit state of the sender, None at first."""
+    """Decides how dropped values are sent later; `memory` is the sender's state, which is None at first."""
 
     noun: ClassVar[str] = "feedback"
 

@@ -28,15 +28,15 @@ class Momentum(Feedback):
     """DGC's momentum correction (Lin et al. 2018, sections 3.1 to 3.3): u ← m u + g, v ← v + u, send C(v), keep the
     rest.
 
-    Momentum correction in the sense of Lin et al.: what is kept back is velocity, so that an element that is sent late
-    has moved as far as momentum SGD would have moved it. The momentum correction of Goyal et al. 2017 is a different
-    one, for learning rates that change while they are part of the velocity; see the schedule goyal.
+    Momentum correction in the sense of Lin et al. keeps velocity, so that an element that is sent late moves as far as
+    momentum SGD would have moved it. Goyal et al. 2017 use the same name for a different correction, for learning rates
+    that change while they are part of the velocity; see the schedule goyal.
 
-    `nesterov`: u ← m (u + g), v ← v + u + g. `masking`: where an element was sent, u and v become zero, so that stale
-    momentum does not move the element further; a codec that sends something of every element, as half does, is not
-    masked. `clip`: a gradient (or the slice of it that goes to one receiver) with a norm above clip·N^-1/2 is first
-    scaled down to that norm, for N senders whose arrays are averaged. Elements that the codec sends exactly have plain
-    momentum: u is sent and kept, and v stays zero. The receivers' optimizer should have no momentum.
+    `nesterov`: u ← m (u + g), v ← v + u + g. With `masking`, u and v become zero for each element that was sent, so
+    that stale momentum does not move the element further; codecs that send something of every element, such as half,
+    are not masked. With `clip`, a gradient (or the slice of it that goes to one receiver) with a norm above clip·N^-1/2
+    is first scaled down to that norm, for N senders whose arrays are averaged. Elements that the codec sends exactly
+    have plain momentum: u is sent and kept, and v stays zero. The receivers' optimizer should have no momentum.
 
     Without masking, the sum of everything sent plus v equals the sum of all u, element by element.
     """
@@ -62,7 +62,7 @@ class Momentum(Feedback):
         return self if self.clip is None else replace(self, clip=self.clip * workers**-0.5)
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
-        """Encode v + u; the memory is u and v."""
+        """Encode v + u, and return the bytes with the new memory (u and v)."""
         gradient, zeros = self._clipped(array.reshape(-1)), namespace(array).zeros_like
         kept = MomentumMemory(zeros(gradient), zeros(gradient)) if memory is None else memory
         u, v = kept

@@ -1,4 +1,4 @@
-"""Residual feedback: the values that the codec dropped are added to the next array."""
+"""Residual feedback: the sender adds the values that the codec dropped to the next array."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class Residual(Feedback):
     """The codec must be a contraction: with another codec the error could grow without bound."""
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
-        """Encode e + x; the memory is e (K,)."""
+        """Encode e + x, and return the bytes with the new memory e (K,)."""
         error = namespace(array).zeros_like(array) if memory is None else memory
         return codec.encode_residual(array, error, random), error

@@ -31,7 +31,7 @@ def check_composition(codec: Codec, feedback: Feedback) -> None:
 
 @lru_cache(maxsize=1024)
 def bound_codec(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], step: int) -> Codec:
-    """Return `codec` for tensors of these shapes at a step, as both sender and receiver use it.
+    """Return the codec that both sender and receiver use for tensors of these shapes at a step.
 
     Under feedback that needs a contraction, an unbiased codec of variance omega is damped by 1 / (1 + omega), which
     makes it a contraction (Richtárik, Sokolov & Fatkhullin 2021, lemma 8).
@@ -43,7 +43,9 @@ def bound_codec(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], ste
 
 
 def random_of(codec: Codec, own: np.random.Generator, step: int) -> np.random.Generator:
-    """Return the generator to encode with: the node's own, or the generator that all nodes share in the given step."""
+    """Return the generator for an encoding: the node's own generator, or the generator that all nodes share in the
+    given step.
+    """
     return np.random.default_rng((0x5EED, step)) if codec.shares_seed else own
 
 

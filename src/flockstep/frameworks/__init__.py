@@ -1,1 +1,1 @@
-"""Gradients and evaluations of a model, for each framework that models are written in."""
+"""Gradients and evaluations of models, for each supported framework."""

@@ -31,7 +31,7 @@ class Evaluation:
 class Data:
     """Training and test samples, first axis over samples; numpy arrays or torch tensors.
 
-    `Data.of` takes data sets, loaders and iterables in their place.
+    `Data.of` accepts data sets, loaders and iterables in place of arrays.
     """
 
     train_x: Any
@@ -49,12 +49,12 @@ class Data:
 
     @classmethod
     def of(cls, train: Any, test: Any) -> Data:
-        """Samples that are read when they are needed, the next batch in advance.
+        """Return samples that are read when they are needed, the next batch in advance.
 
-        Each of the two is a data set (`__len__`, and `__getitem__` that returns a pair (x, y)), a PyTorch DataLoader,
-        of which the data set and the collate function are used, an iterable of pairs that ends, which is read into
-        memory, or a pair of arrays. The job draws the batches: a loader's batch size and order do not count.
-        Reading a sample twice must give the same values.
+        Each argument is a data set (`__len__`, and `__getitem__` that returns a pair (x, y)), a PyTorch DataLoader, of
+        which the data set and the collate function are used, an iterable of pairs that ends, which is read into memory,
+        or a pair of arrays. The job draws the batches: a loader's batch size and order do not count. Reading a sample
+        twice must give the same values.
 
         Raises:
             ConfigurationError: the samples cannot be counted, are not pairs, or change from one reading to the next.
@@ -138,7 +138,7 @@ class DistillationTargets:
 
 
 class TrainedModel(ABC):
-    """The parameters of a job's model, or of a part of it, as replicas begin with them."""
+    """The parameters of a job's model, or of a part of the model, in their initial state."""
 
     schema: Schema
     train_size: int
@@ -157,7 +157,7 @@ class TrainedModel(ABC):
 class Engine(TrainedModel):
     """One job in one process: computes gradients for any number of replicas, given their flat parameters.
 
-    Non-trainable buffers (batch-norm statistics) belong to the replica and are never exchanged; an evaluation uses the
+    Non-trainable buffers (batch-norm statistics) belong to a replica and are never exchanged; an evaluation uses the
     mean of the named replicas' floating-point buffers and the first replica's integer buffers.
     """
 
@@ -172,13 +172,15 @@ class Engine(TrainedModel):
     _data: Data
 
     def prefetch(self, indices: Indices) -> None:
-        """Begin to read the batch of the training samples `indices` (batch,), if samples are read when needed."""
+        """Start to read the batch of the training samples `indices` (batch,), if samples are read only when needed."""
         if isinstance(column := self._data.train_x, SampleColumn):
             column.reader.prefetch(indices)
 
     @property
     def facts(self) -> dict[str, str]:
-        """Facts of the data that every process of a run must share: the digest of what an iterable gave."""
+        """Facts of the data that must be equal in every process of a run, such as the digest of an iterable's
+        samples.
+        """
         column = self._data.train_x
         return {"train": column.reader.digest} if isinstance(column, SampleColumn) and column.reader.digest else {}
 
@@ -234,7 +236,7 @@ class Engine(TrainedModel):
         beginning of `out`.
 
         Raises:
-            CompositionError: this framework computes no factors.
+            CompositionError: this framework cannot compute factors.
         """
         raise CompositionError(
             "this framework cannot factor gradients; use torch, or a strategy that sends whole gradients"
@@ -274,7 +276,7 @@ class Engine(TrainedModel):
         raise CompositionError("this framework cannot average the predictions of several models; use result=best")
 
     def as_saved(self, params: FlatArray) -> tuple[FlatArray, Schema]:
-        """Return parameters, (K,) or (M, K), in the layout of the unsplit model, and that layout."""
+        """Return parameters, (K,) or (M, K), in the layout of the unsplit model, together with this layout."""
         return params, self.schema
 
     @abstractmethod

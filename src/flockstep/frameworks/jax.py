@@ -44,7 +44,7 @@ class JaxEngine(Engine):
     """Gradients and evaluations of a job whose model is a `JaxModel`; `jax.value_and_grad` under `jax.jit`.
 
     The number of replicas in a batched call is rounded up to a power of two, so that few functions are compiled. A
-    batched gradient agrees with a single one up to rounding.
+    gradient from a batched call agrees with one from a single call up to rounding.
     """
 
     def __init__(self, job: Job, seed: int, model: JaxModel | None = None):
@@ -81,7 +81,7 @@ class JaxEngine(Engine):
         self._probe(job)
 
     def operations(self, batch: int) -> float | None:
-        """Floating-point operations of a gradient as XLA counts them, before it optimizes."""
+        """Floating-point operations of a gradient, as XLA counts them before its optimizations."""
         x, y = (values[np.arange(batch) % self.train_size] for values in (self._data.train_x, self._data.train_y))
         lowered = self._one.lower(self._start, x, y, np.zeros(2, np.uint32), None, 0.0)
         return (lowered.cost_analysis() or {}).get("flops")

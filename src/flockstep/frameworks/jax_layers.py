@@ -1,4 +1,4 @@
-"""The layers of a JAX model, found by tracing it once on a few samples: parameters, products and bytes."""
+"""Finds the layers of a JAX model by tracing the model once on a few samples: parameters, products and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of optax on the flat array of a pytree's parameters."""
+"""Runs optimizers of optax on the flat array of a pytree's parameters."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class FlatOptax:
         self.next_lr = jax.jit(next_lr)
 
     def digest(self, state: Any) -> str:
-        """Digest of what a step computes, with all constants: 16 hexadecimal digits of its StableHLO."""
+        """16 hexadecimal digits of the StableHLO of a step: a digest of what the step computes, with all constants."""
         array = jax.ShapeDtypeStruct((self._size,), self._dtype)
         return hashlib.sha256(self.stepped.lower(array, array, state).as_text().encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
 class OptaxOptimizer(Optimizer):
-    """The optax optimizer of a job, which steps on workers only, because its settings cannot be read.
+    """The optax optimizer of a job. Only workers can run it, because its settings cannot be read.
 
     `lr` is the learning rate of `optax.inject_hyperparams(…)(learning_rate=0.1)`, which schedules of flockstep and
-    `--lr` may change, and NaN for other optimizers, whose rates are optax's alone. The state holds the leaves of
-    optax's state as numpy arrays.
+    `--lr` may change, and NaN for other optimizers, whose rates only optax knows. The state holds the leaves of optax's
+    state as numpy arrays.
     """
 
     elementwise: ClassVar[bool] = False
@@ -63,10 +63,11 @@ class OptaxOptimizer(Optimizer):
 
     @classmethod
     def of(cls, optimizer: Any, tree: FlatTree, params: FlatArray) -> OptaxOptimizer:
-        """The optimizer for the parameters (K,) of `tree`.
+        """Return the optimizer for the parameters (K,) of `tree`.
 
         Raises:
-            ConfigurationError: the optimizer's state holds something else than numbers, or has no place in a tree.
+            ConfigurationError: the optimizer's state holds something other than numbers, or cannot be arranged in a
+                tree.
         """
         flat = FlatOptax(optimizer, tree)
         state = flat.init(params.copy())
@@ -87,11 +88,11 @@ class OptaxOptimizer(Optimizer):
 
     @property
     def on_servers(self) -> Optimizer:
-        """Servers of strategies whose workers step need no optimizer."""
+        """Return None: under strategies whose workers step, servers need no optimizer."""
         return SGD(lr=1.0)
 
     def with_lr(self, lr: float) -> Optimizer:
-        """Return this optimizer with another learning rate, if optax lets it be set."""
+        """Return this optimizer with another learning rate, if optax allows the rate to be set."""
         if math.isnan(self.lr):
             raise ConfigurationError(
                 f"the learning rate {lr:g} cannot be set, because the learning rate of this optax optimizer is its "

@@ -1,4 +1,4 @@
-"""A pytree of JAX arrays as one flat numpy array."""
+"""Lays out a pytree of JAX arrays as one flat numpy array."""
 
 from __future__ import annotations
 
@@ -64,15 +64,17 @@ class FlatTree:
             view[...] = values
 
     def read(self, flat: FlatArray) -> Tree:
-        """Return the tree of new arrays with the values of the flat array (K,), each on its leaf's device."""
+        """Return a tree of new arrays with the values of the flat array (K,); each leaf is on the device of the
+        original leaf.
+        """
         views = zip(self.schema.views(flat).values(), self._dtypes, strict=True)
         # A copy first: on the CPU a JAX array may share the memory of the numpy array that it is made of.
         leaves = jax.device_put([np.array(view, dtype) for view, dtype in views], self._places)
         return jax.tree.unflatten(self.structure, leaves)
 
     def unflatten(self, flat: jax.Array, narrow: bool = True) -> Tree:
-        """Return the tree of a flat JAX array (K,), traced or not; without `narrow`, all leaves have the dtype of the
-        array.
+        """Return the tree for a flat JAX array (K,), traced or not; unless `narrow` is set, all leaves have the dtype
+        of the array.
         """
         dtypes = self._dtypes if narrow else [flat.dtype] * len(self._dtypes)
         parts = zip(self.schema.entries, self.schema.slices, dtypes, strict=True)

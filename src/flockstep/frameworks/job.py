@@ -1,4 +1,4 @@
-"""Loading a job from a user's file, and creating the engine that computes it."""
+"""Loads a job from a user's file, and creates the engine that computes the job's gradients."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def make_engine(job: Job, seed: int) -> Engine:
 def make_split(job: Job, seed: int, partition: Partition, cut: ModelCut | None = None) -> SplitModel:
     """Return the job's model, split into the parts of `partition`.
 
-    `cut`: what the process that started this one has found out about the model; this process then holds one part only.
+    With `cut`, which another process has found, this process holds only one part.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.
         ConfigurationError: the model is not a torch module, or cannot be split into these parts.
-        CompositionError: no framework splits models in this way.
+        CompositionError: no framework can split models in this way.
     """
     if cut is not None and isinstance(partition, Pipeline):
         from flockstep.frameworks.torch_stages import stage_torch
@@ -100,8 +100,8 @@ def make_split(job: Job, seed: int, partition: Partition, cut: ModelCut | None =
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
-    """Return a model that `make_split` has split, with the reason in `split.cut` if a process must build the whole
-    model to build one of its parts.
+    """Return a model that `make_split` has split; `split.cut` has the reason if a process must build the whole model
+    for one part.
     """
     if isinstance(split, PipelineModel):
         from flockstep.frameworks.torch_stages import with_obstacle
@@ -121,7 +121,8 @@ def load_job_file(path: str | Path) -> Job:
 
     Raises:
         MissingDependency: the file needs torch, which is not installed.
-        ConfigurationError: there is no such file, it has no `job()`, or `job()` raises or returns something else.
+        ConfigurationError: there is no such file, it has no `job()`, or `job()` raises an error or does not return a
+            job.
     """
     file = Path(path)
     if file.suffix != ".py":
@@ -197,7 +198,7 @@ def build_model(job: Job) -> Any:
 
 
 def failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
-    """Return the error for an exception of a user's code, in one sentence, with the last line of `file` in the
+    """Return the error that reports an exception of a user's code in one sentence, with the last line of `file` in the
     traceback.
     """
     if isinstance(error, FlockstepError):

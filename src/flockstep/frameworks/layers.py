@@ -1,4 +1,4 @@
-"""The layers of a job's model, for each framework."""
+"""Finds the layers of a job's model, for each framework."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def file_shape(path: str | Path) -> ModelShape:
     `inputs()` returns a tensor, or a tuple of tensors, with the samples along the first axis.
 
     Raises:
-        ConfigurationError: there is no such file, it declares neither, or a function fails.
+        ConfigurationError: there is no such file, the file declares neither, or one of its functions fails.
     """
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():

@@ -1,7 +1,7 @@
-"""Models in plain numpy: their contract, two models with exact gradients, and their engine.
+"""Models in plain numpy: their interface, two models with exact gradients, and their engine.
 
-Every product is a matmul over stacked matrices, one per replica, and every sum is within one replica: a replica's
-gradient has the same bits, whichever other replicas are computed in the same call.
+Every product is a matmul over stacked matrices, one per replica, and every sum is within one replica. So the bits of a
+replica's gradient do not depend on which other replicas are computed in the same call.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class QuadraticModel(Model):
     """The quadratic bowl ½ (w - x)ᵀ H (w - x), whose minimum over the data is the mean of the samples x.
 
     `hessian` is (d, d) and symmetric, or (d,) for a diagonal matrix. The samples, (N, d), scatter around the optimum,
-    which makes gradients noisy; without noise all samples equal the optimum. Targets are not used.
+    so that gradients are noisy; without noise, all samples equal the optimum. Targets are not used.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class QuadraticModel(Model):
         return {"w": (len(self.hessian),)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Return the given starting point, or a random point."""
+        """Return the given starting point, or a random point if none is given."""
         return {"w": random.standard_normal(len(self.hessian)) if self.start is None else self.start}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
@@ -172,7 +172,7 @@ class SoftmaxRegression(Model):
 
 
 class NumpyEngine(Engine):
-    """Gradients and evaluations of a job whose model is a `Model`; it has no randomness and no buffers."""
+    """Gradients and evaluations of a job whose model is a `Model`, which has no random layers and no buffers."""
 
     def __init__(self, job: Job, seed: int, model: Model | None = None):
         """Build the job's model (unless `model` is given) and load its data; `seed` is for the initial parameters.

@@ -1,4 +1,4 @@
-"""The interface between drivers and frameworks for a model in parts, and for the stages of a pipeline."""
+"""The interface between drivers and frameworks for a model in parts, such as the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PassShares:
-    """Work of the passes of one chunk, as shares of the work of a whole gradient of the whole model."""
+    """Work of each kind of pass of one chunk, as shares of the work of a gradient of the whole model."""
 
     forward: float
     input_backward: float
@@ -40,12 +40,12 @@ class PassShares:
 
     @property
     def backward(self) -> float:
-        """Share of both halves of the backward pass."""
+        """Share of the whole backward pass, for the inputs and for the weights."""
         return self.input_backward + self.weight_backward
 
 
 class HeldPart(TrainedModel):
-    """One part of a job's model, for any replica."""
+    """One part of a job's model, the same for any replica."""
 
     held_bytes: int
     """Number of bytes that `values` returns."""
@@ -56,34 +56,34 @@ class HeldPart(TrainedModel):
 
     @abstractmethod
     def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
-        """Keep the tensors of this part that another process has found by `values`, and return a copy of the initial
-        parameters (K,).
+        """Store the tensors of this part, which another process obtained from `values`, and return a copy of the
+        initial parameters (K,).
         """
 
     @abstractmethod
     def buffers(self, replica: int) -> FlatArray:
         """Return a replica's changing buffers that belong to this part, concatenated in float64; empty if there are
-        none. The engine's `buffers` are those of the parts one after another.
+        none. The engine's `buffers` are those of all parts, concatenated.
         """
 
     @abstractmethod
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Set a replica's buffers of this part to what `buffers` returned, possibly in another process."""
+        """Set a replica's buffers of this part to an array that `buffers` returned, possibly in another process."""
 
     @property
     @abstractmethod
     def kept(self) -> int:
-        """Number of forward passes whose activations are kept at present, over all replicas."""
+        """Number of forward passes, over all replicas, whose activations are currently stored."""
 
 
 class ModelPart(HeldPart):
-    """One stage of a job's model, for any replica: the passes over its chunks of consecutive layers.
+    """One stage of a job's model: the passes of any replica over the stage's chunks of consecutive layers.
 
-    A forward pass keeps what the backward passes over the same micro-batch need, until the last of them.
+    A forward pass stores what the backward passes over the same micro-batch need, until the last of these passes.
     """
 
     shares: Sequence[PassShares]
-    """Work of each chunk."""
+    """Work of the passes of each chunk."""
 
     @abstractmethod
     def forward(
@@ -95,7 +95,7 @@ class ModelPart(HeldPart):
             chunk: number of the chunk in this part.
             params: the parameters (K,) of this part, which do not change before the last backward pass.
             batch: the micro-batch.
-            inputs: outputs of the chunk before, samples on the first axis; None for the first chunk of the model.
+            inputs: outputs of the previous chunk, samples on the first axis; None for the first chunk of the model.
 
         Returns:
             Outputs and loss: None and the loss for the last chunk of the model, otherwise the outputs and 0.
@@ -110,11 +110,11 @@ class ModelPart(HeldPart):
 
     @abstractmethod
     def input_backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
-        """Return the gradient of a chunk's inputs, as `backward` does; `weight_backward` must follow."""
+        """Return the gradient of a chunk's inputs, as `backward` does; a call of `weight_backward` must follow."""
 
     @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        """Add the gradient of a chunk's parameters to `out` (K,)."""
+        """Add the gradient of a chunk's parameters, after `input_backward`, to `out` (K,)."""
 
     def release(self, chunk: int, batch: MicroBatch) -> None:
         """Free the parameters that a forward pass has kept, if the part is able to; `restore` must follow before the
@@ -129,32 +129,32 @@ class ModelPart(HeldPart):
 class SplitModel(ABC):
     """A job whose model is split into parts.
 
-    `engine` evaluates whole models, whose flat array (K,) is the arrays of the parts one after another.
+    `engine` evaluates whole models, whose flat array (K,) concatenates the arrays of the parts.
     """
 
     engine: Engine
     parts: Sequence[HeldPart]
     layers: tuple[str, ...]
-    """The layers of each part, in words."""
+    """Names of the layers of each part, as text."""
     cut: ModelCut
 
     @property
     @abstractmethod
     def partition(self) -> Partition:
-        """The partition that has split the model."""
+        """The partition that divides the model."""
 
     @property
     @abstractmethod
     def microbatches(self) -> int:
-        """Number of micro-batches of a batch."""
+        """Number of micro-batches into which a batch is divided."""
 
     def largest_message(self, batch: int) -> int:
-        """Return the size in bytes of the largest array between parts, for batches of `batch` samples."""
+        """Return the size in bytes of the largest array that parts send each other, for batches of `batch` samples."""
         return -(-batch // self.microbatches) * self.cut.sample_bytes
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each part."""
+        """Number of elements of the parameters of each part."""
         return tuple(part.schema.size for part in self.parts)
 
 

@@ -16,15 +16,17 @@ from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.errors import ConfigurationError
 
 AHEAD = 2
-"""Number of batches that are read in advance, the present one included."""
+"""Number of batches that are read in advance, including the current batch."""
 MOST = 1_000_000
-"""Number of samples up to which an iterable is read into memory."""
+"""Largest number of samples of an iterable that are read into memory."""
 TRIED, READINGS = 8, 4
-"""Number of samples of which it is tried whether they stay the same, and how often each of them is read."""
+"""TRIED: number of samples that are tested for giving the same values each time. READINGS: how often each of them is
+read.
+"""
 
 
 class SampleReader:
-    """Reads the samples of a data set, the next batch in advance; one thread alone calls the data set."""
+    """Reads the samples of a data set, the next batch in advance; only one thread calls the data set."""
 
     def __init__(self, samples: Any, name: str, collate: Callable[[list[Any]], Any] | None = None, digest: str = ""):
         """`samples` has `__len__` and `__getitem__`, which returns a pair (x, y); `collate` makes a batch of pairs.
@@ -53,7 +55,7 @@ class SampleReader:
         return found.astype(np.int64) if found.shape == (self.size,) and found.dtype.kind in "iu" else None
 
     def prefetch(self, indices: npt.NDArray[np.int64]) -> None:
-        """Begin to read a batch."""
+        """Start to read a batch in advance."""
         key = indices.tobytes()
         if key != self._last[0] and key not in self._pending:
             self._pending[key] = self._submit(indices)
@@ -61,7 +63,7 @@ class SampleReader:
             self._pending.pop(next(iter(self._pending))).cancel()
 
     def read(self, indices: npt.NDArray[np.int64]) -> tuple[Any, Any]:
-        """The batch of the given samples (B,), as numpy arrays or tensors x (B, …) and y (B, …)."""
+        """Return the batch of the given samples (B,), as numpy arrays or tensors x (B, …) and y (B, …)."""
         key = indices.tobytes()
         if self._last[0] != key:
             self._last = key, (self._pending.pop(key, None) or self._submit(indices)).result()
@@ -113,7 +115,7 @@ class SampleReader:
 
 
 class SampleColumn:
-    """The inputs or the targets of samples that are read when they are needed; used like an array."""
+    """The inputs or the targets of samples that are read when they are needed; this object is used like an array."""
 
     def __init__(self, reader: SampleReader, which: int, convert: Callable[[Any], Any] = lambda values: values):
         self.reader, self._which, self._convert = reader, which, convert
@@ -135,20 +137,20 @@ class SampleColumn:
         return np.asarray(self[:], dtype)
 
     def index_select(self, axis: int, indices: Any) -> Any:
-        """The samples of `indices` (B,)."""
+        """Return the samples with the numbers `indices` (B,)."""
         assert axis == 0
         return self[indices]
 
     def dim(self) -> int:
-        """Number of axes."""
+        """Return the number of axes."""
         return int(self.ndim)
 
     def numpy(self) -> npt.NDArray[np.int64] | None:
-        """Class of every sample; None if the data set has no attribute `targets`."""
+        """Return the class of every sample; None if the data set has no attribute `targets`."""
         return self.reader.labels
 
     def mapped(self, convert: Callable[[Any], Any]) -> SampleColumn:
-        """The column with each batch converted."""
+        """Return a column that applies a function to each batch."""
         return SampleColumn(self.reader, self._which, lambda values: convert(self._convert(values)))
 
 
@@ -169,14 +171,15 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def labels_of(column: Any) -> npt.NDArray[np.int64] | None:
-    """Class of every sample, from an array of targets or from the data set's attribute `targets`; None if there is
-    neither.
+    """Return the class of every sample, from an array of targets or the data set's attribute `targets`; None if there
+    is neither.
     """
     return column.reader.labels if isinstance(column, SampleColumn) else column
 
 
 def columns_of(samples: Any, name: str) -> tuple[Any, Any]:
-    """Inputs and targets of `samples`: a pair of arrays, a data set, a DataLoader, or an iterable of pairs (x, y).
+    """Return the inputs and the targets of `samples`: a pair of arrays, a data set, a DataLoader, or an iterable of
+    pairs (x, y).
 
     Raises:
         ConfigurationError: the samples cannot be counted or read by number.

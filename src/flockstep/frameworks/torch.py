@@ -1,4 +1,4 @@
-"""Gradients of a torch module: one replica at a time, or many in one call."""
+"""Gradients of a torch module, for one replica at a time or for many in one call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flockstep.frameworks.torch_optimizers import from_torch
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
 
 LARGEST_CHUNK = 64
-"""Maximum number of replicas in one batched call: more replicas would not be faster, and would need more memory."""
+"""Maximum number of replicas in one batched call; more replicas would use more memory without being faster."""
 CHUNK_BYTES = 128 << 20
 """Approximate limit in bytes of the gradients and saved activations of one batched call."""
 TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
@@ -43,13 +43,13 @@ class TorchEngine(FactoringEngine):
     """Gradients and evaluations of a job whose model is a torch module on the CPU.
 
     Gradients are computed in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
-    under `torch.func.vmap` and one backward pass; a replica's gradient has the same bits, whichever other replicas are
-    computed in the same call of `gradients` (`gradient` agrees up to rounding).
+    under `torch.func.vmap` and one backward pass; the bits of a replica's gradient do not depend on which other
+    replicas are computed in the same call of `gradients` (`gradient` agrees up to rounding).
 
     Replicas are computed one by one, with the reason in `batching`, in three cases: the model draws random numbers in
     training (each gradient has its own random stream, from seed, replica and step); its buffers change in training
-    (each replica has its own); or batching fails or gives a different gradient in a trial with two replicas, made when
-    `batching` is first read. A gradient at `params`, the module's own flat array, needs no copy.
+    (each replica has its own buffers); or batching fails or gives a different gradient in a trial with two replicas,
+    made when `batching` is first read. A gradient at `params`, the module's own flat array, needs no copy.
     """
 
     def __init__(self, job: Job, seed: int):
@@ -111,7 +111,9 @@ class TorchEngine(FactoringEngine):
         return (self.flat.params if self._start is None else self._start).copy()
 
     def home(self) -> FlatArray:
-        """Return the module's own, initial parameters; a process that trains in place keeps no other copy of them."""
+        """Return the module's own parameters, in their initial state; a process that trains in place has no other copy
+        of them.
+        """
         self._given_away = True
         return self.flat.params
 
@@ -223,8 +225,8 @@ class TorchEngine(FactoringEngine):
             self._buffers[replica] = restored
 
     def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-        """Seed torch's random numbers for one gradient, or for a `part` of the model and batch, independent of the
-        process and time of its computation.
+        """Context in which torch's random numbers are seeded for one gradient, or for a `part` of the model and batch,
+        whichever process computes it and when.
         """
         if not self._random:
             return contextlib.nullcontext()
@@ -300,7 +302,9 @@ class TorchEngine(FactoringEngine):
 
     @property
     def trial_samples(self) -> Indices:
-        """Samples of one batch for trials, evenly spaced in the training data, which may be sorted by class."""
+        """Return the samples of one batch for trials, evenly spaced in the training data, which may be sorted by
+        class.
+        """
         count = min(self._batch_size, self.train_size)
         return np.arange(count) * self.train_size // count
 
@@ -363,7 +367,7 @@ class TorchEngine(FactoringEngine):
 
 
 def plain_attention() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attention is computed by plain operations."""
+    """Return a context in which attention is computed by elementary operations instead of fused kernels."""
     context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return context
 
@@ -374,14 +378,14 @@ def _first_line(error: Exception) -> str:
 
 
 def stream_of(seed: int, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-    """Seed torch's random numbers inside the context for one gradient, or for a `part` of the model and batch."""
+    """Context in which torch's random numbers are seeded for one gradient, or for a `part` of the model and batch."""
     words = np.random.SeedSequence([seed % 2**64, replica, step, *part]).generate_state(1, np.uint64)
     return seeded(int(words[0]))
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's random numbers on the CPU inside the context, and restore their state afterwards."""
+    """Context in which torch's random numbers on the CPU are seeded; their state is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed % 2**64)
         yield

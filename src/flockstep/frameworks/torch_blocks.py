@@ -1,4 +1,6 @@
-"""A torch module as blocks: layers that every way computes, then layers that are split over the ways."""
+"""Divides a torch module into blocks: first layers that every way computes, then layers that are split over the
+ways.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,19 @@ from flockstep.frameworks.torch_split_layers import (
 )
 
 Tensors = Mapping[int, torch.Tensor]
-"""The tensors to compute with, by the identity of the module's parameter or buffer that each replaces."""
+"""Identity of a parameter or buffer of the module → the tensor to compute with in its place."""
 
 
 @dataclass(frozen=True)
 class Passing:
-    """What one computation hands to the next: the activations, and the inputs of a residual connection, if any."""
+    """What one computation passes to the next: the activations and, inside a residual connection, its inputs."""
 
     x: torch.Tensor
     residual: torch.Tensor | None = None
 
 
 class Replicated(ABC):
-    """A computation that every way does alike."""
+    """A computation that every way performs identically."""
 
     @property
     def name(self) -> str:
@@ -48,12 +50,12 @@ class Replicated(ABC):
 
     @abstractmethod
     def run(self, given: Passing, tensors: Tensors) -> Passing:
-        """Return the outputs."""
+        """Return the outputs of the computation."""
 
 
 @dataclass(frozen=True, eq=False)
 class Whole(Replicated):
-    """A layer that is not split."""
+    """A layer that is not split, so that every way computes all of it."""
 
     layer: ChainLayer
 
@@ -87,14 +89,14 @@ class AddBias(Replicated):
 
 
 class BeginResidual(Replicated):
-    """Keeps the activations for the end of a residual connection."""
+    """Stores the activations for the end of a residual connection."""
 
     def run(self, given: Passing, tensors: Tensors) -> Passing:
         return Passing(given.x, given.x)
 
 
 class EndResidual(Replicated):
-    """Adds the activations that were kept at the beginning of a residual connection."""
+    """Adds the activations that were stored at the beginning of a residual connection."""
 
     def run(self, given: Passing, tensors: Tensors) -> Passing:
         assert given.residual is not None
@@ -103,7 +105,9 @@ class EndResidual(Replicated):
 
 @dataclass(frozen=True, eq=False)
 class LayerBlock:
-    """Computations that every way does alike, then split layers; None behind the last."""
+    """Computations that every way performs identically, followed by split layers; None in place of split layers in the
+    last block.
+    """
 
     whole: Sequence[Replicated]
     split: SplitLayers | None
@@ -122,12 +126,12 @@ class BlocksOfChain:
     uses: Counter[int]
     """Number of layers of the whole chain that use each parameter, by its identity."""
     classifies: bool
-    """Whether the mean cross entropy of the outputs follows."""
+    """Whether the outputs go into a mean cross entropy."""
     blocks: list[LayerBlock] = field(default_factory=list)
     _whole: list[Replicated] = field(default_factory=list)
 
     def of(self, chain: Sequence[ChainLayer]) -> list[LayerBlock]:
-        """Return the blocks of the layers; the last has no split layers."""
+        """Return the blocks of the layers; the last block has no split layers."""
         at = 0
         while at < len(chain):
             layer = chain[at]

@@ -1,4 +1,4 @@
-"""Calls of a torch module with other parameters and buffers than its own."""
+"""Calls a torch module with other parameters and buffers than the module's own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch.func import functional_call
 def called(module: torch.nn.Module, values: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> Any:
     """Return the module's outputs with `values` in place of the parameters and buffers of these names.
 
-    A tied tensor has its value under its first name. The module itself is unchanged afterwards, also one in which a
-    module appears twice: torch's own `tie_weights` would exchange the tensors of such a module twice and restore the
-    wrong ones.
+    The value of a tied tensor is given under its first name. Afterwards the module is unchanged, even if it contains a
+    module twice; torch's `tie_weights` would exchange the tensors of such a module twice and restore the wrong tensors.
     """
     first: dict[int, str] = {}
     given: dict[str, torch.Tensor] = {}

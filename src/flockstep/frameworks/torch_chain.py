@@ -1,4 +1,4 @@
-"""A torch module as a chain of layers, and where the chain is cut into chunks."""
+"""A torch module as a chain of layers, and the search for the places where the chain is cut into chunks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ChainLayer:
     name: str
     module: nn.Module
     path: str
-    """Name of `module` in the model; empty if tensors have the same names in `module` and in the model."""
+    """Name of `module` in the model; empty if the names of tensors in `module` are the names in the model."""
     whole: tuple[str, ...]
-    """Names of the model's modules that are entirely in this layer."""
+    """Names of the model's modules that lie entirely in this layer."""
     own: tuple[str, ...] = ()
-    """Names of modules whose work, besides that of the modules inside, counts for this layer."""
+    """Names of modules whose own work, without that of the modules inside them, counts for this layer."""
 
     def named(self, name: str) -> str:
-        """Return the name in the model of a tensor of `module`."""
+        """Return the name, in the model, of a tensor of `module`."""
         return f"{self.path}.{name}" if self.path else name
 
     @property
@@ -38,7 +38,7 @@ class ChainLayer:
 def chain_of(module: nn.Module, who: str, path: str = "") -> list[ChainLayer]:
     """Return the layers of an `nn.Sequential`, in order; a Sequential inside is replaced by its own layers.
 
-    A module that appears twice is two layers. `path`: name of the module in the model.
+    A module that appears twice counts as two layers. `path` is the name of the Sequential in the model.
 
     Raises:
         ConfigurationError: a Sequential has hooks, which would not run.
@@ -62,7 +62,7 @@ def is_chain(module: nn.Module) -> bool:
 
 
 def layers_within(shape: ModelShape, layer: ChainLayer) -> list[Layer]:
-    """Return the counted layers that are in a layer of the chain."""
+    """Return those of the model's counted layers that lie in a layer of the chain."""
     inside = tuple(start for name in layer.whole for start in (f"{name}.", f"{name} ("))
     exact = {*layer.whole, *layer.own}
     return [one for one in shape.layers if one.name in exact or one.name.startswith(inside)]
@@ -74,8 +74,8 @@ def chunks_of(
     """Return the first layer of each of `count` chunks.
 
     A chunk begins with a layer that has trainable parameters, except the first. Without `split_at` the cut is the one
-    whose slowest chunk has the least work W, and among those the one whose largest chunk has the least memory of
-    parameters and activations.
+    whose slowest chunk has the least work W, and, of several such cuts, the one whose largest chunk needs the least
+    memory for parameters and activations.
 
     Args:
         chain: the layers of the model.
@@ -83,7 +83,7 @@ def chunks_of(
         count: number of chunks.
         split_at: names of the layers at which the second and every later chunk begins; empty for the balanced cut.
         batch: samples of a batch, for which work and bytes are counted.
-        who: what the model belongs to, for errors.
+        who: name of the model in errors.
 
     Raises:
         ConfigurationError: the chain cannot be cut in this way.

@@ -1,4 +1,4 @@
-"""Evaluation of one torch model, or of the averaged predictions of several."""
+"""Evaluates one torch model, or the averaged predictions of several models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Factors of the gradients of a torch module's fully connected layers."""
+"""Computes the gradients of a torch module's fully connected layers as factors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FactoringEngine(Engine):
     _layers: dict[int, tuple[FactoredWeight, ...]]
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """Return the Linear modules whose weight has no other use, as a trial with the first samples shows."""
+        """Return the Linear modules whose weight is used nowhere else, as found in a trial with the first samples."""
         known = self.__dict__.setdefault("_layers", {})
         if batch not in known:
             known[batch] = self._find(np.arange(batch, dtype=np.int64) % self.train_size)
@@ -44,8 +44,8 @@ class FactoringEngine(Engine):
         replica: int,
         step: int,
     ) -> float:
-        """Compute a gradient with the layers' matrices as factors, packed; the matrices are also computed, but not
-        packed.
+        """Compute a packed gradient, with the layers' matrices as factors; autograd computes the matrices, too, but
+        they are not packed.
         """
         dense = np.empty(self.schema.size, out.dtype)
         modules = dict(self._linear())
@@ -101,7 +101,7 @@ class FactorRecorder:
         return torch.cat(u).numpy(), torch.cat(v).numpy()
 
     def hook(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """Store the module's input, and its output's gradient once it is computed."""
+        """Store the module's input, and the gradient of its output once autograd has computed it."""
         call = len(self._inputs)
         self._inputs.append(inputs[0].detach())
 
@@ -115,7 +115,9 @@ class FactorRecorder:
 
 @contextmanager
 def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[FactorRecorder]]:
-    """Record the inputs and gradients of the modules inside the context; yield a trace for each module, in order."""
+    """Context manager that records the inputs and gradients of the modules; yields one trace for each module, in
+    order.
+    """
     traces = [FactorRecorder(module) for module in modules]
     handles = [m.register_forward_hook(trace.hook) for m, trace in zip(modules, traces, strict=True)]
     try:

@@ -1,4 +1,4 @@
-"""A torch module's trainable parameters and their gradients as two flat arrays."""
+"""Lays out a torch module's trainable parameters and their gradients in two flat arrays."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ NamedTensors = dict[str, torch.Tensor]
 
 
 RELEASED = 32 << 20
-"""Number of bytes of parameters that are moved before the memory that they leave is returned to the system."""
+"""Number of bytes of parameters that are moved at a time; then the memory that they occupied is returned to the
+system.
+"""
 PIECE = 1 << 20
-"""Number of elements of narrower parameters that are computed with at a time, because torch widens a copy of them."""
+"""Number of elements of narrower parameters that are processed at a time, because torch makes a wider copy of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,7 @@ class Narrow:
     slopes: torch.Tensor
 
     def views(self, memory: torch.Tensor, schema: Schema) -> list[torch.Tensor]:
-        """Return the parameters' tensors inside `values` or `slopes`."""
+        """Return the parameters' tensors as views of `values` or `slopes`."""
         entries = [schema.entries[index] for index in self.indices]
         return [memory[e.offset - self.part.start :][: e.size].view(e.shape) for e in entries]
 
@@ -60,8 +62,8 @@ class FlatModule:
     * Parameters narrower than the flat array (bfloat16, or float16 in addition to float32) and their gradients have
       their own memory. The flat array is the master copy: `write_parameters` rounds its values into the parameters, and
       `stepping` applies an optimizer's changes to it.
-    * A module that is flat already does not change, unless it has narrower parameters: a second `FlatModule` of it
-      shares the first one's arrays.
+    * A module that is already flat does not change, unless it has narrower parameters: a second `FlatModule` of the
+    same module shares the arrays of the first.
 
     After freezing or unfreezing a parameter, a new `FlatModule` is needed.
     """
@@ -102,7 +104,7 @@ class FlatModule:
         """Indices of the parameters that had no gradient after the last backward pass."""
 
     def write_parameters(self) -> None:
-        """Round the flat array's values into the parameters that are narrower than the flat array."""
+        """Round the values of the flat array into the parameters of narrower dtypes."""
         for each in self.narrow:
             each.values.copy_(self._values[each.part])
 
@@ -110,10 +112,10 @@ class FlatModule:
     def stepping(self) -> Iterator[None]:
         """Apply an optimizer's step on the parameters, taken inside the context, to the flat array.
 
-        The flat array keeps the remainder beyond the narrower parameters' precision, added to their values after the
-        step, unless that is exactly zero, as a hook that prunes leaves it. A hook that sets or clamps parameters to
-        other values has them in the flat array up to that remainder, at most half the distance of two neighboring
-        values of the dtype at the value before the step.
+        The flat array keeps the remainder beyond the narrower parameters' precision, and adds it to their values after
+        the step. A value of exactly zero, as a pruning hook sets it, gets no remainder. If a hook sets or clamps
+        parameters to other values, the flat array has these values up to the remainder, which is at most half the
+        distance between two neighboring values of the dtype, at the value before the step.
         """
         self.write_parameters()
         for wide, narrow in self._narrow_pieces():
@@ -131,14 +133,12 @@ class FlatModule:
                 yield self._values[each.part][start : start + PIECE], each.values[start : start + PIECE]
 
     def write_gradients(self) -> None:
-        """Round the flat array's gradients into the gradients of the parameters that are narrower than the
-        flat array.
-        """
+        """Round the gradients of the flat array into the gradients of the parameters of narrower dtypes."""
         for each in self.narrow:
             each.slopes.copy_(self._slopes[each.part])
 
     def adopt(self) -> None:
-        """Copy the values that a script has set parameters to into the flat array.
+        """Copy the values that a script has assigned to parameters into the flat array.
 
         Elements of the flat array that equal a narrower parameter's value after rounding do not change.
         """
@@ -151,17 +151,17 @@ class FlatModule:
 
     def master(self) -> NamedTensors:
         """Return name → copy of the flat array's values of each narrower parameter, or of the values that a script has
-        set.
+        assigned.
         """
         views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
         return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the flat array to the values that `master` returned; the module must hold the rounded values already.
+        """Set the flat array to the values that `master` returned; the module must already hold the rounded values.
 
         Raises:
-            ConfigurationError: names or shapes differ from those of the narrower parameters, or the values, rounded,
-                from what these hold.
+            ConfigurationError: names or shapes differ from those of the narrower parameters, or the rounded values
+                differ from the values of the parameters.
         """
         own = {self.schema.entries[i].name: self.schema.entries[i].shape for each in self.narrow for i in each.indices}
         given = {name: tuple(value.shape) for name, value in values.items()}
@@ -184,7 +184,7 @@ class FlatModule:
 
     def gather_in_backward(self) -> None:
         """Gather each gradient as soon as a backward pass has completed it, while it is in the processor's cache, until
-        `keep_gradients`. There is never a second array of gradients then.
+        `keep_gradients`. So a second array of gradients never exists.
         """
         for index, parameter in enumerate(self.parameters):
             gather = partial(_gather, weakref.ref(self), index)  # a module's hooks must not keep this object alive
@@ -196,13 +196,15 @@ class FlatModule:
             parameter.grad = None
 
     def drop_absent(self) -> None:
-        """Set `.grad` to None for the parameters that had no gradient, if it is still zero."""
+        """Set `.grad` to None for each parameter that had no gradient, if its gradient in the flat array is still
+        zero.
+        """
         for index in self.absent:
             if not self._grad_views[index].any():
                 self.parameters[index].grad = None
 
     def zero_grad(self) -> None:
-        """Set every gradient to zero, and bind `.grad` to the flat buffer again if it was replaced."""
+        """Set every gradient to zero, and make `.grad` a view of the flat buffer again if it was replaced."""
         self.grads[:] = 0
         self.write_gradients()
         self._bind()
@@ -234,9 +236,9 @@ class FlatModule:
     def gather_gradients(self, end: int | None = None) -> FlatArray:
         """Return the flat gradient after a backward pass.
 
-        A gradient outside the flat array (after `zero_grad(set_to_none=True)`, autograd creates new ones) is copied
-        into the array and bound again; a missing gradient is zero, as after `zero_grad`. `absent` lists the missing
-        ones. Elements from `end` on have been gathered before.
+        A gradient outside the flat array (autograd creates new ones after `zero_grad(set_to_none=True)`) is copied into
+        the array, and `.grad` becomes a view of the array again; a missing gradient counts as zero, as after
+        `zero_grad`. `absent` lists the parameters without a gradient. Elements from `end` on were gathered earlier.
         """
         self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
         for index in range(len(self.parameters)):
@@ -260,7 +262,9 @@ class FlatModule:
                 self._slopes[first:last] = each.slopes[first - each.part.start : last - each.part.start]
 
     def gather(self, index: int) -> None:
-        """Move a parameter's gradient to its place; a gradient in a narrower dtype is not yet in the flat array."""
+        """Move a parameter's gradient into the flat array; a gradient of a narrower dtype is not yet in the flat
+        array.
+        """
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is view:
             return
@@ -271,12 +275,12 @@ class FlatModule:
         parameter.grad = view
 
     def in_place(self, index: int) -> bool:
-        """Whether a parameter's `.grad` is a view of the flat array."""
+        """Return whether a parameter's `.grad` is a view of the flat array."""
         return self.parameters[index].grad is self._grad_views[index]
 
     @property
     def gradient_version(self) -> int:
-        """A number that grows whenever torch writes to gradients that are in their places."""
+        """A number that grows whenever torch writes to gradients that lie in the flat array."""
         return sum(memory._version for memory in (self._slopes, *(each.slopes for each in self.narrow)))
 
     def buffers(self) -> NamedTensors:
@@ -291,14 +295,14 @@ class FlatModule:
         return [flat[..., e.offset : e.offset + e.size].view(*lead, *e.shape) for e in self.schema.entries]
 
     def values(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of `views`, but narrower parameters as copies in their own dtypes, as the module computes
-        with them.
+        """Return the tensors of `views`, but narrower parameters as copies in their own dtypes, with which the module
+        computes.
         """
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]
 
     def narrow_within(self, start: int, stop: int, gradients: bool = False) -> list[torch.Tensor]:
-        """Return the memory of narrower parameters that belongs to elements start..stop-1 of the flat array, or with
-        `gradients` the memory of their gradients.
+        """Return the memory of the narrower parameters in elements start to stop-1 of the flat array; with `gradients`,
+        the memory of their gradients.
         """
         cut = [(each, max(start - each.part.start, 0), stop - each.part.start) for each in self.narrow]
         found = [(each.slopes if gradients else each.values, first, last) for each, first, last in cut]
@@ -402,8 +406,8 @@ def native(flat: torch.Tensor) -> FlatArray:
 
 
 class FlatBackward:
-    """Backward passes that write gradients into a flat array one by one, so that there is no second array of
-    that size.
+    """Backward passes that write each gradient directly into a flat array, so that no second array of the gradients'
+    size exists.
     """
 
     def __init__(self, flat: FlatModule):
@@ -428,7 +432,7 @@ class FlatBackward:
             self._targets = None
 
     def take(self, index: int, parameter: torch.Tensor) -> None:
-        """Handle the completed gradient of a parameter."""
+        """Handle the gradient of a parameter, which autograd has just completed."""
         if self._targets is None or parameter.grad is None:
             return
         if self._targets:

@@ -1,4 +1,6 @@
-"""torch's own optimizers as flockstep optimizers: all elementwise classes, with parameter groups, on any slice."""
+"""torch's own optimizers as flockstep optimizers: every elementwise class, with parameter groups, on any slice of the
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +26,28 @@ ELEMENTWISE = (
 )
 """Classes of torch.optim that step every element independently."""
 LINEAR = ("SGD", "ASGD")
-"""Classes whose step is linear in the gradient and the weight decay; the steps of other classes hardly depend on the
+"""Classes whose step is linear in the gradient and the weight decay; steps of the other classes hardly depend on the
 gradient's scale.
 """
 PER_STEP = ("lr_decay", "momentum_decay", "lambd")
-"""Settings that torch multiplies by the number of steps."""
+"""Names of settings that torch multiplies by the number of steps."""
 DECAYS = dict.fromkeys(LINEAR, ("weight_decay",))
-"""Class → settings that scale with the gradient and not with the learning rate."""
+"""Class → settings that scale with the gradient, not with the learning rate."""
 FACTORS = {"RMSprop": ("alpha",), "Adadelta": ("rho",)}
-"""Class → factors of running means, besides `betas`."""
+"""Class → factors of running means, in addition to `betas`."""
 SUMS = {"momentum_buffer", "sum"}
-"""Names of torch's state variables that sum past steps instead of averaging them."""
+"""Names of torch's state variables that add up past steps instead of averaging them."""
 NUMBERS = ("mu_product", "eta", "mu")
-"""Names of torch's state variables that are one number per parameter, besides the number of steps."""
+"""Names of torch's state variables that are one number per parameter, in addition to the number of steps."""
 
 
 @dataclass(eq=False)
 class Pieces:
-    """The torch optimizer of one slice of the parameters, created at its first step."""
+    """The torch optimizer for one slice of the parameters, created at its first step."""
 
     optimizer: torch.optim.Optimizer | None = None
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    """First element, end and group of each of the optimizer's parameters."""
+    """First element, end and group of each parameter that the optimizer has."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class TorchOptimizer(Optimizer):
         import torch  # noqa: F401
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """Return a fresh state, which torch fills at the first step."""
+        """Return an empty state, which torch fills at the first step."""
         return OptimizerState(foreign=Pieces())
 
     def step(
@@ -112,7 +114,9 @@ class TorchOptimizer(Optimizer):
         state.steps += share
 
     def remembered(self, state: OptimizerState) -> OptimizerState:
-        """Return the state's arrays under torch's names, zero for groups without one, and the numbers of each group."""
+        """Return the state's arrays under torch's names, with zeros for groups that lack an array, and the scalars of
+        each group.
+        """
         found = OptimizerState(state.steps)
         size = state.foreign.ranges[-1][1] if state.foreign.ranges else 0
         for part, group, own in self._own(state.foreign):
@@ -125,7 +129,7 @@ class TorchOptimizer(Optimizer):
         return found
 
     def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:
-        """Set the state to the given arrays and numbers, in a new torch optimizer."""
+        """Set the state of a new torch optimizer to the given arrays and scalars."""
         import torch
 
         state.steps, state.foreign = given.steps, Pieces()

@@ -1,4 +1,4 @@
-"""A job in torch's terms: its data as tensors, its metric, and its optimizer as a flockstep optimizer."""
+"""Converts a job to torch: its data to tensors, its metric, and its optimizer to a flockstep optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.frameworks.torch_optimizers import from_torch
 from flockstep.optimizers.base import Optimizer
 
 CHECKED = 64
-"""Number of training samples, at even distances, that processes of a split model compare."""
+"""Number of training samples, evenly spaced, that the processes of a split model compare."""
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -82,7 +82,7 @@ def samples_of(data: Data, indices: Indices) -> tuple[torch.Tensor, torch.Tensor
 
 
 def sample_facts(samples: Callable[[Indices], tuple[torch.Tensor, torch.Tensor]], size: int) -> dict[str, str]:
-    """Return digests of the inputs and the targets of up to `CHECKED` of `size` training samples."""
+    """Return digests of the inputs and the targets of up to `CHECKED` of the `size` training samples."""
     x, y = samples(np.unique(np.linspace(0, size - 1, CHECKED).astype(np.int64)))
     return {"inputs": _digest(x), "targets": _digest(y)}
 

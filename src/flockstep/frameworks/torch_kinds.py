@@ -21,7 +21,7 @@ from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One call of a leaf module: its inputs and outputs for `batch` samples; `data` means that no input has a
+    """One call of a leaf module: the inputs and outputs for `batch` samples; `data` says that no input has a
     gradient.
     """
 
@@ -61,18 +61,18 @@ Formula = Callable[[ModuleCall], Layer | None]
 
 
 def layer_of(call: ModuleCall) -> Layer | None:
-    """Return the layer for this call of a module; None if there is no formula."""
+    """Return the layer for this call of a module; None if the module's kind has no formula."""
     formula = _formula(call.module)
     return None if formula is None or not call.inputs or not call.outputs else formula(call)
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether there is a formula for the module and for every module inside it."""
+    """Return whether there is a formula for the module and for every module inside it."""
     return _formula(module) is not None
 
 
 def register_kind(kind: type[nn.Module], formula: Formula | None = None) -> None:
-    """Register `formula` for a custom module; None means one operation per element, as in an activation."""
+    """Register `formula` for a custom module class; None stands for one operation per element, as in an activation."""
     _KINDS[kind] = _activation if formula is None else formula
 
 
@@ -260,7 +260,7 @@ def unknown(call: ModuleCall, flops: int, weighed: bool) -> Layer:
     without work.
 
     Each product is assumed to have two gradients, of weights and inputs (`weighed`) or of two inputs. The depth is that
-    of a sum of as many products as there are per output, which is exact for a single matrix product.
+    of a sum over the products per output, which is exact for a single matrix product.
     """
     products = call.each(flops // 2)
     depth = log2_ceil(products / call.writes) if call.writes else 0

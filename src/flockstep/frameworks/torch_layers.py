@@ -1,4 +1,4 @@
-"""The layers of a torch module, found by running it once on a few samples: parameters, work, depth and bytes."""
+"""Finds the layers of a torch module by running the module once on a few samples: parameters, work, depth and bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flockstep.frameworks.torch_kinds import ModuleCall, is_known, layer_of, unk
 
 NOTE = "found by running the module; layers are assumed to run one after the other"
 WHOLE = "(model)"
-"""Name of the layer for the work that a model does itself, besides its children."""
+"""Name of the layer for the work that a model does itself, outside of its children."""
 
 
 def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: str | None = None) -> ModelShape:
@@ -29,9 +29,9 @@ def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: st
 
     Leaf modules of torch are counted by formulas. For all other modules, and for operations of a module outside of its
     children, torch's flop counter counts the products; if it finds none in a leaf, the layer is marked as unknown. A
-    module that runs again is a layer without parameters, weights used twice belong to the layer that uses them first,
-    and parameters that no layer uses form the last layer. Elementwise work outside of modules (sums of branches, masks)
-    is not counted. Mode, buffers, attributes and random state are restored afterwards, also after an error.
+    module's second run is a layer without parameters, weights used twice belong to the layer that uses them first, and
+    parameters that no layer uses form the last layer. Elementwise work outside of modules (sums of branches, masks) is
+    not counted. Mode, buffers, attributes and random state are restored afterwards, also after an error.
 
     Args:
         module: the module, which is called once.

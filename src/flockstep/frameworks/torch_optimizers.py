@@ -1,4 +1,4 @@
-"""torch's optimizers as flockstep optimizers: the same class and hyper-parameters, or an error."""
+"""Converts torch's optimizers to flockstep optimizers with the same class and hyper-parameters, or raises an error."""
 
 from __future__ import annotations
 
@@ -81,12 +81,13 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 def for_servers(
     optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: float = 0.0, as_torch: bool = False
 ) -> Optimizer:
-    """Return the form of a script's optimizer that steps slices of the flat array, with `max_norm` > 0 after clipping.
+    """Return a script's optimizer in the form that steps slices of the flat array; if `max_norm` > 0, gradients are
+    clipped first.
 
-    `as_torch`: always with torch's own class, whose bits are those of the script's optimizer.
+    With `as_torch`, torch's own class is used, whose bits are those of the script's optimizer.
 
     Raises:
-        ConfigurationError: the optimizer is not known to be elementwise.
+        ConfigurationError: flockstep does not know the optimizer to be elementwise.
     """
     kind = type(optimizer)
     plain = _RULES.get(kind)
@@ -106,14 +107,16 @@ def for_servers(
 
 
 def same_settings(one: Optimizer, other: Optimizer) -> bool:
-    """Whether two forms of one optimizer differ at most in the learning rate, which is sent with each gradient."""
+    """Return whether two forms of one optimizer differ at most in the learning rate, which is sent with each
+    gradient.
+    """
     if isinstance(one, Clipped) and isinstance(other, Clipped):
         return one.max_norm == other.max_norm and same_settings(one.optimizer, other.optimizer)
     return type(one) is type(other) and replace(one, lr=1.0) == replace(other, lr=1.0)  # type: ignore[type-var]
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each group that determine what a step does, without those of a schedule."""
+    """Return the settings of each group that determine a step, without the settings that a schedule changes."""
     return [
         {name: _plain(value) for name, value in group.items() if name not in _HOW | _SCHEDULE}
         for group in optimizer.param_groups

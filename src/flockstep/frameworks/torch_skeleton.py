@@ -1,4 +1,4 @@
-"""A torch model without the values of its parameters, of which a process holds one part."""
+"""A torch model without the values of its parameters, used by a process that holds only one part of the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flockstep.partitions.model_cut import ModelCut
 
 
 class SkeletonEngine(Engine):
-    """A job whose torch model has shapes only (torch's meta device); parts of it get their values from a process that
-    has built the whole model. The memory of this engine does not grow with the model.
+    """A job whose torch model has shapes only (torch's meta device); the part of this process gets its values from a
+    process that has built the whole model. The memory of this engine does not grow with the model.
     """
 
     def __init__(self, job: Job, seed: int, cut: ModelCut):
@@ -66,7 +66,7 @@ class SkeletonEngine(Engine):
         return samples_of(self._data, indices)
 
     def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
-        """See `TorchEngine.stream`."""
+        """Context in which torch's random numbers are seeded as `TorchEngine.stream` does."""
         return stream_of(self._seed, replica, step, *part) if self._cut.random else contextlib.nullcontext()
 
     @property

@@ -1,4 +1,6 @@
-"""Torch layers that are split over ways: what each way holds of them, and the term that it adds to their output."""
+"""Torch layers that are split over ways: what each way holds of the parameters, and the term that it adds to the
+output.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from flockstep.arrays.schema import slices
 from flockstep.errors import ConfigurationError
 
 Places = npt.NDArray[np.int64]
-"""Numbers of elements of a parameter, in the shape of the tensor that they form on one way."""
+"""Indices of elements of a parameter, arranged in the shape of the tensor that they form on one way."""
 Weights = Mapping[str, torch.Tensor]
 ELEMENTWISE = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh,
     nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold,
     nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Dropout,
 )  # fmt: skip
-"""Layers without parameters that treat every element alike, so that a way may apply them to its own features."""
+"""Layers without parameters that treat every element in the same way, so that a way may apply them to its own
+features.
+"""
 
 
 class SplitLayers(ABC):
@@ -42,7 +46,7 @@ class SplitLayers(ABC):
         """The units of each way."""
 
     def share(self, way: int) -> float:
-        """Return the share of the units that a way has."""
+        """Return a way's share of the units."""
         span, units = self.spans[way], int(self.spans[-1].stop)
         return int(span.stop - span.start) / units
 
@@ -57,7 +61,7 @@ class SplitLayers(ABC):
         Args:
             way: number of the way.
             x: inputs of the layers, equal on all ways.
-            weights: what the way holds of each parameter, by role.
+            weights: the tensor that the way holds of each parameter, by role.
             targets: targets of the batch.
         """
 
@@ -74,7 +78,7 @@ def _present(**parameters: torch.Tensor | None) -> dict[str, torch.Tensor]:
 class ColumnAndRow(SplitLayers):
     """Two fully connected layers: the first is split by its outputs, the second by its inputs.
 
-    The bias of the second layer is not included, because it is added to the sum.
+    The bias of the second layer is not included; it is added to the sum of the terms.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class ColumnAndRow(SplitLayers):
 
 
 class Heads(SplitLayers):
-    """Self-attention, split by heads; the bias of its output is not included, because it is added to the sum."""
+    """Self-attention, split by heads; the bias of its output is not included, but added to the sum of the terms."""
 
     def __init__(self, name: str, module: nn.MultiheadAttention, ways: int):
         parameters = _present(mix=module.in_proj_weight, bias=module.in_proj_bias, out=module.out_proj.weight)
@@ -126,7 +130,9 @@ class Heads(SplitLayers):
 
 
 class VocabularyOfInputs(SplitLayers):
-    """An embedding, split by the words: a way contributes the vectors of its own words, and zeros for all others."""
+    """An embedding, split by its words: a way contributes the vectors of its own words, and zeros for all other
+    words.
+    """
 
     def __init__(self, name: str, module: nn.Embedding, ways: int):
         super().__init__((name,), {"words": module.weight}, module.num_embeddings, ways)
@@ -146,7 +152,7 @@ class VocabularyOfInputs(SplitLayers):
 
 
 class VocabularyOfOutputs(SplitLayers):
-    """A fully connected layer before a cross entropy, split by its outputs, which never leave their way.
+    """A fully connected layer before a cross entropy, split by its outputs; a way never sends its outputs.
 
     Element w of a sample's term is the logarithm of the sum of exponentials over the words of way w; the last element
     is the output of the target. From their sum, `cross_entropy` computes the loss.

@@ -1,4 +1,4 @@
-"""A torch module cut into parts: passes over consecutive layers, one micro-batch at a time."""
+"""Cuts a torch module into parts, and computes passes over consecutive layers, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 
 FLOATS = (torch.float16, torch.float32, torch.float64)
-"""Dtypes of activations that travel between stages."""
+"""Dtypes of activations that stages can send each other."""
 TRIAL_BATCHES = 16
-"""Number of batches of targets with which the loss of micro-batches is compared with the loss of a batch."""
+"""Number of batches of targets for which the mean loss of micro-batches is compared with the loss of the batch."""
 
 
 def split_torch(job: Job, seed: int, pipeline: Pipeline) -> PipelineModel:
     """Build the job's model and cut it into the stages of `pipeline`.
 
     Dropout draws from a stream for each replica, step, micro-batch and chunk. Batch normalization uses the statistics
-    of the micro-batch, and its running statistics belong to the replica and take in every micro-batch in order, as in
-    GPipe.
+    of the micro-batch, and its running statistics belong to the replica and are updated with every micro-batch in
+    order, as in GPipe.
 
     Raises:
-        ConfigurationError: the model cannot be traced, cannot be cut into these stages, does not compute what its
-            layers compute one after another, or has a loss that is not the mean over samples.
+        ConfigurationError: the model cannot be traced, cannot be cut into these stages, computes something other than
+            its layers in sequence, or has a loss that is not the mean over samples.
     """
     whole, who = TorchEngine(job, seed), f"job {job.name!r}"
     return cut_chain(job, whole, model_chain(whole.module, who), pipeline)
@@ -96,8 +96,8 @@ def stage_torch(
 
 
 def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
-    """Try to build the parts of `split` without the whole model, and return `split` with the reason why that is
-    impossible, if it is.
+    """Try to build the parts of `split` without the whole model; return `split`, with the reason if that is
+    impossible.
     """
     try:
         kind = type(split.parts[0])
@@ -162,14 +162,14 @@ class Chunk:
     """Number of the chunk in the model."""
     layers: Sequence[ChainLayer]
     names: Sequence[str]
-    """Names of the trainable parameters in the model, in the order of `places`."""
+    """Names, in the model, of the trainable parameters, in the order of `places`."""
     shares: PassShares
     last: bool
     module: nn.Sequential = field(init=False)
     local: dict[str, str] = field(init=False)
-    """Name in the model → name in `module`, of every parameter and buffer."""
+    """Name in the model → name in `module`, for every parameter and buffer."""
     others: dict[str, torch.Tensor] = field(init=False)
-    """Name in the model → tensor, of every frozen parameter and buffer."""
+    """Name in the model → tensor, for every frozen parameter and buffer."""
 
     def __post_init__(self) -> None:
         self.module = nn.Sequential(OrderedDict((f"at{i}", layer.module) for i, layer in enumerate(self.layers)))
@@ -188,7 +188,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """What a forward pass keeps for its backward passes."""
+    """What a forward pass stores for its backward passes."""
 
     inputs: torch.Tensor | None
     outputs: torch.Tensor
@@ -197,7 +197,7 @@ class ForwardPass:
 
 
 class TorchPart(ModelPart):
-    """One part of a torch module; autograd keeps the activations of each forward pass."""
+    """One part of a torch module; autograd stores the activations of each forward pass."""
 
     def __init__(self, engine: PartsEngine, chunks: Sequence[Chunk], buffers: Sequence[str]):
         """`buffers`: names in the model of the changing buffers of the part."""
@@ -328,7 +328,7 @@ class TorchPart(ModelPart):
 
 
 class PartsEngine(Engine):
-    """A torch engine whose flat array lists the parameters part by part, with buffers of its own for each replica."""
+    """A torch engine whose flat array lists the parameters part by part; each replica has its own buffers."""
 
     def __init__(self, whole: TorchEngine | SkeletonEngine, schema: Schema, buffers: Sequence[str]):
         """`schema`: the trainable parameters in the order of the parts; `buffers`: the changing buffers likewise."""
@@ -351,17 +351,17 @@ class PartsEngine(Engine):
 
     @property
     def constants(self) -> Tensors:
-        """Name → value of tensors that the modules of the chunks do not have themselves."""
+        """Name → value of tensors that the modules of the chunks lack, because they do not belong to a module."""
         return self.whole.constants if isinstance(self.whole, SkeletonEngine) else {}
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """Facts of the data, with digests of samples: inputs and targets are read by different processes."""
+        """Facts of the data, with digests of samples, because different processes read inputs and targets."""
         return self.whole.facts | sample_facts(self.whole.samples, self.train_size)
 
     @property
     def batching(self) -> str:
-        """Gradients are computed pass by pass."""
+        """A text that says that gradients are computed pass by pass."""
         return "one by one: the model is split"
 
     def buffers_of(self, replica: int) -> Tensors:
@@ -371,12 +371,14 @@ class PartsEngine(Engine):
         return self._buffers[replica]
 
     def stream(self, batch: MicroBatch, *place: int) -> AbstractContextManager[None]:
-        """Seed torch's random numbers for one micro-batch at one place of the model; not in a trial."""
+        """Context in which torch's random numbers are seeded for one micro-batch at one place of the model; in a trial,
+        nothing is seeded.
+        """
         return nullcontext() if self._trial else self.whole.stream(batch.replica, batch.step, batch.number, *place)
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """A context in which all chunks draw from the stream of step 0 of replica 0, as the unsplit model does; its
+        """Context in which all chunks draw from the stream of step 0 of replica 0, as the unsplit model does; its
         buffers are restored afterwards.
         """
         before, self._trial = self.whole.buffers(0), True
@@ -431,7 +433,7 @@ class PartsEngine(Engine):
         return self.in_order(params), self.whole.schema
 
     def in_order(self, params: FlatArray) -> FlatArray:
-        """Return parameters, (K,) or (M, K), in the order of the unsplit model."""
+        """Return parameters, (K,) or (M, K), reordered as in the unsplit model."""
         if self._order is None:
             return params
         whole = np.empty_like(params)
@@ -440,7 +442,7 @@ class PartsEngine(Engine):
 
 
 def fill(buffers: Sequence[torch.Tensor], values: FlatArray) -> None:
-    """Write what `joined` returned into buffers."""
+    """Copy the array that `joined` returned back into buffers."""
     start = 0
     for buffer in buffers:
         buffer.copy_(torch.from_numpy(values[start : start + buffer.numel()].copy()).reshape(buffer.shape))
@@ -448,7 +450,7 @@ def fill(buffers: Sequence[torch.Tensor], values: FlatArray) -> None:
 
 
 def joined(buffers: Sequence[torch.Tensor]) -> FlatArray:
-    """The values of buffers, concatenated in float64."""
+    """Return the values of buffers, concatenated in float64."""
     values = [buffer.reshape(-1).to(torch.float64) for buffer in buffers]
     flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
     return flat
@@ -497,7 +499,7 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
 def difference(own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float) -> str | None:
     """Describe how the loss `own` and the gradient `found` (K,) of parts differ from those of the unsplit model.
 
-    None if they agree up to `tolerance`, relative to the model's, or if the model's gradient is not finite.
+    Return None if they agree up to the relative `tolerance`, or if the model's gradient is not finite.
     """
     size = float(np.linalg.norm(expected.astype(np.float64)))
     distance = float(np.linalg.norm(found.astype(np.float64) - expected))
@@ -525,8 +527,7 @@ def check_loss(engine: PartsEngine, whole: TorchEngine, count: int, who: str, wa
     The outputs are those of one batch; the targets are those of `TRIAL_BATCHES` batches. `way_out`: what computes a
     batch as a whole, for errors.
 
-    Raises:
-        ConfigurationError: they differ by more than rounding.
+    Raises: ConfigurationError: the losses differ by more than rounding.
     """
     batch = whole.trial_samples
     if not 1 < count <= len(batch):
@@ -583,7 +584,7 @@ def _names(whole: Engine, chunks: Sequence[Sequence[ChainLayer]]) -> list[list[s
 
 
 def buffers_within(chunk: Sequence[ChainLayer], cut: ModelCut) -> list[str]:
-    """Names of the changing buffers of a chunk."""
+    """Names of the buffers of a chunk that change in training."""
     found = [layer.named(name) for layer in chunk for name, _ in layer.module.named_buffers()]
     return [name for name in dict.fromkeys(found) if name in cut.changing]
 
@@ -592,7 +593,7 @@ def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], wh
     """Check that every buffer that changes in training is in one chunk.
 
     Raises:
-        ConfigurationError: two chunks share such a buffer.
+        ConfigurationError: two chunks share a buffer that changes.
     """
     for name in whole.changing_buffers:
         shared = whole.module.get_buffer(name)

@@ -1,4 +1,4 @@
-"""Conversion of torch optimizers' state to flockstep's flat state and back, and to bytes for other ranks."""
+"""Converts the state of torch optimizers to flockstep's flat state and back, and to bytes for other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
     `foreign` selects torch's names, for servers that step with torch's own class.
 
     Raises:
-        ConfigurationError: what the optimizer remembers of a parameter is in a narrower dtype than the flat array's.
+        ConfigurationError: the optimizer's state of a parameter has a narrower dtype than the flat array.
     """
     ours = {theirs: name for name, theirs in _NAMES.items()}
     found, groups = OptimizerState(), _groups(optimizer)
@@ -48,7 +48,9 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set the state of `optimizer` to the given `state`, as views of its slots, in the flat array's dtype."""
+    """Set the state of `optimizer` to `state`; its tensors become views of the slots of `state`, in the flat array's
+    dtype.
+    """
     if not (state.steps and state.slots):
         return
     groups = _groups(optimizer)
@@ -68,7 +70,7 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
 def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: bool) -> None:
     """After `optimizer` has loaded `state`, restore the values that torch rounded to the parameters' dtypes.
 
-    Without `keep`, for workers whose optimizer steps in the parameters' dtypes, a rounded value is refused instead.
+    If `keep` is false, as for workers whose optimizer steps in the parameters' dtypes, a rounded value is refused.
 
     Raises:
         ConfigurationError: `keep` is false, and a value was rounded to another value.
@@ -106,10 +108,10 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
-    """Return an optimizer's `state_dict` as bytes (uint8): a line of JSON, then the tensors one after another.
+    """Return an optimizer's `state_dict` as bytes (uint8): a line of JSON, followed by all tensors.
 
     Raises:
-        ConfigurationError: `whole` is true and the state contains a value that has no such form.
+        ConfigurationError: `whole` is true and the state contains a value that cannot be converted to bytes.
     """
     tensors: list[torch.Tensor] = []
     line = json.dumps(_plain(state, tensors, whole)).encode() + b"\n"

@@ -1,4 +1,6 @@
-"""A torch module as a chain of units between which one tensor passes, found by tracing its forward pass."""
+"""Divides a torch module into a chain of units, each of which passes one tensor to the next, by tracing the forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from flockstep.frameworks.torch_layers import WHOLE
 def traced_chain(module: nn.Module, who: str) -> list[ChainLayer]:
     """Return the units of a module, in order: consecutive operations with one tensor as input and one as output.
 
-    `torch.fx` traces the forward pass in the module's current mode. A module inside that cannot be traced, for example
-    because its operations depend on values, on random numbers or on what earlier calls have kept, is one operation.
+    `torch.fx` traces the forward pass in the module's current mode. A submodule that cannot be traced, for example
+    because its operations depend on values, on random numbers or on state from earlier calls, counts as one operation.
 
     Raises:
         ConfigurationError: the module cannot be traced, needs several inputs, or has parameters that it does not use.

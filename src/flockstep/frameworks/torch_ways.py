@@ -1,4 +1,4 @@
-"""A torch module whose layers are split over ways: the passes of one way between the sums over all ways."""
+"""A torch module whose layers are split over ways: the passes that one way computes between the sums over all ways."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from flockstep.partitions.tensor import Product, TensorParallel
 Places = npt.NDArray[np.int64]
 TRIALS = 64
 """Largest number of batches of targets with which a loss is compared with the cross entropy; an output layer with more
-classes than they have is not split.
+classes than these batches contain is not split.
 """
 
 
 def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> TensorModel:
     """Build the job's model, cut it into stages if `partition` has any, and split its layers over ways.
 
-    Dropout between split layers draws from a stream for each replica, step, micro-batch, block and way; dropout
-    elsewhere draws the same on every way.
+    Dropout between split layers draws from a stream for each replica, step, micro-batch, block and way; all other
+    dropout draws the same random numbers on every way.
 
     Raises:
         ConfigurationError: the model is not an `nn.Sequential`, cannot be cut, no layer can be split, or the parts
@@ -142,7 +142,7 @@ class WaysEngine(PartsEngine):
 
 @dataclass(frozen=True)
 class WayPlace:
-    """Where a part is in a replica."""
+    """The position of a part in a replica: its stage and its way."""
 
     stage: int
     way: int
@@ -155,7 +155,7 @@ class WayPlace:
 
     @property
     def of_stage(self) -> slice:
-        """The parts of the same stage."""
+        """The parts of the same stage, one for each way."""
         return slice(self.stage * self.ways, (self.stage + 1) * self.ways)
 
 
@@ -179,30 +179,34 @@ class Held:
     identity: int
     """Identity of the module's parameter."""
     places: Places
-    """Elements of the parameter, in the shape of the tensor."""
+    """Indices of the parameter's elements that the way holds, in the shape of the tensor."""
     offset: int
     """First element of the parameter in the flat array of the unsplit model."""
     dtype: str
     """Name of the parameter's dtype."""
     role: tuple[int, int, str] = (0, 0, "")
-    """Chunk of the stage and block of the chunk whose split layers have the parameter, and its role there."""
+    """Chunk of the stage, and block of the chunk, whose split layers have the parameter, and the parameter's role in
+    them.
+    """
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements that the way holds."""
         return self.places.size
 
 
 @dataclass
 class WayTensors:
-    """The tensors that one way holds: parts of split layers first, then parameters that all ways compute with."""
+    """The tensors that one way holds: first its parts of split layers, then parameters of layers that all ways
+    compute.
+    """
 
     split: list[Held] = field(default_factory=list)
     copied: list[Held] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of all these tensors together."""
         return sum(one.size for one in [*self.split, *self.copied])
 
 
@@ -258,32 +262,33 @@ def _order(held: Sequence[WayTensors]) -> Places:
 
 
 Key = tuple[int, int, int, int, int]
-"""Replica, step, micro-batch, chunk and block of a pass."""
+"""Key of a pass: replica, step, micro-batch, chunk and block."""
 
 
 @dataclass(eq=False)
 class BlockPass:
-    """What the forward pass of a block keeps for its backward passes."""
+    """What the forward pass of a block stores for its backward passes."""
 
     inputs: list[torch.Tensor]
-    """Sum of the terms of the block before, and the residual connection that goes on from there; for the first block of
-    a chunk its inputs, if they are not data.
+    """Sum of the terms of the previous block, and the residual connection that continues from there; for the first
+    block of a chunk, the inputs of the chunk if they are not data.
     """
     outputs: list[torch.Tensor]
-    """Inputs of the split layers and the residual connection; for the last block of a chunk its outputs, or the loss.
+    """Inputs of the split layers and the residual connection; for the last block of a chunk, the outputs of the chunk,
+    or the loss.
     """
     trained: list[tuple[Held, torch.Tensor]]
-    """The parameters of layers that every way computes, of which this way holds the gradient."""
+    """Parameters of layers that every way computes, for which this way holds the gradient."""
     into: torch.Tensor | None = None
-    """Inputs of the split layers."""
+    """Inputs of the block's split layers."""
     term: torch.Tensor | None = None
     split: list[tuple[Held, torch.Tensor]] = field(default_factory=list)
     residual_error: torch.Tensor | None = None
-    """Gradient of the residual connection behind the block."""
+    """Gradient of the residual connection after the block."""
 
 
 class TorchWay(ModelWay):
-    """One way of one stage of a torch module; autograd keeps the activations of each forward pass."""
+    """One way of one stage of a torch module; autograd stores the activations of each forward pass."""
 
     def __init__(
         self,
@@ -337,7 +342,7 @@ class TorchWay(ModelWay):
         fill([held[name] for name in self._names], values)
 
     def forget(self) -> None:
-        """Forget the buffers of all replicas."""
+        """Delete the buffers of all replicas."""
         self._buffers.clear()
 
     def initial(self) -> FlatArray:

@@ -19,7 +19,7 @@ from flockstep.partitions.tensor import TensorParallel
 
 @dataclass(frozen=True)
 class BlockShares:
-    """Work that one way does for a block, as shares of the work of a whole gradient of the whole model."""
+    """Work of the passes of one block on one way, as shares of the work of a gradient of the whole model."""
 
     forward: float
     backward: float
@@ -27,30 +27,30 @@ class BlockShares:
 
 @dataclass(frozen=True, eq=False)
 class WayWeights:
-    """The parameters with which one way computes a step."""
+    """The parameters with which one way computes in a step."""
 
     own: FlatArray
     """The way's own parameters (K,)."""
     copied: Sequence[FlatArray]
-    """The parameters of layers that every way computes, as each way holds some of them."""
+    """The parameters of layers that every way computes; each way holds some of them."""
 
 
 class ModelWay(HeldPart):
     """One way of a stage of a job's model, for any replica: its passes between the sums over all ways.
 
-    A chunk is a sequence of blocks. A block is some layers that every way computes alike, and then split layers, whose
-    outputs are terms of a sum over the ways. The last block of a chunk has no split layers; that of the last chunk ends
-    with the loss.
+    A chunk is a sequence of blocks. A block consists of layers that every way computes identically, followed by split
+    layers, whose outputs are terms of a sum over the ways. The last block of a chunk has no split layers; the last
+    block of the last chunk ends with the loss.
     """
 
     shares: Sequence[Sequence[BlockShares]]
     """Work of each block of each chunk."""
     copies: bool
-    """Whether any way holds parameters that all ways compute with."""
+    """Whether any way holds parameters of layers that all ways compute."""
 
     @abstractmethod
     def copied(self, params: FlatArray) -> FlatArray:
-        """Return the part of the parameters (K,) that all ways compute with and that this way holds."""
+        """Return the part of this way's parameters (K,) that belongs to layers which all ways compute."""
 
     @abstractmethod
     def forward(
@@ -63,8 +63,8 @@ class ModelWay(HeldPart):
             block: number of the block in the chunk.
             weights: the parameters, which do not change before the backward pass.
             batch: the micro-batch.
-            given: sum over the ways of the terms of the block before; for the first block the outputs of the chunk
-                before, None if there is none.
+            given: sum over the ways of the terms of the previous block; for the first block, the outputs of the
+                previous chunk, or None for the first chunk.
 
         Returns:
             Term and 0, or for the last block outputs and 0; for the last block of the model None and its share in the
@@ -83,19 +83,19 @@ class ModelWay(HeldPart):
             chunk: number of the chunk in this part.
             block: number of the block in the chunk.
             batch: the micro-batch.
-            errors: sum over the ways of the terms that the block behind has returned, None if it returned None; for
-                the last block the gradient of the chunk's outputs, None for the last chunk.
+            errors: sum over the ways of the terms that the next block has returned, None if it returned None; for the
+                last block the gradient of the chunk's outputs, None for the last chunk.
             out: gradient of this way's parameters.
 
         Returns:
             The term that this way adds to the gradient of the inputs of the split layers before the block; for the
-            first block the gradient of the chunk's inputs; None if nothing before depends on it.
+                first block, the gradient of the chunk's inputs; None if no earlier layer needs the gradient.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class TensorModel(SplitModel):
-    """A job whose model is cut into stages, one or several, and whose layers are split over ways.
+    """A job whose model is cut into one or several stages, and whose layers are split over ways.
 
     Way w of stage s is part s W + w, for W ways.
     """
@@ -105,7 +105,7 @@ class TensorModel(SplitModel):
     pipeline: Pipeline
     tensor: TensorParallel
     copied_bytes: int
-    """Size in bytes of the largest part of the parameters that one way sends to the others."""
+    """Size in bytes of the largest array of parameters that one way sends to the other ways."""
 
     @property
     def partition(self) -> Partition:

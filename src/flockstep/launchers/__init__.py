@@ -1,1 +1,1 @@
-"""Launchers: start a script or a job on many workers, and supervise the run."""
+"""Launchers, which start a script or a job on many workers and supervise the run."""

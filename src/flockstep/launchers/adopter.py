@@ -1,4 +1,4 @@
-"""The agent of a host whose processes torchrun, mpirun or srun has started; see `flockstep.drivers.adoption`."""
+"""The agent of a host on which torchrun, mpirun or srun has started the processes; see `flockstep.drivers.adoption`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from flockstep.transports.base import Transport
 from flockstep.transports.wire import PROTOCOL
 
 LONGEST = 1 << 12
-"""Largest size of an introduction, in bytes."""
+"""Largest size of the message with which a process introduces itself, in bytes."""
 
 
 class Adopted:
-    """A process of this host that a launcher has started, as a child of the run."""
+    """A process on this host that a launcher has started, treated as a child of the run."""
 
     reason: str | None = None
 
@@ -99,16 +99,16 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Adopter:
-    """The part of a host in a run, as the agent of the host carries it out."""
+    """A host's part in a run, carried out by the agent of the host."""
 
     place: Place
-    """The place of the process that has started the agent."""
+    """The place, among the launcher's processes, of the process that started the agent."""
     script: str
     """Path of the script that the processes run."""
     timeout: float
     """Seconds within which all hosts must have joined."""
     folder: Callable[[None, str], Path]
-    """Function (None, name of the run) → new folder for the record of the run."""
+    """Function that receives (None, name of the run) and returns a new folder for the record of the run."""
 
     @property
     def config(self) -> RunConfig:
@@ -122,7 +122,7 @@ class Adopter:
         )
 
     def run(self, processes: Mapping[int, Adopted]) -> None:
-        """Coordinate the run, or take part in the run of another host's coordinator, until it ends.
+        """Coordinate the run, or take part in a run that another host coordinates, until the run ends.
 
         Raises:
             ConfigurationError: the run cannot begin.
@@ -179,7 +179,7 @@ def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted], ti
     """Wait up to `timeout` seconds until all processes of this host have introduced themselves.
 
     Raises:
-        ConfigurationError: the processes do not belong to one run, or some have not introduced themselves in time.
+        ConfigurationError: the processes do not belong to one run, or some did not introduce themselves in time.
         RunError: a process has ended.
     """
     listener.settimeout(0.05)
@@ -246,7 +246,7 @@ def main(folder: Callable[[None, str], Path]) -> None:
     """Run the agent; the arguments are the descriptor of a listening Unix socket, the place as JSON, the script, and
     the seconds within which all processes must have connected.
 
-    `folder` is a function (None, name of the run) → new folder for the record of the run.
+    `folder` is a function that receives (None, name of the run) and returns a new folder for the record.
     """
     descriptor, text, script, timeout = sys.argv[1:]
     for kind in (signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Which process of a replicated server continues when another one is lost."""
+"""Determines which process of a replicated server continues when another process of the server is lost."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from flockstep.nodes import Cluster
 
 @dataclass(frozen=True)
 class Replaced:
-    """A process of a server is lost, and another one continues."""
+    """Event: a process of a server was lost, and another process of the server continues."""
 
     text: str
-    """Sentence for the user and the record."""
+    """Sentence about the event for the user and the record."""
     promoted: Address | None
-    """The backup that takes the place of the lost process; None if a backup itself was lost."""
+    """The backup that takes the place of the lost process; None if the lost process was a backup."""
 
 
 def is_replaced(cluster: Cluster, address: Address, gone: Set[Address]) -> bool:
-    """Whether another process of a lost server continues; `gone` has all lost processes, this one included."""
+    """Return whether another process of a lost server continues; `gone` has all lost processes, including this one."""
     return address < 0 and not set(cluster.chain(cluster.logical(address))) <= gone
 
 
 def replaced(cluster: Cluster, address: Address, gone: Set[Address], reason: str) -> Replaced:
-    """Which process continues in place of a lost one; `is_replaced` holds."""
+    """Return which process continues in place of a lost process; `is_replaced` must be true."""
     chain = cluster.chain(cluster.logical(address))
     leads = next(one for one in chain if one not in gone)
     if chain.index(leads) > chain.index(address):

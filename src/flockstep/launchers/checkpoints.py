@@ -37,8 +37,8 @@ from flockstep.records.snapshots import Snapshot
 from flockstep.strategies.base import Strategy
 
 MOST_RELEASES = 200
-"""Largest number of times that stopped workers are released for one more step because other workers wait for them; then
-the checkpoint is abandoned.
+"""Largest number of times that stopped workers continue for one more step because other workers wait for them; after
+that, the checkpoint is abandoned.
 """
 Stage = Literal["idle", "stopping", "copying", "writing"]
 
@@ -104,16 +104,16 @@ class Checkpointer:
 
     @property
     def unused(self) -> bool:
-        """Whether nobody has asked for checkpoints of this run of a script."""
+        """Whether neither an option nor the script has asked for checkpoints in this run of a script."""
         return self._scripts and not self._offered and self._every is None and self.resumed is None
 
     @property
     def stopping(self) -> bool:
-        """Whether some nodes still have to stop for a checkpoint."""
+        """Whether some nodes must still stop for a checkpoint."""
         return self._phase == "stopping"
 
     def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy, cluster: Cluster) -> None:
-        """Begin to count the time until the first checkpoint, because all nodes are ready and the run begins."""
+        """Start the time until the first checkpoint, because all nodes are ready and the run begins."""
         self._links, self._strategy, self._cluster = links, strategy, cluster
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
@@ -121,7 +121,7 @@ class Checkpointer:
         self._since = time.monotonic()
 
     def look(self, standings: Mapping[Address, NodeProgress]) -> None:
-        """Begin a checkpoint if it is due."""
+        """Start a checkpoint if one is due."""
         if self.busy or self._over or self._every is None or self._missing:
             return
         step = min((one.step for address, one in standings.items() if address >= 0), default=0)
@@ -130,7 +130,7 @@ class Checkpointer:
             self._begin()
 
     def stop(self) -> bool:
-        """Take a checkpoint because the run is about to end; return whether a checkpoint is in progress."""
+        """Take a checkpoint because the run is about to end; return whether a checkpoint is now in progress."""
         self._staying = True
         self._again = self._phase == "writing"  # the nodes have gone on since
         if self._missing and not self._over:
@@ -140,18 +140,18 @@ class Checkpointer:
         return self.busy
 
     def cut(self) -> None:
-        """Take a checkpoint after which the nodes stay stopped, because the run continues with other workers."""
+        """Take a checkpoint and leave the nodes stopped, because the run continues with other workers."""
         if not self._cutting:
             self._cutting = True
             self.stop()
 
     @property
     def is_cut(self) -> bool | None:
-        """Whether the nodes have stopped for `cut` and the checkpoint is complete; None: not yet."""
+        """Whether the checkpoint of `cut` is complete and the nodes have stopped; None as long as this is undecided."""
         return None if self.busy else self._cutting and not self.why_not and not self._over
 
     def hear(self, address: Address, note: Fields) -> None:
-        """Handle a node's message about the checkpoint."""
+        """Handle a message from a node about the checkpoint."""
         match note["did"]:
             case "offer":
                 self._offered.add(address)
@@ -180,7 +180,7 @@ class Checkpointer:
                 self._write(address, str(note["why"]))
 
     def lose(self, address: Address) -> None:
-        """Take no more checkpoints, because a node with a part of the state is lost."""
+        """Take no more checkpoints, because a node that holds a part of the state is lost."""
         if not self._over and self._every is not None:
             self._say(f"no more checkpoints are taken, because {node_name(address)} was lost")
         if not self._over:
@@ -189,14 +189,14 @@ class Checkpointer:
         self._give_up()
 
     def interrupt(self, why: str) -> None:
-        """Abandon the checkpoint in progress, because the nodes change; later ones are taken as before."""
+        """Abandon the checkpoint in progress, because the nodes change; later checkpoints are taken as before."""
         if self.busy:
             self.why_not = why
             self._give_up()
 
     def end(self, failed: bool = False) -> None:
-        """Abandon a checkpoint that has not been completed, because the run has ended; `failed`: with an error, which
-        is what the user has to read.
+        """Abandon an incomplete checkpoint, because the run has ended; `failed` says that it ended with an error, which
+        the user has to see first.
         """
         if not failed and self._every is not None and self._missing and self._links:
             self._say(f"no checkpoint was taken, because {self._missing}")
@@ -206,7 +206,7 @@ class Checkpointer:
     def resume_snapshots(self, folder: Path, evaluated: set[float]) -> list[Snapshot]:
         """Copy the snapshots that the run had not evaluated at the checkpoint to `folder`; return them.
 
-        `evaluated`: seconds of the evaluations in the record.
+        `evaluated` holds the times, in seconds, of the evaluations in the record.
         """
         if self.resumed is None:
             return []
@@ -394,8 +394,8 @@ def require_checkpoints(strategy: Strategy) -> None:
 
 
 def require_one_machine(config: RunConfig) -> None:
-    """Raise `ConfigurationError` if a run on several hosts is to do what only runs on one machine do: let workers wait
-    for another coordinator, or take checkpoints of a split model.
+    """Raise `ConfigurationError` if a run on several hosts asks for something that only works on one machine: workers
+    that wait for another coordinator, or checkpoints of a split model.
     """
     if config.partition is not None and config.checkpoint_every is not None:
         raise ConfigurationError(
@@ -412,10 +412,10 @@ def require_one_machine(config: RunConfig) -> None:
 def require_resumable(checkpoint: Checkpoint, strategy: Strategy | None, workers: int, config: str) -> None:
     """Check that a run with this configuration, whose SHA-256 is `config`, can continue from a checkpoint.
 
-    `strategy`: None if a script names it when it is run.
+    `strategy` is None if a script chooses the strategy when it runs.
 
     Raises:
-        ConfigurationError: the checkpoint is of another version, strategy, number of workers or configuration.
+        ConfigurationError: the checkpoint has another version, strategy, number of workers or configuration.
     """
     manifest, where = checkpoint.manifest, checkpoint.folder
     if manifest.version != __version__:

@@ -22,20 +22,20 @@ from flockstep.launchers.scratch import house_fork_server
 from flockstep.launchers.signals import STOPS
 
 PRELOAD = "flockstep.launchers.entry"
-"""Module that the fork server imports once, so that each node starts in milliseconds."""
+"""Module that the fork server imports once, so that each forked node starts within milliseconds."""
 KERNELS = "flockstep.launchers.preload"
 """Module that the fork server imports for workers that may compute sums in shared memory."""
 
 DRAIN = 1.0
 """Seconds the supervisor waits for the last output of ended processes; their own children may keep the pipes open."""
 LONGEST_LINE = 1 << 20
-"""Length in bytes at which an unfinished line of output is passed on."""
+"""Length in bytes of an unfinished line of output from which on the line is passed on in parts."""
 HOST_LOST = 1 << 16
 """Exit code that stands for a process whose host was lost; no process ends with this code."""
 ENDED = HOST_LOST + 1
-"""Exit code that stands for the unknown exit code of a process that another launcher has started."""
+"""Stands for the exit code of a process that another launcher has started: the real exit code is unknown."""
 UNGUARDED = 83
-"""Exit code of a forked process that would start a run while it imports the program that started it."""
+"""Exit code of a forked process that, while it imports the program that started it, would start another run."""
 NODE = "flockstep-node"
 """Name of a process that is forked for a run; the process knows the name before it imports the user's program."""
 _GUARD = (
@@ -49,10 +49,10 @@ class Child(Protocol):
 
     pid: int
     reason: str | None
-    """Remark by the host of the process about the process's end; None: the process runs on this host."""
+    """Remark about the end of the process by its host; None if the process runs on this host."""
 
     def exit_code(self) -> int | None:
-        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+        """Exit code of the process: None while the process runs; -n if signal n ended the process."""
 
     def kill(self) -> None:
         """End the process at once, even if it is stopped."""
@@ -68,7 +68,7 @@ class Forked:
         self.pid = process.pid or 0
 
     def exit_code(self) -> int | None:
-        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+        """Exit code of the process: None while the process runs; -n if signal n ended the process."""
         return self._process.exitcode
 
     def kill(self) -> None:
@@ -92,7 +92,7 @@ class ScriptProcess(Protocol):
         """Pipe of the standard error."""
 
     def poll(self) -> int | None:
-        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+        """Return the exit code of the process: None while the process runs; -n if signal n ended the process."""
 
     def kill(self) -> None:
         """Send SIGKILL to the process."""
@@ -101,14 +101,14 @@ class ScriptProcess(Protocol):
 def begun(command: Sequence[str], environment: dict[str, str], stdin: IO[bytes] | None = None) -> ScriptProcess:
     """Start a command as a process whose output goes to pipes.
 
-    With a file for its standard input the process has a session of its own, which Ctrl-C does not reach.
+    If a file is given as its standard input, the process runs in a new session, which Ctrl-C does not reach.
     """
     own, pipe = stdin is not None, subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=stdin, stdout=pipe, stderr=pipe, start_new_session=own)
 
 
 def unbuffered(environment: dict[str, str]) -> dict[str, str]:
-    """The environment of a process whose output Python must not buffer, unless the user wants that.
+    """Return the environment of a process whose output Python must not buffer; a setting of the user is kept.
 
     Python buffers output to a pipe in blocks of 8 KiB.
     """
@@ -134,7 +134,7 @@ class Script:
             thread.start()
 
     def exit_code(self) -> int | None:
-        """Exit code of the process: None while the process runs, -n if signal n ended the process."""
+        """Exit code of the process: None while the process runs; -n if signal n ended the process."""
         return self._process.poll()
 
     def kill(self) -> None:
@@ -142,7 +142,7 @@ class Script:
         self._process.kill()
 
     def drain(self, deadline: float) -> None:
-        """Wait until the sink has received the script's whole output, at most until `deadline` on the monotonic
+        """Wait until the sink has received the script's whole output, but no longer than `deadline` on the monotonic
         clock.
         """
         for thread in self._relays:
@@ -157,7 +157,7 @@ def drain_all(scripts: Sequence[Script]) -> None:
 
 
 def relay(source: IO[bytes], stream: int, sink: Sink) -> None:
-    """Pass a process's output on in whole lines, so that lines of several processes do not mix."""
+    """Pass a process's output on in whole lines, so that the lines of several processes do not mix."""
     left = bytearray()
     with source:
         while chunk := os.read(source.fileno(), 1 << 16):
@@ -173,7 +173,7 @@ def relay(source: IO[bytes], stream: int, sink: Sink) -> None:
 
 
 def forkserver(kernels: bool = False) -> ForkServerContext:
-    """The context of the fork server, which imports the heavy modules once.
+    """Return the multiprocessing context of the fork server, which imports the heavy modules once.
 
     The fork server imports PyTorch only if this process has imported PyTorch, and compiled sums only if the first
     process that is forked asks for `kernels`.
@@ -210,7 +210,8 @@ def end_if_unguarded() -> None:
     Then the import has reached an unguarded call that would start another run. The supervisor recognizes the exit code.
 
     Raises:
-        ConfigurationError: this process was started by something else, such as a process pool of the program.
+        ConfigurationError: this process was not started for a run, but by something else, such as a process pool of the
+            program.
     """
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False):  # the attribute by which multiprocessing itself detects this
@@ -225,7 +226,8 @@ def refuse_program() -> None:
     import.
 
     Raises:
-        ConfigurationError: the program is no file, as where Python reads it from standard input; or it is unguarded.
+        ConfigurationError: the program is not a file, as when Python reads it from standard input, or the program is
+            unguarded.
     """
     end_if_unguarded()
     main = sys.modules["__main__"]
@@ -259,9 +261,10 @@ def how_it_ended(code: int) -> str:
 
 
 def reap(children: Sequence[Child], seconds: float | None, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Wait for the children to exit, and kill the children that run longer than `seconds`; None waits without limit.
+    """Wait for the children to exit, and kill the children that run longer than `seconds`; with None, wait without
+    limit.
 
-    `meanwhile` is called again and again; it may learn of the ends of processes of other hosts.
+    `meanwhile` is called repeatedly, for example to receive the exit codes of processes on other hosts.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     while any(child.exit_code() is None for child in children):
@@ -273,6 +276,6 @@ def reap(children: Sequence[Child], seconds: float | None, meanwhile: Callable[[
 
 
 def kill_all(children: Sequence[Child]) -> None:
-    """Kill all the given child processes."""
+    """Kill every process in `children`."""
     for child in children:
         child.kill()

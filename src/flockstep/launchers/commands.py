@@ -1,4 +1,4 @@
-"""Runs whose hosts are each started by a command, such as ssh or srun, which passes on standard input and output."""
+"""Runs in which a command, such as ssh or srun, starts each host and passes on standard input and output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.launchers.output import ERR, Sink
 from flockstep.launchers.tasks import TaskGathering, TaskSpec
 
 GRACE = 5.0
-"""Seconds within which the agents end by themselves after the run."""
+"""Seconds that the agents have to end by themselves after the run."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class CommandGathering(TaskGathering):
 
     @abstractmethod
     def command(self, name: str) -> list[str]:
-        """Return the words of the command that starts the agent of a host."""
+        """Return the command, as a list of words, that starts the agent of a host."""
 
     def hint(self, name: str, code: int) -> str:
-        """Return advice to the user for a command that has failed with the given exit code; empty if there is none."""
+        """Return advice to the user if the command has failed with the given exit code; empty if there is no advice."""
         return ""
 
     def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
-        """Start the agents; each reads its part, secret included, from standard input."""
+        """Start the agents; each agent reads its part, including the secret, from standard input."""
         sinks = [_LastLine(self.output.show) for _ in specs]
         environment = {name: value for name, value in os.environ.items() if name != SECRET}
         scripts: list[Script] = []

@@ -21,7 +21,7 @@ Connect = Callable[[Address, str, int], Frames]
 
 @dataclass
 class Communicators:
-    """The communicators that exist, and the communicators that are connected to all other communicators."""
+    """The communicators that exist so far, and those that are connected to all others."""
 
     workers: int
     lost: Mapping[Address, NodeLost]
@@ -31,7 +31,7 @@ class Communicators:
     def hear(
         self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, connect: Connect, at: Path
     ) -> None:
-        """Handle a process's report that its communicator exists or is connected; `at` is the folder of the sockets.
+        """Handle a process's message that its communicator exists or is connected; `at` is the folder of the sockets.
 
         Raises:
             ConfigurationError: the communicators do not accept arrays of the same size.

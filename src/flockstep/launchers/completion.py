@@ -49,14 +49,14 @@ def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> No
 
 
 def newest_model(tick: SnapshotTick, policy: ResultPolicy, outcome: Outcome) -> FlatArray | None:
-    """The model that a policy selects from the newest snapshots; None if there is none."""
+    """Return the model that a policy selects from the newest snapshots; None if there are no snapshots."""
     if not tick.workers or outcome.strategy is None or outcome.schema is None:
         return None
     return tick.model(policy, outcome.held)
 
 
 class TargetReached(Exception):
-    """Raised after the evaluation that reaches the target of a run that ends at its target."""
+    """Exception that ends a run at its target, raised after the evaluation that reaches the target."""
 
 
 def until_target(config: RunConfig, emit: Emit) -> Emit:
@@ -74,7 +74,9 @@ def until_target(config: RunConfig, emit: Emit) -> Emit:
 
 @contextlib.contextmanager
 def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
-    """Context manager around a run: however the run ends, its record gets a summary with the run's status and notes."""
+    """Context manager around a run that writes a summary, with the run's status and notes, to the record however the
+    run ends.
+    """
     status: Status = "failed"
     text, notes = None, list[str]()
     try:

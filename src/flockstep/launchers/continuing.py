@@ -1,4 +1,4 @@
-"""What `--resume` does: a command that is started again continues its own run, if there is something to continue."""
+"""`--resume`: a command that is started again continues its own run, if there is a run to continue."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from flockstep.transports.kinds import Tcp
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a command goes on with the run in its folder."""
+    """How a command continues the run in its folder."""
 
     resumes: bool = False
-    """Whether the run continues from a checkpoint; otherwise it begins at its start."""
+    """Whether the run continues from a checkpoint; otherwise, the run starts from the beginning."""
     overwrites: bool = False
     """Whether the run in the folder, which has no checkpoint, is replaced."""
 
 
 def continuation(config: RunConfig, folder: Path) -> Continuation:
-    """How a command with a configuration, in which all defaults are filled in, goes on with the run in a folder.
+    """Return how a command continues the run in a folder; all defaults of the configuration are filled in.
 
     The transport is None if the command does not name one.
 
     Raises:
-        ConfigurationError: the folder holds another run, or one that has ended.
+        ConfigurationError: the folder holds another run, or a run that has ended.
     """
     record = RunFolder(folder)
     if record.begun is None:

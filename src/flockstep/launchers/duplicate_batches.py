@@ -1,8 +1,8 @@
-"""Warnings for launched scripts: workers that draw the same batches, that read different data where all should read the
-same, or that use different learning rates.
+"""Warns about workers of a launched script that draw the same batches, that read different data although all should
+read the same data, or that use different learning rates.
 
 Two workers draw the same batches if their first gradients, from equal parameters, are equal bit for bit. Learning rates
-are compared where replicas must stay equal.
+are compared if the strategy must keep replicas equal.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class DataDigests:
 
 
 def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
-    """The groups of workers with equal gradients; an empty fingerprint ("") equals no other fingerprint."""
+    """Return the groups of workers with equal gradients; an empty fingerprint ("") counts as different from all
+    others.
+    """
     groups: dict[str, list[Address]] = {}
     for address, gradient in sorted(gradients.items()):
         groups.setdefault(gradient, []).append(address)
@@ -89,7 +91,7 @@ def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
 
 
 def warning(ranks: list[Address], step: int) -> str:
-    """The warning for workers with equal gradients, with the way out."""
+    """Return the warning about workers with equal gradients, with the way out."""
     named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     return (
         f"workers {named} computed the same gradient at step {step}, so they draw the same batches; seed the random "

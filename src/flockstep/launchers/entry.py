@@ -34,7 +34,7 @@ from flockstep.workloads.own_data import OwnData
 def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | None = None) -> None:
     """Entry point of a worker process: rebuild the job from the run's configuration and train.
 
-    `own`: the samples of this worker, in place of its part of the job's samples.
+    `own` holds the samples of this worker, if they replace its part of the job's samples.
     """
     folders = [] if own is None else [own.folder]
     leaving = _obey(threads)
@@ -42,14 +42,15 @@ def worker_main(node_spec: NodeSpec, threads: int, config: str, own: OwnData | N
 
 
 def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socket) -> None:
-    """Entry point of a worker process that is to join a run: build the job while the run goes on, and wait for a part.
+    """Entry point of a worker process that will join a run: build the job while the run continues, and wait for a part
+    in the run.
 
     Args:
         supervisor: process id of the supervisor.
         threads: threads of the numerical libraries.
         config: the run's configuration so far, as TOML.
         feed: this end of a pair of sockets. The process writes `READY`, or the error of the job; then it reads its
-            `Part`, and leaves if there is none.
+            `Part`, and ends if it receives none.
     """
     begun = Event()
     die_with(supervisor, *fork_servers_folder(), ended=lambda: begun.is_set() or os._exit(1))
@@ -71,7 +72,7 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
 
 
 READY = b"\0"
-"""A newcomer's word that it has built the job."""
+"""Message of a newcomer that says that it has built the job."""
 
 
 def _obey(threads: int) -> Event:
@@ -145,6 +146,6 @@ def start_server(node_spec: NodeSpec, server: ServerSpec) -> Child:
 
 
 def limit_process(threads: int) -> None:
-    """Let numerical libraries use `threads` threads in this process of a run, including libraries imported later."""
+    """Limit numerical libraries to `threads` threads in this process of a run, including libraries imported later."""
     os.environ["OMP_NUM_THREADS"] = os.environ[JAX_THREADS] = str(threads)
     limit_threads(threads)

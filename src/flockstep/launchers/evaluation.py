@@ -1,8 +1,8 @@
 """Evaluates model snapshots during training, in a separate process of lower priority than the workers.
 
-The supervisor names the snapshot files to that process through a pair of sockets and never waits for it. If snapshots
-arrive faster than they can be evaluated, files of up to `BACKLOG` bytes wait; further ticks are counted and not
-evaluated.
+The supervisor sends the names of the snapshot files to this process through a pair of sockets, and never waits for it.
+If snapshots arrive faster than they can be evaluated, files of up to `BACKLOG` bytes wait; ticks beyond that are
+counted, but not evaluated.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from flockstep.records.snapshots import LAST, SNAPSHOTS, Snapshot
 from flockstep.workloads.own_data import OwnData
 
 BACKLOG = 1 << 30
-"""Largest number of bytes of snapshots that wait for their evaluation."""
+"""Largest number of bytes of snapshots that may wait for their evaluation."""
 YIELD = 10
-"""Niceness of evaluations while workers train (on Linux): if both want a core, the worker gets nine tenths of it."""
+"""Niceness of the evaluating process while workers train (on Linux): if both want one core, the worker gets nine tenths
+of it.
+"""
 
 
 class SnapshotHandler:
-    """The supervisor's interface to the evaluation of snapshots. This class evaluates nothing."""
+    """Passes snapshots from the supervisor to their evaluation. This base class evaluates nothing."""
 
     def take(self, item: Snapshot) -> None:
         """Handle a snapshot that a node has sent."""
@@ -54,7 +56,7 @@ class SnapshotHandler:
         """Handle the loss of a node."""
 
     def go_on(self) -> None:
-        """Send the messages that could not be sent before, without waiting."""
+        """Send messages that could not be sent earlier, without waiting."""
 
 
 class SnapshotMessage(msgspec.Struct, omit_defaults=True):
@@ -66,7 +68,7 @@ class SnapshotMessage(msgspec.Struct, omit_defaults=True):
 
 
 class EvaluationOutcome(msgspec.Struct):
-    """Answer of the evaluating process at its end: the error of the evaluation, if there was one."""
+    """Final answer of the evaluating process: the error of the evaluation, if there was an error."""
 
     kind: str = ""
     reason: str = ""
@@ -104,12 +106,12 @@ class Evaluator(SnapshotHandler):
         self._tell(SnapshotMessage(item=item))
 
     def pending(self) -> list[Snapshot]:
-        """The snapshots of ticks that have not been evaluated."""
+        """The snapshots of ticks that have not been evaluated yet."""
         self._waiting = [item for item in self._waiting if Path(item.path).exists()]
         return self._waiting
 
     def lose(self, address: Address) -> None:
-        """Tell the evaluating process not to wait for this node."""
+        """Tell the evaluating process that a node is lost, so that it stops waiting for the node."""
         self._tell(SnapshotMessage(lost=address))
 
     def go_on(self) -> None:

@@ -15,14 +15,16 @@ from flockstep.errors import ConfigurationError
 from flockstep.records.full_disk import replace
 
 PROGRAM, VALUES = "program.py", "values.bin"
-"""Names of the files of a launched function, in the folder that launcher and workers share."""
+"""Names of the files with the program and the values of a launched function, in the folder that launcher and workers
+share.
+"""
 
 _FOLDER = Path(sys.argv[0]).resolve().parent
 """Folder of the program, in a worker."""
 
 
 def value(name: str) -> Any:
-    """Return the value that `name` has in the program that launched this program."""
+    """Return the value of the name `name` in the program that called `flockstep.launch`."""
     return from_bytes(_values()["names"][name])
 
 
@@ -30,7 +32,7 @@ def call(function: Callable[..., Any]) -> None:
     """Call the function with the arguments that were given to `flockstep.launch`, and store its result.
 
     A result that cannot be sent to the launching process does not end the run; the launching process raises an error
-    that names it.
+    that names the result.
     """
     rank, name = place_of_script()[0], function.__name__
     try:

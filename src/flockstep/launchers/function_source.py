@@ -1,7 +1,8 @@
 """The Python program that runs a function of a notebook, or of a script, in separate processes.
 
-A notebook's functions are in `__main__`, which no other process can import. The program therefore holds their source,
-as far as the function uses it, and imports what modules define. Values travel as data, see `flockstep.drivers.state`.
+A notebook's functions are in `__main__`, which no other process can import. The program therefore contains the source
+of those functions and classes that the function uses, and imports everything that modules define. Values are encoded as
+data by `flockstep.drivers.state`.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class FunctionProgram:
     """A program that calls a function."""
 
     text: str
-    """Source of the program, which takes the values from the folder in which the program lies."""
+    """Source of the program, which reads the values from the folder in which the program lies."""
     values: bytes
-    """The values that the function uses, and its arguments, as `flockstep.drivers.state` encodes them."""
+    """The values that the function uses, and its arguments, encoded by `flockstep.drivers.state`."""
 
 
 def program_of(function: Callable[..., Any], args: tuple[object, ...]) -> FunctionProgram:
     """Return the program that calls `function(*args)`.
 
     Raises:
-        ConfigurationError: the function, an argument, or something that the function uses cannot travel to another
+        ConfigurationError: the function, an argument, or something that the function uses cannot be sent to another
             process.
     """
     name = _require_function(function)

@@ -1,6 +1,8 @@
-"""What functions and classes hold beside their source: default arguments, attributes, and what was changed since.
+"""The values that functions and classes hold in addition to their source: default arguments, attributes, and later
+changes.
 
-A definition that is evaluated again has the values of its source. Others travel as data and are set after it.
+Evaluating the source again restores only the values in the source. All other values are sent as data, and set after the
+evaluation.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class HeldValue:
-    """A value that a definition holds and its source does not give, with the statement that sets it."""
+    """A value that a function or class holds but its source does not contain, with the statement that sets the
+    value.
+    """
 
     path: str
-    """Its place, such as `Config.lr` or `helper.__defaults__[0]`."""
+    """Path of the value, such as `Config.lr` or `helper.__defaults__[0]`."""
     value: object
     statement: str
-    """Python that sets it to `{value}`."""
+    """Python statement that sets the value, with `{value}` in place of the value."""
 
 
 def held_values(path: str, value: Any, source: str, namespace: Mapping[str, Any]) -> Iterator[HeldValue]:
@@ -203,7 +207,7 @@ def _refused(path: str, what: str) -> ConfigurationError:
 
 
 def set_default(function: Callable[..., Any], key: int | str, value: object) -> None:
-    """Set a default argument of a function, by its number among the defaults or by its name."""
+    """Set a default argument of a function, given by its index among the defaults or by its name."""
     found = _function(function)
     assert found is not None
     if isinstance(key, int):

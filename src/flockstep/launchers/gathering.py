@@ -1,5 +1,5 @@
-"""A run over several hosts that a user starts by hand, with the same command on each host: one host coordinates, the
-others join.
+"""A run over several hosts on each of which the user starts the same command; one host coordinates, and the others
+join.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ HEARTBEAT = 5.0
 
 
 def link_timeout_of(config: RunConfig) -> float:
-    """Seconds for which the connection between two hosts may be away."""
+    """Return the seconds for which the connection between two hosts may be interrupted."""
     return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
 
 
 ARGUMENTS, MODULE, IMPORT = "arguments of the script", "module", "import "
-"""Names of settings; that of a file with custom components begins with the last one."""
+"""Names of settings; the name of a file with custom components begins with IMPORT."""
 OWN = ("versions", "facts", "imports", "job")
-"""Fields of a configuration whose texts may differ between hosts; if a field names files, the content of the files is
+"""Fields of a configuration whose texts may differ between hosts; if a field names files, their contents are
 compared.
 """
 
@@ -54,7 +54,7 @@ class Gathering:
     nodes: int
     node: int
     separate: bool = False
-    """Whether the coordinator is a separate process, in addition to the hosts with workers."""
+    """Whether the coordinator is a separate process without workers."""
     grows: bool = False
     """Whether workers of other hosts may join later."""
 
@@ -92,7 +92,7 @@ class Gathering:
         return self.placement(workers)[self.node]
 
     def over(self, config: RunConfig) -> RunConfig:
-        """The configuration with the transport of this host's nodes.
+        """Return the configuration with the transport of this host's nodes.
 
         Raises:
             ConfigurationError: the configuration names a transport that reaches no other host.
@@ -109,7 +109,7 @@ class Gathering:
         `settings` holds the options as the user gave them; if the run `resumes`, only its files are compared.
 
         Raises:
-            ConfigurationError: it is not possible to listen there.
+            ConfigurationError: this process cannot listen at the coordinator's address.
         """
         own, times = self.ranks(config.workers), (config.heartbeat or HEARTBEAT, link_timeout_of(config))
         others = range(int(bool(own)), self.nodes)
@@ -121,7 +121,7 @@ class Gathering:
     def serve(
         self, config: RunConfig, settings: dict[str, str], start_worker: Callable[[NodeSpec, Accepted], Child]
     ) -> None:
-        """Take part in the run of another host's coordinator until it ends.
+        """Take part, until the end, in a run that another host coordinates.
 
         Raises:
             ConfigurationError: the coordinator refused, or cannot be reached.
@@ -144,13 +144,13 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Coordinating(Gathering):
-    """The part of a coordinator without workers; all workers of the run are on other hosts."""
+    """The settings of a coordinator without workers; all workers of the run are on other hosts."""
 
     node: int = 0
 
     @property
     def coordinates(self) -> bool:
-        """This process is the coordinator."""
+        """True, because this process is the coordinator."""
         return True
 
     def __post_init__(self) -> None:
@@ -162,7 +162,8 @@ class Coordinating(Gathering):
         return range(0)
 
     def over(self, config: RunConfig) -> RunConfig:
-        """The configuration with a transport between hosts, into which each agent puts its own host's address.
+        """Return the configuration with a transport between hosts, into which each agent inserts its own host's
+        address.
 
         Raises:
             ConfigurationError: the configuration names a transport that reaches no other host.
@@ -188,7 +189,7 @@ def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, s
 
 
 def files_in(settings: Mapping[str, str]) -> dict[str, str]:
-    """Those settings that name files, with their hashes, or the arguments of a script."""
+    """Return the settings that name files, with the files' hashes, and the setting with the arguments of a script."""
     files = "job", MODULE, ARGUMENTS
     return {name: text for name, text in settings.items() if name in files or name.startswith(IMPORT)}
 

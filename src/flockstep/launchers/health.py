@@ -1,4 +1,4 @@
-"""Detects the lost nodes of a run, and how each was lost."""
+"""Detects which nodes of a run are lost, and how each node was lost."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.messages import Address, node_name
 
 SETTLING = 0.5
-"""Seconds between the two signs of a death, the exit and the closed connection; the node's last messages may arrive in
-between.
+"""Seconds between the two signs of a process's death, its exit and its closed connection; its last messages may arrive
+in between.
 """
 
 
 class Health:
     """Reports lost nodes after all their messages have arrived.
 
-    A node's lease is the heartbeat of its link: the link breaks if no heartbeat is answered in that time, or if the
-    other end is closed. If this host started the process, its exit code is another sign, and tells how the process
-    ended.
+    A node's link breaks if the node answers no heartbeat for the heartbeat timeout, or if the node closes its end. If
+    this host started the process, the exit code also shows that, and how, the process ended.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Health:
         self._since: dict[Address, float] = {}
 
     def ended(self, address: Address) -> bool:
-        """Whether a node has ended, as far as it can be known."""
+        """Whether a node is known to have ended."""
         child, link = self._children.get(address), self._links.get(address)
         if child is not None:
             return child.exit_code() is not None
@@ -53,7 +52,9 @@ class Health:
         return link is None or self._is_broken(address, link) or self.ended(address)
 
     def gone(self, address: Address) -> str | None:
-        """Text on how the node was lost; None if the node is alive, or if some of its messages may still arrive."""
+        """Text that says how the node was lost; None if the node is alive, or if some of its messages may still
+        arrive.
+        """
         child, link = self._children.get(address), self._links.get(address)
         code = None if child is None else child.exit_code()
         broken = link is not None and self._is_broken(address, link)

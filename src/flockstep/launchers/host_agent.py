@@ -1,7 +1,7 @@
 """The agent of a host: starts the processes of a run on its host, and connects them to the coordinator.
 
-The agent opens one connection to the coordinator. Its processes speak to it over Unix sockets, as they would to a
-supervisor of their own host; it forwards their messages unread.
+The agent opens one connection to the coordinator. Its processes send messages to the agent over Unix sockets, as they
+would to a supervisor on their own host; the agent forwards the messages without decoding them.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ from flockstep.transports.session import LINK_TIMEOUT, new_key
 RETRY = 0.25
 """Seconds between two attempts to reach the coordinator."""
 CONNECTING = 5.0
-"""Most seconds of an attempt to connect to the coordinator at the start of the run."""
+"""Longest time in seconds of one attempt to connect to the coordinator at the start of the run."""
 AGAIN = 1.0
-"""Most seconds of an attempt to connect to the coordinator again, during which nothing is forwarded."""
+"""Longest time in seconds of one attempt to reconnect to the coordinator; during the attempt, nothing is forwarded."""
 POLL = 0.05
 """Seconds between two checks of the processes."""
 LEAVING = 15.0
-"""Seconds for which the agent waits until the run has ended, or continues without this host."""
+"""Seconds for which the agent of a host that leaves waits until the run has ended or continues without the host."""
 GRACE = 3.0
 """Seconds for which the agent waits for processes to end by themselves, before it kills them."""
 BACKLOG = 1 << 24
 """Number of bytes waiting for the coordinator at which the agent stops reading from its processes."""
 MESSAGES = 32
-"""Number of messages of one process that are forwarded before the next process has its turn."""
+"""Number of messages of one process that are forwarded before the messages of the next process."""
 
 
 class HostAgent:
-    """Takes part in a run for one host."""
+    """A host's part in a run: starts the host's processes, and forwards their messages."""
 
     def __init__(
         self,
@@ -447,8 +447,8 @@ class HostAgent:
 
 
 def on_host(transport: Transport, host: str) -> Transport:
-    """The transport of a node on the host with the given address; with an interface, each host uses the address of its
-    own interface.
+    """Return the transport of a node on the host with the given address; with an interface, each host uses the address
+    of its own interface.
 
     Raises:
         ConfigurationError: the transport does not reach other hosts.
@@ -459,9 +459,7 @@ def on_host(transport: Transport, host: str) -> Transport:
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Return a text about the first setting in which a host differs from the coordinator; None if all settings
-    agree.
-    """
+    """Return a text on the first setting in which a host differs from the coordinator; None if all settings agree."""
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
             return (

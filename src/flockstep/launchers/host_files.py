@@ -1,6 +1,6 @@
-"""The files with the states of nodes that travel between the coordinator and the agents of other hosts.
+"""Transfers files with the states of nodes between the coordinator and the agents of other hosts.
 
-A node of another host writes its state to the folder of its agent, from which the coordinator fetches the file. A node
+A node on another host writes its state to the folder of its agent, from which the coordinator fetches the file. A node
 that continues from a checkpoint reads its state there, after the coordinator has sent the file.
 """
 
@@ -17,13 +17,13 @@ from flockstep.errors import ProtocolError
 from flockstep.launchers.host_messages import Discard, Fetch, PartOf, Store
 
 PART = 1 << 18
-"""Largest size in bytes of a part of a file."""
+"""Largest number of bytes of a file that one message carries."""
 AHEAD = 1 << 22
-"""Number of bytes waiting for the other end at which no further parts are queued."""
+"""Number of bytes that wait for the other end at which no further parts of files are queued."""
 
 
 class HostFiles:
-    """The files in the folder of an agent."""
+    """The files in an agent's folder, and their transfers to and from the coordinator."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -40,8 +40,7 @@ class HostFiles:
     def handle(self, message: Store | Discard | Fetch, payloads: Sequence[memoryview]) -> None:
         """Carry out a request of the coordinator.
 
-        Raises:
-            OSError: the disk does not take a file.
+        Raises: OSError: a file cannot be written to the disk.
             ProtocolError: the file is not in the folder of the agent.
         """
         match message:
@@ -56,7 +55,7 @@ class HostFiles:
         """Append the next part of a file that the coordinator sends.
 
         Raises:
-            OSError: the disk does not take the file.
+            OSError: the file cannot be written to the disk.
         """
         if message.path not in self._arriving:
             path = self._place(message.path)
@@ -68,7 +67,7 @@ class HostFiles:
             self._arriving.pop(message.path).close()
 
     def parts(self) -> Iterator[tuple[PartOf, bytes]]:
-        """The next parts of the files that the coordinator fetches; a file is removed after its last part."""
+        """Return the next parts of the files that the coordinator fetches; each file is removed after its last part."""
         while self._leaving:
             number, path = self._leaving[0].number, self._place(self._leaving[0].path)
             try:

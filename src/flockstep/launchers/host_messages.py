@@ -22,7 +22,7 @@ from flockstep.drivers.part_group import PartGroup
 
 
 class HostMessage(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=True):
-    """A message between the coordinator and a host agent."""
+    """Base class of messages between the coordinator and a host agent."""
 
 
 class Join(HostMessage, frozen=True):
@@ -42,11 +42,11 @@ class Join(HostMessage, frozen=True):
     settings: dict[str, str]
     """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
-    """Whether the agent reports the ends of processes that already ran on the host."""
+    """Whether the agent reports the ends of processes that ran on the host before the agent."""
     session: str = ""
     """Key of the session, by which the coordinator recognizes the agent when it connects again."""
     joining: int = 0
-    """Number of workers with which the host joins a run that is going on; 0: the run begins with the host."""
+    """Number of workers with which the host joins a run in progress; 0 if the host takes part from the start."""
 
 
 class Resume(HostMessage, frozen=True):
@@ -55,11 +55,13 @@ class Resume(HostMessage, frozen=True):
     node: int
     session: str
     received: int
-    """Number of bytes that have arrived at the agent."""
+    """Number of bytes that the agent has received from the coordinator."""
 
 
 class Resumed(HostMessage, frozen=True):
-    """Message to a host agent that has connected again: the number of bytes that have arrived at the coordinator."""
+    """Message to a host agent that has connected again: the number of bytes that the coordinator has received from the
+    agent.
+    """
 
     received: int
 
@@ -75,9 +77,9 @@ class Accepted(HostMessage, frozen=True):
 
     config: str
     node: int = 0
-    """Number of the host."""
+    """Number of the host in the run, from 0."""
     settings: dict[str, str] = {}
-    """The run's settings, for a host that joins a run that is going on: its files must be those of the run."""
+    """The run's settings, for a host that joins a run in progress: the host's files must equal those of the run."""
 
 
 class Prepared(HostMessage, frozen=True):
@@ -108,7 +110,7 @@ class ServerSpec(msgspec.Struct, frozen=True):
     optimizer: str
     schema: Schema
     every: int
-    """Number of steps between two snapshots; 0: no snapshots."""
+    """Number of steps between two snapshots; 0 for no snapshots."""
     imports: tuple[str, ...]
     group: PartGroup | None = None
     """The group of the server, if the model is split; `index` counts the servers of this group."""
@@ -122,7 +124,7 @@ class Start(HostMessage, frozen=True):
     spec: NodeSpec
     server: ServerSpec | None = None
     config: str = ""
-    """The run's configuration as TOML; empty if it is the one with which the host was accepted."""
+    """The run's configuration as TOML; empty if it is the configuration that `Accepted` contained."""
 
 
 class Open(HostMessage, frozen=True):
@@ -136,7 +138,7 @@ class Open(HostMessage, frozen=True):
 
 
 class FramesOf(HostMessage, frozen=True):
-    """A message of a connection that a host agent forwards; its frames are the payloads."""
+    """Message in both directions: the frames of a forwarded message, as payloads, of one connection to a process."""
 
     link: int
 
@@ -166,14 +168,14 @@ class Exited(HostMessage, frozen=True):
 
 
 class Kill(HostMessage, frozen=True):
-    """Message to a host agent: kill a process."""
+    """Message to a host agent: kill one of the host's processes."""
 
     number: int
 
 
 class Stopped(HostMessage, frozen=True):
-    """Message of a host agent: the host's user or system asked the run to stop; with `failed`, the host cannot do its
-    part.
+    """Message of a host agent: the host's user or system asked the run to stop; `failed` says that the host cannot do
+    its part.
     """
 
     reason: str

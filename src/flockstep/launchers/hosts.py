@@ -64,20 +64,20 @@ from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
 STRANGERS = 32
-"""Largest number of connections that have not proved that they know the secret; one more connection closes the
-oldest.
+"""Largest number of connections that have not proved that they know the secret; each further connection closes the
+oldest of them.
 """
 SHOWN = 16
-"""Largest number of missing hosts or ranks that a message names."""
+"""Largest number of missing hosts or ranks that a message lists."""
 SAME_VERSION = "install the same version on every host"
 NONE_JOINS = "workers join only a run of flockstep train that was started with --max-workers"
-"""Why no worker of another host can join, if nobody says something else."""
+"""Default reason why workers of other hosts cannot join the run."""
 POLL = 0.05
-"""Seconds between two checks of the connections while hosts are waited for."""
+"""Seconds between two checks of the connections while the coordinator waits for hosts."""
 SENDING = 0.001
-"""Seconds between two checks of a connection that takes no more of a file."""
+"""Seconds between two checks of a connection that accepts no more bytes of a file."""
 WAITING = 1024
-"""Number of unread messages of a host at which the coordinator stops reading from the host."""
+"""Number of unread messages from a host at which the coordinator stops reading from this host."""
 NAMED = 100
 """Largest number of rejected addresses about which a line is printed."""
 LINGER = 2.0
@@ -100,12 +100,12 @@ class RemoteChild:
         return self.code
 
     def kill(self) -> None:
-        """Let the agent kill the process."""
+        """Tell the agent to kill the process."""
         self._host.send(Kill(self._number))
 
 
 class RemoteFrames(Frames):
-    """A connection to a process of another host, through its agent."""
+    """A connection to a process on another host, through the agent of the host."""
 
     def __init__(self, host: Host, link: int):
         self._host = host
@@ -119,7 +119,7 @@ class RemoteFrames(Frames):
         return True
 
     def receive(self) -> Sequence[Buffer] | None:
-        """The next message that has arrived; None if there is none."""
+        """Return the next message that has arrived; None if no message has arrived."""
         return self.arrived.popleft() if self.arrived else None
 
     def disconnected(self) -> bool:
@@ -128,7 +128,7 @@ class RemoteFrames(Frames):
         return broke
 
     def close(self) -> None:
-        """Close the connection; queued messages are dropped. Closing it again has no effect."""
+        """Close the connection; queued messages are dropped. Closing the connection again has no effect."""
         if self._host.frames.pop(self._link, None) is not None:
             self._host.send(Close(self._link))
 
@@ -142,7 +142,7 @@ class Arriving:
     """Function that is called once the file has arrived, or with the reason if it has not."""
 
     def take(self, message: PartOf, part: memoryview) -> bool:
-        """Store the next part; return whether no more are expected."""
+        """Store the next part of the file; return whether this was the last part."""
         try:
             if message.why:
                 raise ProtocolError(message.why)
@@ -167,15 +167,15 @@ class Host:
     frames: dict[int, RemoteFrames] = field(default_factory=dict)
     children: dict[int, RemoteChild] = field(default_factory=dict)
     waits: bool = False
-    """Whether workers of the host are about to join the run that is going on."""
+    """Whether workers of the host are about to join the run in progress."""
     prepared: bool = False
-    """Whether these workers have built the job."""
+    """Whether the workers that are about to join have built the job."""
     left: bool = False
     """Whether the run continues without the host."""
     arriving: dict[int, Arriving] = field(default_factory=dict)
     """Number of a transfer → the file that the coordinator fetches."""
     given: set[str] = field(default_factory=set)
-    """Folders of files that the host was sent."""
+    """Folders of the files that were sent to the host."""
     lost: str = ""
     """Reason for which the agent was lost; empty while the agent is connected."""
 
@@ -196,16 +196,16 @@ class Host:
 
 
 class OtherHosts:
-    """The other hosts of a run. This base class is for runs that have no other hosts."""
+    """The other hosts of a run. This base class is for runs on one host only."""
 
     rejected = 0
     """Number of connections that were rejected."""
     waiting = False
-    """Whether messages have arrived that were not read."""
+    """Whether messages have arrived that the coordinator has not read."""
     joining = 0
     """Number of workers on other hosts that are about to join the run."""
     prepared = 0
-    """Number of these workers that have built the job."""
+    """Number of workers on other hosts that are about to join and have built the job."""
 
     def __init__(self) -> None:
         self.why_not_join: Callable[[int], str] = lambda workers: NONE_JOINS
@@ -251,33 +251,33 @@ class OtherHosts:
         return False
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None, config: str = "") -> Child | None:
-        """Let the agent of its host start a worker or a server; None if the worker's process exists already.
+        """Start a worker or a server through the agent of its host; return None if the worker's process already exists.
 
-        `config`: the run's configuration as TOML, if it has changed since the run began.
+        `config` is the run's configuration as TOML, if the configuration has changed since the run began.
         """
         raise LookupError(f"no other host runs {spec.address}")
 
     def again(self, spec: NodeSpec) -> NodeSpec:
-        """The node specification with which a worker's process continues when the workers change."""
+        """Return the node specification with which a worker's process continues when the workers of the run change."""
         return spec
 
     def rearrange(self, former: Mapping[int, int], workers: int, config: str) -> None:
-        """The run continues with other workers, some of whom join from hosts that wait.
+        """Prepare the hosts for a run with other workers, some of which join from waiting hosts.
 
         Args:
-            former: rank from now on → rank so far, of the workers that continue.
-            workers: number of workers from now on.
+            former: new rank → former rank of each worker that continues.
+            workers: new number of workers.
             config: the run's configuration as TOML.
         """
 
     def confirm(self, text: str) -> None:
-        """Tell the hosts that have joined that their workers take part."""
+        """Tell the hosts that have joined that their workers now take part."""
 
     def refuse_joiners(self, text: str) -> None:
-        """Refuse the hosts that wait to join."""
+        """Refuse the hosts that wait to join the run."""
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
-        """Connect to the process, which listens at `endpoint` on its host."""
+        """Return a connection to the process that listens at `endpoint` on its host."""
         raise LookupError(f"no other host runs {address}")
 
     def fetch(self, address: Address, shard: Shard, folder: Path, done: Callable[[str], None]) -> None:
@@ -288,21 +288,23 @@ class OtherHosts:
         raise LookupError(f"no other host runs {address}")
 
     def begin(self) -> None:
-        """All nodes are ready: the hosts may remove the files from which the nodes have read their states."""
+        """Tell the hosts that all nodes are ready, so that they may remove the files from which the nodes have read
+        their states.
+        """
 
     def descriptors(self) -> dict[int, bool]:
-        """File descriptors to wait for, each with whether it has to accept output."""
+        """File descriptors to wait for, each with whether to wait until it accepts output."""
         return {}
 
     def heard(self) -> Iterator[bytes]:
-        """Messages on the control sockets of the other hosts since the last call."""
+        """Return the messages that have arrived on the control sockets of the other hosts since the last call."""
         yield from ()
 
     def pump(self) -> None:
-        """Handle the messages that have arrived, and send the messages that are queued."""
+        """Handle the messages that have arrived, and send the queued messages."""
 
     def abandon(self) -> None:
-        """Count hosts as lost whose processes do not end although they were told to."""
+        """Count hosts as lost if their processes do not end although they were told to end."""
 
     def close(self, reason: str, code: int) -> None:
         """Tell the hosts that the run is over, and why it failed, so that they end their remaining processes.
@@ -312,7 +314,7 @@ class OtherHosts:
 
 
 class RemoteHosts(OtherHosts):
-    """The other hosts of a run, each with an agent."""
+    """The other hosts of a run; each host has an agent."""
 
     def __init__(
         self,
@@ -476,7 +478,7 @@ class RemoteHosts(OtherHosts):
 
     @property
     def prepared(self) -> int:  # type: ignore[override]
-        """Number of these workers that have built the job."""
+        """Number of workers on other hosts that are about to join and have built the job."""
         return sum(host.join.joining for host in self._waiting_hosts() if host.prepared and host.channel.connected)
 
     def _with_state(self, host: Host, spec: NodeSpec, node: Address) -> NodeSpec:
@@ -543,7 +545,7 @@ class RemoteHosts(OtherHosts):
 
     @property
     def waiting(self) -> bool:  # type: ignore[override]
-        """Whether messages have arrived that were not read."""
+        """Whether messages have arrived that the coordinator has not read."""
         return bool(self._heard) or any(host.waiting for host in self._hosts.values())
 
     def abandon(self) -> None:

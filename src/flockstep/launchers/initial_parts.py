@@ -1,4 +1,4 @@
-"""The parts of a split model as every replica begins with them; the launcher sends each node its part."""
+"""The initial values of the parts of a split model, of which the launcher sends each node its part."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flockstep.partitions.model_cut import ModelCut
 
 @dataclass(frozen=True, eq=False)
 class InitialParts:
-    """The values of each part of a model, in a file without a name, so that no process keeps them in memory."""
+    """The initial values of each part of a model, in a file without a name, so that no process holds them in memory."""
 
     cut: ModelCut
     sizes: tuple[int, ...]
     """Number of elements of the parameters of each part."""
     values: tuple[npt.NDArray[np.uint8], ...]
-    """What `ModelPart.values` returns for each part."""
+    """For each part, the bytes that `ModelPart.values` returns."""
     delayed: bool
     """Whether micro-batches are in flight at the end of every step."""
     parameter_bytes: tuple[int, ...]
-    """Number of bytes of the parameters, with which the values of each part begin."""
+    """Number of bytes of the parameters at the beginning of each part's values."""
 
     @classmethod
     def of(cls, split: SplitModel) -> InitialParts:
@@ -52,7 +52,7 @@ class InitialParts:
         return cls(split.cut, split.sizes, tuple(np.split(whole, stops)), delayed, lengths)
 
     def of_node(self, address: Address, servers: int) -> npt.NDArray[np.uint8]:
-        """Return the values for a node; `servers`: number of servers of each part, which hold parameters only."""
+        """Return the values for a node; `servers` is the number of servers of each part, which hold parameters only."""
         if address >= 0:
             return self.values[address % len(self.sizes)]
         part = (-1 - address) // servers

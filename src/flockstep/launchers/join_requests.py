@@ -1,5 +1,5 @@
-"""Requests to add workers to a run on this machine: `flockstep join` writes them to the run's folder, and the run's
-supervisor answers there.
+"""Requests to add workers to a run on this machine. `flockstep join` writes them to the run's folder, where the run's
+supervisor answers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.full_disk import replace
 
 JOINING = "joining"
-"""Name of the folder with the requests to join, in the folder of the run."""
+"""Name of the folder, in the folder of the run, that holds the requests to join."""
 MOST = 1 << 10
-"""Largest number of bytes of a request."""
+"""Largest size of a request in bytes."""
 POLL = 0.05
-"""Seconds between two looks for an answer."""
+"""Seconds between two checks for an answer."""
 UNOWNED = 1.0
-"""Seconds without an owner of the run's folder after which the run has ended."""
+"""Seconds for which the run's folder must have no owner before the run counts as ended."""
 
 
 class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JoinAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer to a request: the sentence for the user, and whether the workers take part."""
+    """The answer to a request: a sentence for the user, and whether the workers take part."""
 
     text: str
     joined: bool
@@ -55,19 +55,21 @@ class JoinRequests:
 
     @property
     def workers(self) -> int:
-        """Number of workers that are still to be admitted."""
+        """Number of requested workers that have not been admitted yet."""
         return sum(self._waiting.values())
 
     def admit(self) -> None:
-        """Let the waiting workers take part."""
+        """Admit the waiting workers to the run."""
         self._admitted.update(self._waiting)
         self._waiting.clear()
 
     def take(self, why_not: Callable[[int], str]) -> bool:
-        """Take the new requests, and refuse those for which `why_not(workers)` returns a reason.
+        """Accept the new requests, and refuse the requests for which `why_not(workers)` returns a reason.
+
+        Other files in the folder are ignored.
 
         Returns:
-            Whether a request was taken. Files that are no requests are ignored.
+            Whether a request was accepted.
         """
         new = False
         for file in sorted(self._folder.glob("*.request")):
@@ -93,7 +95,7 @@ class JoinRequests:
         self._admitted.clear()
 
     def refuse(self, text: str) -> None:
-        """Refuse all requests that were taken."""
+        """Refuse all requests that were accepted but whose workers do not take part yet."""
         for file in (*self._waiting, *self._admitted):
             self._answer(file, JoinAnswer(text, False))
         self._waiting.clear()
@@ -106,10 +108,11 @@ class JoinRequests:
 
 
 def ask(record: RunFolder, workers: int) -> str:
-    """Add workers to the run that is going on in a folder of this machine; return a sentence when they take part.
+    """Add workers to the run in progress in a folder of this machine; return a sentence for the user when they take
+    part.
 
     Raises:
-        ConfigurationError: the run takes no workers, or not this many.
+        ConfigurationError: the run accepts no workers, or not this many.
         RunError: the run ended before the workers took part.
     """
     config = record.read_config()

@@ -1,4 +1,4 @@
-"""This host joins a run that is going on, which another host coordinates: `flockstep join HOST:PORT`."""
+"""`flockstep join HOST:PORT`: adds workers of this host to a run in progress that another host coordinates."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flockstep.transports.wire import PROTOCOL
 
 
 def join_run(meeting: Meeting, workers: int, job: str | None = None, imports: Sequence[str] = ()) -> None:
-    """Add workers of this host to a run that is going on; return when the run has ended, or continues without them.
+    """Add workers of this host to a run in progress; return when the run has ended, or continues without them.
 
     Args:
         meeting: where the run's coordinator listens, and the secret of the run.
         workers: number of workers to add.
-        job: the job's file as it is called on this host; None: as at the coordinator.
-        imports: files with custom components as they are called on this host; empty: as at the coordinator.
+        job: path of the job's file on this host; None for the coordinator's path. imports: paths of the files with
+            custom components on this host; empty for the coordinator's paths.
 
     Raises:
         ConfigurationError: the coordinator refused, or cannot be reached.

@@ -1,7 +1,7 @@
 """Kubernetes: the manifest of a run whose hosts are the pods of one indexed Job.
 
 The manifest is three objects: a Secret with the secret of the run, a headless Service that gives every pod a name, and
-an indexed Job, each of whose pods runs the same `flockstep` command as its index says. Pod 0 coordinates.
+an indexed Job, each of whose pods runs the same `flockstep` command, with the pod's index. Pod 0 coordinates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 Object = dict[str, Any]
-"""An object of Kubernetes, as plain data."""
+"""A Kubernetes object, as a dict."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Pods:
         memory: memory of each pod, such as "8Gi"; None requests none.
         gpus: GPUs of each pod.
         claim: name of a PersistentVolumeClaim, mounted in every pod, for the records; None keeps the record in pod 0.
-        secret: name of a Secret that exists, with the key "secret"; None makes a Secret.
+        secret: name of a Secret that exists, with the key "secret"; None creates a Secret.
 
     Raises:
         ConfigurationError: a value that Kubernetes would refuse.
@@ -99,7 +99,7 @@ class Pods:
 
     @property
     def first(self) -> str:
-        """Name of pod 0 in the DNS of the cluster."""
+        """DNS name of pod 0 in the cluster."""
         return f"{self.name}-0.{self.name}"
 
 
@@ -108,8 +108,8 @@ def manifest(pods: Pods, command: Sequence[str]) -> list[Object]:
 
     Args:
         pods: the pods.
-        command: the words of a `flockstep` command, such as ["launch", "-n", "4", "train.py"]; the words that tell a
-            pod its place are inserted after the first.
+        command: the words of a `flockstep` command, such as ["launch", "-n", "4", "train.py"]; the options that give a
+            pod its place are inserted after the first word.
 
     Raises:
         ConfigurationError: the command does not train.
@@ -120,7 +120,7 @@ def manifest(pods: Pods, command: Sequence[str]) -> list[Object]:
 
 
 def require_trains(command: Sequence[str]) -> None:
-    """Raise `ConfigurationError` unless a command may run on several hosts."""
+    """Raise `ConfigurationError` unless the command is one that may run on several hosts."""
     if not command or command[0] not in ("launch", "train"):
         raise ConfigurationError(
             f"a run over several hosts needs a command that trains, got {command[0] if command else 'none'!r}; write "
@@ -219,7 +219,7 @@ def _resources(pods: Pods) -> Object:
 
 
 def to_yaml(objects: Sequence[Object]) -> str:
-    """The objects as one YAML text, with "---" between them; texts are quoted as in JSON."""
+    """Return the objects as one YAML text, with "---" between them; strings are quoted as in JSON."""
     return "---\n".join("".join(f"{line}\n" for line in _lines(one)) for one in objects)
 
 

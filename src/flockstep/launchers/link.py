@@ -12,7 +12,7 @@ from flockstep.transports.links import Frames, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
 
 FOR_ALL = ("lost", "left", "stop")
-"""Tags of messages that a process must receive at once, on its own link or on the link of its communicator."""
+"""Tags of messages that a process must receive at once, on its own link and on the link of its communicator."""
 
 
 class ProcessLink:
@@ -40,8 +40,8 @@ class ProcessLink:
         self._link.send(tag, note, array)
 
     def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
-        """Tell the node that the run has ended, and send the final buffers of every worker and the resulting model, if
-        requested.
+        """Tell the node that the run has ended; if requested, also send every worker's final buffers and the resulting
+        model.
         """
         for rank, array in buffers.items():
             if array is not None and self.address >= 0:
@@ -49,7 +49,7 @@ class ProcessLink:
         self.tell("end", None, result)
 
     def receive(self) -> Message | None:
-        """The next message of the node that has arrived; None if there is none.
+        """Return the next message that has arrived from the node; None if no message has arrived.
 
         Raises:
             ProtocolError: the message breaks the protocol.

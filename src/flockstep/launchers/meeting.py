@@ -1,4 +1,4 @@
-"""The place where the hosts of a run meet: the coordinator's address, and the secret that admits a host."""
+"""How the hosts of a run find each other: the coordinator's address, and the secret that admits a host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
 SHORTEST = 16
 """Smallest number of characters of a secret, because an attacker could guess a shorter secret from a recorded proof."""
 EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
-"""Addresses on which a process listens if it listens on all addresses of its host."""
+"""Addresses that stand for all addresses of a host when a process listens."""
 TIMEOUT = 600.0
 """Default time in seconds within which all hosts must have joined."""
 WAIT_LONGER = "raise --timeout, or the timeout of flockstep.distribute in a script that torchrun or mpirun starts"
-"""Advice to a user whose wait for other hosts has timed out."""
+"""Advice to a user when the wait for other hosts has timed out."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,18 @@ class Meeting:
     timeout: float = TIMEOUT
     """Seconds to wait for the coordinator, or for the other hosts."""
     own: str = ""
-    """Address of this host that the other hosts connect to; empty: the address of the connection to the coordinator."""
+    """Address of this host to which the other hosts connect; empty for the address of the connection to the
+    coordinator.
+    """
 
     @property
     def where(self) -> str:
-        """The coordinator's address as a user writes it."""
+        """The coordinator's address in the form in which a user writes it."""
         host = socket.gethostname() if self.host in EVERY else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def resolved(self) -> tuple[socket.AddressFamily, tuple[str, int]]:
-        """Family and address of the coordinator.
+        """Return the address family and the address of the coordinator.
 
         Raises:
             ConfigurationError: the name does not resolve.
@@ -65,7 +67,8 @@ class Meeting:
         """The address on which the coordinator's host listens.
 
         Raises:
-            ConfigurationError: the name does not resolve, or is this machine's own with a loopback address.
+            ConfigurationError: the name does not resolve, or is the name of this machine and resolves to a loopback
+                address.
         """
         _, (address, _) = self.resolved()
         ours = self.host.partition(".")[0] == socket.gethostname().partition(".")[0]
@@ -78,11 +81,11 @@ class Meeting:
         return address
 
     def connect(self, seconds: float) -> socket.socket:
-        """Connect to the coordinator, at each of its addresses in turn, each within that time.
+        """Connect to the coordinator; try each of its addresses in turn, for at most the given time each.
 
         Raises:
-            ConfigurationError: the name does not resolve, or `own` is no address of this host.
-            OSError: nothing listens there, or there is no route.
+            ConfigurationError: the name does not resolve, or `own` is not an address of this host. OSError: no process
+                listens at the coordinator's address, or there is no route to it.
         """
         self.resolved()
         own = (self.own, 0) if self.own else None
@@ -125,7 +128,7 @@ class Meeting:
 
 
 def meeting_at(coordinator: str, secret: bytes, timeout: float = TIMEOUT, own: str = "") -> Meeting:
-    """The meeting at "host:port", "address:port" or "[IPv6]:port".
+    """Return the meeting at "host:port", "address:port" or "[IPv6]:port".
 
     Raises:
         ConfigurationError: the text has none of these forms.
@@ -161,7 +164,7 @@ def address_towards(host: str) -> str:
 
 
 def read_secret(file: Path | None) -> bytes:
-    """The secret of a run, from a file or from the environment variable FLOCKSTEP_SECRET.
+    """Return the secret of a run, from a file or from the environment variable FLOCKSTEP_SECRET.
 
     Raises:
         ConfigurationError: there is no secret, or it is too short, or others may read the file.

@@ -1,4 +1,4 @@
-"""Runs a module as `python -m` does: python module_entry.py MODULE [ARGUMENT …]."""
+"""Runs a module as `python -m` does; the command is python module_entry.py MODULE [ARGUMENT …]."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Several hosts on one machine: each process in a network namespace of its own, with a link of limited bandwidth."""
+"""Simulates several hosts on one machine: each process runs in its own network namespace, with a link of limited
+bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,17 @@ _NEW_NETWORK = 0x40000000
 _CARD = re.compile(r"^[0-9]+: (fs([0-9]+)(?:[hc][0-9]+)?)[:@](?:.*\balias ([0-9]+))?", re.MULTILINE)
 _NETWORK = re.compile(r"(?<![0-9.])[0-9]+(?:\.[0-9]+){3}(?:/[0-9]+)?")
 NARROW = 4
-"""Shortest prefix, in bits, of a route that counts as using its addresses; a default route, or a half of one, does
-not.
+"""Shortest prefix, in bits, of a route whose addresses count as in use; shorter prefixes are default routes or halves
+of one.
 """
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
 ADDRESS = "02:00:00:00:00:01"
 """Fixed hardware address of the bridge.
 
-Without a fixed address the bridge takes the address of a card, which changes with every host that joins, and packets
-get lost for a while.
+Otherwise the bridge's address would change with every host that joins, and packets would be lost for a while.
 """
 BUFFER = "5s"
-"""Longest time in seconds that a packet may wait in a link's queue before it is dropped, long enough that no link loses
+"""Longest time in seconds that a packet may wait in a link's queue before it is dropped; long enough that links lose no
 packets.
 """
 PACKETS = 3200
@@ -41,7 +42,7 @@ PACKETS = 3200
 SEGMENT = 65536
 """Largest segment in bytes that TCP hands to a network card, which is Linux's default."""
 FILLED = 0.8
-"""Size of a segment as a share of the burst, which also has to hold the headers of the segment's packets."""
+"""Size of a TCP segment as a share of the burst; the rest of the burst is for the headers of the segment's packets."""
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_limit_output_bytes": "65536"}
 """TCP settings of every host, whatever the settings of this machine: windows grow until a link is full and are kept
 between steps; connections share a card in turns.
@@ -50,7 +51,8 @@ between steps; connections share a card in turns.
 
 @dataclass(frozen=True)
 class Namespaces(Transport):
-    """TCP between network namespaces: every process is a host with a network card of `bandwidth` in each direction.
+    """TCP between network namespaces: every process counts as a host, with a network card of the given bandwidth in
+    each direction.
 
     A bridge joins the hosts. Requires Linux and
     root; namespaces and links disappear with their processes.
@@ -66,7 +68,7 @@ class Namespaces(Transport):
         _make_bridge(directory / "bridge")
 
     def listen(self, directory: Path, name: str) -> str:
-        """Return the address of any free port of this process's host; the first call creates the host."""
+        """Return the address of a free port on this process's host; the first call creates the host."""
         if (here := _address_here()) is not None:  # sockets of a communicator, in addition to the node's
             return f"tcp://{here}:*"
         label, subnet, supervisor = (directory / "bridge").read_text().split()
@@ -105,11 +107,11 @@ class Namespaces(Transport):
 
 
 def limit(device: str, rate: float) -> list[list[str]]:
-    """Commands that limit what a network card sends to `rate` bytes per second.
+    """Return the commands that limit a network card to sending `rate` bytes per second.
 
-    A burst has the bytes of one millisecond: with more, messages would pass faster than the link allows. TCP hands a
-    card segments that fit into a burst: the kernel would split larger ones into packets and send each at its own time,
-    which takes up to one core per link.
+    A burst has the bytes of one millisecond; with larger bursts, messages would pass faster than the link allows. TCP
+    passes segments to the card that fit into a burst: the kernel would split larger segments into packets and schedule
+    each packet, which takes up to one core per link.
     """
     burst = max(PACKETS, round(rate / 1000))
     bucket = ["rate", f"{round(8 * rate)}bit", "burst", str(burst), "latency", BUFFER]
@@ -172,7 +174,7 @@ def _take_subnet(label: str) -> str:
 
 
 def subnets(first: int) -> Iterator[str]:
-    """The first three numbers of private networks, starting at a place that depends on `first`, so that runs rarely
+    """Yield the first three numbers of private networks; the first network depends on `first`, so that runs rarely
     collide.
     """
     wide = 190 * 250
@@ -182,7 +184,7 @@ def subnets(first: int) -> Iterator[str]:
 
 
 def free_of(said: str, candidates: Iterable[str]) -> Iterator[str]:
-    """The candidates that overlap with no network or address in the output `said` of `ip`.
+    """Return the candidates that overlap with no network or address in `said`, the output of `ip`.
 
     Very wide routes are ignored.
     """
@@ -210,7 +212,7 @@ def _links() -> list[Card]:
 
 
 def parse_links(said: str) -> list[Card]:
-    """The links of runs in the output of `ip -o link`."""
+    """Return the links of runs that appear in the output of `ip -o link`."""
     return [Card(found[1], int(found[2]), found[3] or "") for found in _CARD.finditer(said)]
 
 
@@ -220,7 +222,7 @@ def _of(supervisor: int, cards: list[Card]) -> list[Card]:
 
 
 def sweep(cards: list[Card]) -> None:
-    """Remove the links of supervisors that no longer run; start times tell whether a process id was reused."""
+    """Remove the links of supervisors that no longer run; start times show whether a process id was reused."""
     bridges = {card.supervisor: card.started for card in cards if card.started}
     for supervisor in {card.supervisor for card in cards}:
         now = _started(supervisor)

@@ -1,4 +1,4 @@
-"""Processes that are to join a run: they build the job while the others train, so that the others wait for less."""
+"""Processes that will join a run: they build the job while the other workers train, so that the others wait less."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Newcomer:
         return self._ready
 
     def begin(self, node_spec: NodeSpec, config: RunConfig) -> Child:
-        """Let the process take part in the run as a worker; return the process."""
+        """Let the process take part in the run as a worker; return the process as a child."""
         self._feed.setblocking(True)
         with contextlib.suppress(OSError):  # the process has ended: its supervisor will notice
             self._feed.sendall(msgspec.json.encode(Part(node_spec, config.to_toml())))
@@ -66,7 +66,7 @@ class Newcomer:
         return self.child
 
     def end(self) -> None:
-        """End the process, which does not join."""
+        """End the process, because it does not join the run."""
         self._feed.close()
         kill_all([self.child])
         reap([self.child], None)
@@ -81,10 +81,10 @@ class Newcomers:
         self._waiting: list[Newcomer] = []
 
     def invite(self, workers: int) -> None:
-        """Start processes, so that there is one for each of `workers` workers.
+        """Start processes until there is one for each of `workers` workers.
 
         Raises:
-            RunError: the system starts no more processes; all that were to join have been ended.
+            RunError: the system cannot start more processes; all processes that were to join have been ended.
         """
         try:
             while self._start is not None and len(self._waiting) < workers:
@@ -94,10 +94,10 @@ class Newcomers:
             raise RunError(f"no process could be started for a worker: {error.strerror or error}") from None
 
     def ready(self) -> bool:
-        """Whether all of the processes have built the job.
+        """Whether all processes have built the job.
 
         Raises:
-            RunError: a process has failed; all that were to join have been ended.
+            RunError: a process has failed; all processes that were to join have been ended.
         """
         try:
             return all(one.ready() for one in self._waiting)
@@ -106,10 +106,12 @@ class Newcomers:
             raise
 
     def next(self) -> Newcomer | None:
-        """The process of the next worker that joins; None if there is none, and it has to be started."""
+        """Return the process of the next worker that joins; None if there is none, so that a process must be
+        started.
+        """
         return self._waiting.pop(0) if self._waiting else None
 
     def end(self) -> None:
-        """End the processes that have no part in the run."""
+        """End the processes that do not take part in the run."""
         while self._waiting:
             self._waiting.pop().end()

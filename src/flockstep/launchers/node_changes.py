@@ -15,7 +15,7 @@ from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.messages import Address, node_name
 
 LEAVE_AGAIN = 10.0
-"""Seconds after which workers try again to leave the run, if no checkpoint could be written."""
+"""Seconds after which workers try again to leave the run, if no checkpoint could be written before they left."""
 
 
 class NodeChanges:

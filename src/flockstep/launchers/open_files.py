@@ -1,4 +1,6 @@
-"""Checks the limit of open files before a run starts: a process that runs out of them fails at unexpected places."""
+"""Checks the limit of open files before a run starts, because a process that reaches the limit fails at unpredictable
+places.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import os
 from flockstep.errors import ConfigurationError
 
 FILES_OF_SUPERVISOR = 20
-"""Number of descriptors of a supervisor without processes: sockets, pipes of the fork server, evaluation, files of the
-record.
+"""Number of file descriptors of a supervisor that has no processes: sockets, pipes of the fork server, evaluation,
+files of the record.
 """
 FILES_PER_PROCESS = 8
-"""Number of descriptors of a supervisor for each process of its run: sockets, monitors, pipes and an events file.
+"""Number of file descriptors of a supervisor for each process of its run: sockets, monitors, pipes and an events file.
 
 The processes themselves need fewer in total.
 """

@@ -13,7 +13,9 @@ EVENTS = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """Number of processes that the kernel has killed for lack of memory, on this host and in this control group."""
+    """Return the number of processes that the kernel has killed for lack of memory, on this host and in this control
+    group.
+    """
     files = [VMSTAT]
     with contextlib.suppress(OSError):
         groups = [line.partition("::")[2] for line in CGROUP.read_text().splitlines() if line.startswith("0::")]
@@ -31,15 +33,17 @@ def _counter(file: Path) -> int:
 
 
 class OutOfMemoryDetector:
-    """Compares the kernel's counter of processes killed for lack of memory with its value at the start of the run."""
+    """Detects, from a counter of the kernel, whether processes were killed for lack of memory since the start of the
+    run.
+    """
 
     def __init__(self, count: Callable[[], int] = oom_kills):
         self._count = count
         self._before = count()
 
     def explain(self, code: int) -> str:
-        """Addition to the message about an exit code; empty unless SIGKILL ended the process and the kernel has killed
-        processes for lack of memory.
+        """Return an addition to the message about an exit code; empty unless SIGKILL ended the process and the kernel
+        has killed processes for lack of memory.
         """
         if code != -signal.SIGKILL or self._count() <= self._before:
             return ""

@@ -1,4 +1,4 @@
-"""The output of a run's scripts, which goes to the terminal, to files, or to both."""
+"""Handles the output of a run's scripts: on the terminal, in files, or both."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from flockstep.records.full_disk import say_full
 OUT, ERR = 1, 2
 """The streams of a script: standard output and standard error."""
 NAMES = {OUT: "out", ERR: "err"}
-"""Stream → suffix of the file that holds it."""
+"""Stream → suffix of the name of the file that holds the stream."""
 Sink = Callable[[int, bytes], None]
-"""Function that takes a part of a script's output: the stream (`OUT` or `ERR`), and whole lines or the last bytes.
+"""Function that receives a part of a script's output: the stream (`OUT` or `ERR`), and whole lines or the last bytes.
+Different threads may call it for the two streams.
 
 Different threads may call it for the two streams.
 """
 LAST_WORDS = 4000
-"""Bytes kept from the end of a hidden script's standard error."""
+"""Number of bytes that are kept from the end of a hidden script's standard error."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def to_terminal(stream: int, data: bytes) -> None:
     """Write to this process's own standard output or error, without mixing lines of several scripts.
 
-    Output that the reader no longer accepts is dropped, because a script must not wait for its reader forever.
+    If nobody reads the output any more, the output is dropped, because a script must not wait forever.
     """
     out = (sys.stdout if stream == OUT else sys.stderr).fileno()
     rest = memoryview(data)
@@ -55,10 +56,10 @@ class OutputOptions:
     prefix: bool = False
     """Whether each line that is shown begins with its rank."""
     folder: Path | None = None
-    """Folder for the output of every rank: `rank-3.out` and `rank-3.err`; None: no files."""
+    """Folder for the output of every rank, in `rank-3.out` and `rank-3.err`; None if no files are written."""
 
     def kept_in(self, config: RunConfig) -> RunConfig:
-        """The configuration with these options."""
+        """Return the configuration with these options."""
         ranks = None if self.ranks == "all" else self.ranks
         folder = None if self.folder is None else str(self.folder.resolve())
         return replace(config, output=ranks, prefix=self.prefix or None, rank_output=folder)
@@ -71,11 +72,11 @@ class Output(OutputOptions):
     show: Sink = to_terminal
     """Function that shows whole lines of output."""
     continues: bool = False
-    """Whether the files of an earlier run are continued, because that run goes on."""
+    """Whether output is appended to the files of an earlier run, because that run continues."""
 
     @classmethod
     def of(cls, config: RunConfig, show: Sink) -> Output:
-        """Return the output options of a run that is resumed; its output files are continued."""
+        """Return the output options of a run that is resumed; output is appended to its files."""
         folder = None if config.rank_output is None else Path(config.rank_output)
         return cls(config.output or "all", bool(config.prefix), folder, show, continues=True)
 
@@ -96,7 +97,7 @@ class Output(OutputOptions):
             )
 
     def sinks(self, ranks: range, workers: int) -> dict[int, RankOutput]:
-        """Return a sink for each of `ranks`; with a folder, create its files.
+        """Return a sink for each of `ranks`; if there is a folder, create its files.
 
         The files of an earlier run are removed, unless `continues`.
 
@@ -129,7 +130,9 @@ def _earlier(folder: Path, ranks: range, workers: int) -> list[Path]:
 
 
 class RankOutput:
-    """Takes the output of one rank's script: shows it, or the end of its standard error if it fails, and keeps it."""
+    """Handles the output of one rank's script: shows it, or shows the end of its standard error if the script fails,
+    and writes it to files.
+    """
 
     def __init__(self, rank: int, output: Output):
         self._show = output.show
@@ -171,7 +174,9 @@ class RankOutput:
 
 
 def marked(data: bytes, prefix: bytes, before: bytes) -> bytes:
-    """Put `prefix` before each line; `before` is the byte before `data`: in the middle of a line there is no prefix."""
+    """Put `prefix` before each line. `before` is the byte before `data`; in the middle of a line, no prefix is
+    inserted.
+    """
     if not prefix:
         return data
     begun = before not in (b"\n", b"\r") or (before == b"\r" and data.startswith(b"\n"))

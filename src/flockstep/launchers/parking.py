@@ -1,4 +1,4 @@
-"""Lets workers wait for another coordinator when theirs has been killed.
+"""Lets workers wait for another coordinator when their coordinator has been killed.
 
 A worker that waits holds a lock on a file in the run's folder, and looks there for its part in the run that continues.
 Within one host this needs no port.
@@ -25,11 +25,11 @@ from flockstep.records import owner
 from flockstep.records.full_disk import HALF
 
 PARKED = "parked"
-"""Name of the folder with the files of workers that wait, in the run's folder."""
+"""Name of the folder, in the run's folder, that holds the files of waiting workers."""
 POLL = 0.05
-"""Seconds between two looks for a part."""
+"""Seconds between two checks for a part in the run."""
 UNWIND = signal.SIGUSR2
-"""Signal by which a thread interrupts whatever the worker does."""
+"""Signal with which a thread interrupts the worker, whatever the worker is doing."""
 
 
 class Part(msgspec.Struct):
@@ -42,11 +42,11 @@ class Part(msgspec.Struct):
 
 
 class Orphaned(BaseException):
-    """The coordinator of the run has ended."""
+    """Exception: the coordinator of the run has ended."""
 
 
 class Parking:
-    """A worker's way to outlive its coordinator."""
+    """Lets a worker survive the death of its coordinator."""
 
     def __init__(self, seconds: float):
         """`seconds` for which the worker waits for another coordinator."""
@@ -55,7 +55,7 @@ class Parking:
         signal.signal(UNWIND, self._unwind)
 
     def follow(self, node_spec: NodeSpec, *folders: str) -> None:
-        """Belong to the run of a coordinator from now on; `folders` are removed when it ends."""
+        """Follow a coordinator from now on; `folders` are removed when the coordinator ends."""
         new, self._leader = node_spec.supervisor != self._leader, node_spec.supervisor
         ended = partial(self._orphaned, node_spec.supervisor) if new else lambda: None  # one thread unwinds
         die_with(node_spec.supervisor, node_spec.directory, *folders, ended=ended)
@@ -112,7 +112,7 @@ class Parking:
 
 
 class ParkedWorker:
-    """A worker that waits in a run's folder, as the next coordinator sees it, and as its child."""
+    """A worker that waits in a run's folder, treated as a child by the next coordinator."""
 
     reason: str | None = None
 
@@ -122,7 +122,7 @@ class ParkedWorker:
         self._handle = os.pidfd_open(self.pid)
 
     def begin(self, part: Part) -> ParkedWorker:
-        """Give the worker its part."""
+        """Give the worker its part in the run."""
         half = self._file.with_suffix(HALF)
         with os.fdopen(os.open(half, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:  # it has the secret
             file.write(msgspec.json.encode(part))
@@ -130,7 +130,7 @@ class ParkedWorker:
         return self
 
     def exit_code(self) -> int | None:
-        """`ENDED` if the process has ended; None while it runs."""
+        """Exit code of the worker: `ENDED` if the process has ended, None while it runs."""
         return ENDED if select.select([self._handle], [], [], 0)[0] else None
 
     def kill(self) -> None:
@@ -154,12 +154,14 @@ class ParkedWorkers:
                 file.unlink(missing_ok=True)
 
     def take(self, rank: int) -> ParkedWorker | None:
-        """A worker for that rank, at best the one that had it; None if no worker waits."""
+        """Return a waiting worker for a rank, if possible the worker that had this rank before; None if no worker
+        waits.
+        """
         if not self._waiting:
             return None
         return self._waiting.pop(rank if rank in self._waiting else max(self._waiting))
 
     def end(self) -> None:
-        """End the workers for which there is no part."""
+        """End the workers for which the run has no part."""
         while self._waiting:
             self._waiting.popitem()[1].kill()

@@ -1,4 +1,4 @@
-"""Loads the kernels of sums in shared memory, once for all processes that the fork server starts."""
+"""Loads the kernels for sums in shared memory, once for all processes that the fork server starts."""
 
 import sys
 

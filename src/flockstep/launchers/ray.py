@@ -1,4 +1,4 @@
-"""Ray: an actor on each node of a placement group is the agent of that host, and the driver coordinates."""
+"""Runs on Ray: an actor on each node of a placement group is the agent of that node, and the driver coordinates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.launchers.tasks import TaskGathering, TaskSpec, run_task
 from flockstep.records.config import RunConfig
 
 GRACE = 3.0
-"""Seconds within which the actors' agents end by themselves after the run."""
+"""Seconds that the agents in the actors have to end by themselves after the run."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RayGathering(TaskGathering):
         """Reserve the nodes, and start an actor on each.
 
         Raises:
-            ConfigurationError: the cluster has no room for the workers.
+            ConfigurationError: the cluster has not enough free cores or GPUs for the workers.
         """
         ray = _imported()
         config = RunConfig.from_toml(specs[0].config)
@@ -88,11 +88,12 @@ def ray_cluster(
     arguments: Sequence[str] = (),
     output: Output = SHOWN,
 ) -> Iterator[RayGathering]:
-    """Context manager: nodes of the Ray cluster that this process belongs to, or that runs on this machine.
+    """Context manager that yields nodes of a Ray cluster: of the cluster to which this process belongs, or which runs
+    on this machine.
 
     Args:
         workers: number of workers.
-        nodes: number of nodes that share the workers; None for as many as the cluster has, and at most `workers`.
+        nodes: number of nodes that share the workers; None for all nodes of the cluster, but at most `workers`.
         cpus: cores that each worker reserves.
         gpus: GPUs that each worker reserves.
         timeout: seconds to wait for the nodes.

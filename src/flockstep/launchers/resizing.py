@@ -1,4 +1,4 @@
-"""Lets a run continue from its checkpoint with another number of workers."""
+"""Continues a run from its checkpoint with another number of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from flockstep.records.folder import RunFolder
 
 
 def moved(record: RunFolder, config: RunConfig, gathering: Gathering) -> RunConfig:
-    """The configuration with which a run continues on other hosts; the one before stays beside the checkpoints.
+    """Return the configuration with which a run continues on other hosts, and store the former configuration beside the
+    checkpoints.
 
     Raises:
         ConfigurationError: the configuration names a transport that reaches no other host, or the disk is full.
@@ -36,7 +37,7 @@ def moved(record: RunFolder, config: RunConfig, gathering: Gathering) -> RunConf
 
 
 def keep_configs(record: RunFolder, *configs: RunConfig) -> None:
-    """Keep configurations beside the checkpoints that name them.
+    """Store configurations beside the checkpoints that refer to them.
 
     Raises:
         ConfigurationError: the disk is full.
@@ -58,7 +59,7 @@ class ResizedRun:
     config: RunConfig
     plan: Plan
     before: RunConfig
-    """The configuration of the run so far."""
+    """The configuration of the run before the change."""
     states: dict[Address, NodeCheckpoint]
     notes: tuple[str, ...]
     """Sentences for the record."""
@@ -66,8 +67,8 @@ class ResizedRun:
     def write(self, record: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
         """Write the new states as the run's newest checkpoint, and the configuration; return the checkpoint.
 
-        `checkpoint`: the checkpoint that holds the states of the run so far. A run that is killed during this call can
-        be resumed from either checkpoint.
+        `checkpoint` is the checkpoint with the states before the change. A run that is killed during this call can be
+        resumed from either checkpoint.
 
         Raises:
             ConfigurationError: the disk is full.
@@ -102,16 +103,16 @@ def resized_run(
     """Prepare a run to continue from a checkpoint with another number of workers; nothing is written.
 
     Args:
-        checkpoint: the states of the run so far.
+        checkpoint: the checkpoint with the states of the run so far.
         built: the job of the run.
         plan: the plan of the run so far.
         config: the configuration of the run so far.
         workers: the number of workers from now on.
         gone: ranks of the workers that leave; by default those with the highest ranks.
-        evaluated: seconds of the evaluations in the record.
+        evaluated: times of the evaluations in the record, in seconds.
 
     Raises:
-        ConfigurationError: the run cannot have that many workers, or the checkpoint is damaged.
+        ConfigurationError: the run cannot have this number of workers, or the checkpoint is damaged.
         CompositionError: the strategy has no rule for another number of workers.
     """
     require_resizable(plan.strategy)
@@ -131,9 +132,10 @@ def resized_run(
 
 
 def config_of(record: RunFolder, checkpoint: Checkpoint, config: RunConfig) -> RunConfig:
-    """The configuration with which a checkpoint was written, if the number of workers has changed since, or `config`.
+    """Return the configuration with which a checkpoint was written: `config`, unless the number of workers has changed
+    since.
 
-    `config`: the configuration in the record, which must be the one before or after such a change.
+    `config` is the configuration in the record, from before or after such a change.
     """
     wanted = checkpoint.manifest.config
     if config.digest == wanted or disk.kept_config(record.path, config.digest) is None:

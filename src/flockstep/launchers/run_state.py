@@ -26,13 +26,13 @@ class Outcome:
     newest: NewestSnapshots = field(default_factory=NewestSnapshots)
     warnings: list[str] = field(default_factory=list)
     hosts: Hosts = ()
-    """The workers of each host; empty before all nodes have joined."""
+    """The workers of each host; empty until all nodes have joined."""
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
     replaced: set[Address] = field(default_factory=set)
-    """Lost processes of servers of which other processes continue."""
+    """Lost processes of servers that other processes continue."""
     change: Change | None = None
-    """How the workers change while the run continues, whose processes still run; None if the run has ended."""
+    """How the workers change while the run continues; None if the run has ended."""
     nodes: set[Address] = field(default_factory=set)
     """Nodes whose events are written to files."""
     sizes: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def held(self) -> list[slice]:
-        """Slice of the model that each server holds, once the nodes have joined."""
+        """Slice of the model that each server holds; known once the nodes have joined."""
         assert self.strategy is not None
         assert self.schema is not None
         sizes = self.sizes or (self.schema.size,)
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def events(self) -> list[Event]:
-        """Events of the record that the supervisor alone knows: the hosts if there are several, and the lost nodes."""
+        """Events of the record that only the supervisor knows: the hosts, if there are several, and the lost nodes."""
         hosts = [HostsEvent(0.0, self.hosts)] if len(self.hosts) > 1 else []
         return [*hosts, *self.lost.values()]
 

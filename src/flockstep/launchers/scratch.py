@@ -1,4 +1,4 @@
-"""Temporary folders for sockets. The next run removes the folders of processes that were killed."""
+"""Temporary folders for sockets; each run removes the folders that killed processes have left."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from flockstep.records.owner import OWNER, owned
 
 PREFIX = "flockstep-"
 MARK = ".sockets"
-"""Name of an empty file that marks a folder of `scratch`; a record has an owner file too, and users choose folder
-names.
+"""Name of an empty file that marks a folder made by `scratch`: records have an owner file too, and users choose folder
+names freely.
 """
 AFTER_MULTIPROCESSING = -200
 """Priority of an exit handler that runs after multiprocessing has removed its own temporary folder (-100)."""
 LONGEST = 50
-"""Longest path of a temporary folder that leaves room for the path of the fork server's socket, which has at most 104
-bytes.
-"""
+"""Longest path of a temporary folder under which the fork server's socket fits, whose path has at most 104 bytes."""
 
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Context manager: a temporary folder owned by this process.
+    """Context manager that creates a temporary folder owned by this process, and removes the folders that killed
+    processes have left.
 
     It also removes the folders of processes that were killed.
     """
@@ -47,7 +46,7 @@ def scratch() -> Iterator[Path]:
 
 
 def sweep(place: Path) -> None:
-    """Remove this user's folders of `scratch` in `place` whose owner has died."""
+    """Remove this user's folders of `scratch` in `place` whose owners have died."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
             if _is_ours(folder) and (folder / OWNER).stat().st_size:
@@ -70,7 +69,8 @@ def _is_ours(folder: Path) -> bool:
 
 @functools.cache
 def house_fork_server() -> None:
-    """Let multiprocessing put the socket of its fork server into a folder of `scratch` until this process exits.
+    """Put the socket of multiprocessing's fork server into a folder of `scratch`, until this process exits. If the path
+    would be too long for a socket, multiprocessing chooses its own folder.
 
     If that path would be too long for a socket, multiprocessing chooses its own folder.
     """
@@ -87,7 +87,7 @@ def house_fork_server() -> None:
 
 
 def end_fork_server() -> None:
-    """End this process's fork server and remove its folder, in a process that may end without exit handlers.
+    """End this process's fork server and remove its folder, for a process that may end without running exit handlers.
 
     The next fork starts another server.
     """
@@ -97,7 +97,7 @@ def end_fork_server() -> None:
 
 
 def fork_servers_folder() -> list[str]:
-    """The folder of the fork server that forked this process, as a list; empty if multiprocessing chose its own
+    """Return a list with the folder of the fork server that forked this process; empty if multiprocessing chose the
     folder.
     """
     if multiprocessing.parent_process() is None:

@@ -43,9 +43,9 @@ from flockstep.records.summary import Summary
 from flockstep.transports.base import Transport
 
 AS_THE_SCRIPT_SAYS = "as the script says"
-"""Strategy in the configuration of a launched run, until the script has named its own."""
+"""Placeholder for the strategy in the configuration of a launched run, until the script has named its strategy."""
 MODULE_ENTRY = Path(module_entry.__file__)
-"""Path of the script that runs a module."""
+"""Path of the script that runs a module in place of `python -m`."""
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set the number of threads of numerical libraries; without them each process uses every
@@ -76,7 +76,7 @@ def launch(
         arguments: command-line arguments of the script.
         config: the run's configuration, with `kind="launch"`.
         folder: folder of the record; created if it is missing.
-        output: which of the scripts' output is shown, how, and where it is written.
+        output: which output of the scripts is shown, how, and where it is written.
         overwrite: replace the run that the folder holds, and the files of the scripts' output.
         show: called from time to time with the state of every node.
         gathering: the hosts of the run, of which this one coordinates; None: all processes are on this machine.
@@ -118,13 +118,13 @@ def resume_script(
     """Continue the run of a script from its newest complete checkpoint, with the same arguments and configuration.
 
     Events that were recorded after the checkpoint are dropped. The output of the same ranks is shown as before, and
-    their files are continued.
+    appended to their files.
 
     Args:
         folder: folder of the record.
         sink: shows the scripts' output.
         show: see `launch`.
-        workers: number of workers, which must be the number that the run had; None: as many as it had.
+        workers: number of workers, which must be the number that the run had; None for this number.
         gathering: the hosts of the run from now on; None: all processes are on this machine.
 
     Raises:
@@ -217,7 +217,7 @@ def program_of(config: RunConfig) -> tuple[Path, list[str]]:
 
 
 def script_of_module(name: str) -> Path:
-    """The script that runs the module which its first argument names, as `python -m` does.
+    """Return the script that runs a module, as `python -m` does; its first argument names the module.
 
     Raises:
         ConfigurationError: there is no such module in this folder or on Python's path.
@@ -326,7 +326,7 @@ def supervise(
         ended: called when all processes have ended, before the record is completed.
         show: called from time to time with the state of every node, by address.
         checkpoints: takes the checkpoints of the script's first call of `distribute`.
-        said: first notes of the record.
+        said: notes with which the record begins.
 
     Raises:
         RunError: the run failed, or a part of its record was lost.
@@ -439,11 +439,11 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
 
 
 def common_environment(threads: int | None, workers: int, here: int) -> dict[str, str]:
-    """Return the environment variables that all scripts of a host have alike.
+    """Return the environment variables that are equal for all scripts of a host.
 
     Args:
         threads: threads of each worker's numerical libraries; None keeps the user's variables, or sets one thread if
-            there are none.
+            the user has set none.
         workers: number of workers.
         here: number of workers on this host.
     """
@@ -457,7 +457,7 @@ def common_environment(threads: int | None, workers: int, here: int) -> dict[str
 
 
 def result_of(outcome: Outcome) -> FlatArray | None:
-    """The model that the strategy's default result policy selects from the final parameters."""
+    """Return the model that the strategy's default result policy selects from the final parameters."""
     if outcome.strategy is None or not outcome.strategy.traits.results:
         return None
     return newest_model(outcome.newest.tick(outcome.lost), outcome.strategy.traits.results[0], outcome)

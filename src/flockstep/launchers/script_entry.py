@@ -1,7 +1,7 @@
 """Starts a user's script in a process that ends with its launcher: python -I -S script_entry.py LAUNCHER SCRIPT
 [ARGUMENT …].
 
-This file is executed directly and uses the standard library alone, because it delays the script's first line.
+This file is executed directly and imports only the standard library, because its start delays the script.
 """
 
 import json
@@ -14,7 +14,7 @@ DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Replace this process, a child of process `launcher`, by Python with `command`."""
+    """Replace this process, a child of process `launcher`, by a Python interpreter that runs `command`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the launcher, which ends the run in order
     if sys.platform == "linux":
         import ctypes

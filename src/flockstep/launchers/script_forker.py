@@ -1,4 +1,6 @@
-"""Forks the scripts of a host's workers from one process that has imported what the script imports first."""
+"""Forks the workers of a script on this host from one process that has already imported what the script imports
+first.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ FOLDER = Path(__file__).parent / "script_preload"
 PIPES = "FLOCKSTEP_PRELOAD"
 """Environment variable with the file descriptors of the pipes: one to read requests from, one to write reports to."""
 READY = 60.0
-"""Seconds after which scripts are started in fresh interpreters, if the imports take longer."""
+"""Seconds that the imports may take; after that, scripts are started in fresh interpreters."""
 
 
 class ForkedScript:
@@ -51,7 +53,8 @@ class ForkedScript:
 class ScriptForker:
     """A process that imports what a script imports first, and then forks the script's workers.
 
-    To a script a forked worker looks like a worker in a fresh interpreter. Where it would not, `fork` returns None.
+    For a script, a forked worker does not differ from a worker in a fresh interpreter. If it would differ, `fork`
+    returns None.
     """
 
     def __init__(self, script: Path, command: Sequence[str], environment: Mapping[str, str], workers: int):
@@ -104,7 +107,7 @@ class ScriptForker:
         self._ask([*folder, str(len(there)), *map(str, there), *imports])
 
     def fork(self, environment: Mapping[str, str]) -> ForkedScript | None:
-        """Start the script of one worker, with all its variables.
+        """Start the script of one worker with the given environment variables.
 
         Returns:
             The process; None if the script must be started in a fresh interpreter.
@@ -134,14 +137,16 @@ class ScriptForker:
         self._left = []
 
     def exit_code(self, pid: int) -> int | None:
-        """Exit code of a forked process; None while it runs. With the process that forks, all forked ones end."""
+        """Exit code of a forked process; None while it runs. If the process that forks ends, all forked processes end,
+        too.
+        """
         while pid not in self._codes and (line := self._line(0.0)):
             _, ended, code = line.split()
             self._codes[int(ended)] = int(code)
         return self._codes.get(pid, -signal.SIGKILL if self._over else None)
 
     def close(self) -> None:
-        """End the process, and the forked processes that still run."""
+        """End the forking process, and the forked processes that still run."""
         if self._process is None:
             return
         process, self._process = self._process, None

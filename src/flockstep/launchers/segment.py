@@ -1,4 +1,4 @@
-"""Supervises a run of a declared job from its start, or a change of its nodes, to the next change, or to its end."""
+"""Supervises a segment of a declared job's run: from the start or a change of nodes to the next change or the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ _RESTARTED = "the workers, and new servers,"
 
 
 class NodesChanged(Interrupted):
-    """Workers leave or join a run, or nodes are lost, and the processes of the other workers wait to continue."""
+    """Exception: workers leave or join a run, or nodes are lost, and the processes of the other workers wait to
+    continue.
+    """
 
     def __init__(self, change: Change, supervisor: Supervisor, workers: int, epoch: int):
         """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
@@ -57,27 +59,27 @@ class NodesChanged(Interrupted):
 
 @dataclass(frozen=True)
 class RunSegment:
-    """A run from its start, or from a change of its nodes, to the next change, or to its end."""
+    """A segment of a run: from the start or a change of nodes to the next change or the end."""
 
     config: RunConfig
     record: RunFolder
     steps: int
-    """Steps of each worker."""
+    """Number of steps of each worker."""
     every: int
-    """Steps of each worker between two evaluations."""
+    """Number of steps of each worker between two evaluations."""
     policy: ResultPolicy
     show: Show
     hosts: OtherHosts
     test: OwnData | None = None
-    """The test set, in place of the job's."""
+    """The test set, if it replaces the job's test set."""
     resumed: Checkpoint | None = None
-    """The checkpoint from which the run continues; None if it begins at its start."""
+    """The checkpoint from which the run continues; None if the run starts from the beginning."""
     said: Sequence[str] = ()
-    """Sentences for the record."""
+    """Sentences to be added to the record."""
     parked: ParkedWorkers = field(default_factory=ParkedWorkers)
-    """Workers of a coordinator that was killed."""
+    """Waiting workers whose coordinator was killed."""
     left: NodesChanged | None = None
-    """How the nodes have changed, and the processes that continue; None: all processes are started."""
+    """How the nodes have changed, with the processes that continue; None if all processes are started."""
     parts: InitialParts | None = None
     """The parts of a split model; None if every worker holds a whole replica."""
 
@@ -214,5 +216,5 @@ class RunSegment:
 
 
 def evaluated_in(record: RunFolder) -> set[float]:
-    """Seconds of the evaluations in a record."""
+    """Return the times, in seconds, of the evaluations in a record."""
     return {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}

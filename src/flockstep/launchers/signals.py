@@ -1,4 +1,4 @@
-"""Delays the signals that stop a run until no operation is incomplete."""
+"""Delays the signals that stop a run until no operation is left incomplete."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that stop a run; the supervisor alone handles them, also if they are sent to all processes of the run."""
+"""Signals that stop a run; only the supervisor handles them, even if they are sent to all processes of the run."""
 
 
 def leave_to_supervisor(terminated: Callable[[], None] = lambda: None) -> None:
     """Ignore the signals that stop a run in this process, which was forked with these signals blocked.
 
-    SIGTERM calls `terminated`.
-    A process that this one starts can be ended by SIGTERM, as a `multiprocessing.Pool` ends its own.
+    SIGTERM calls `terminated`. Processes that this process starts can still be ended by SIGTERM, as a
+    `multiprocessing.Pool` ends its workers.
     """
     own = os.getpid()
 
@@ -36,7 +36,7 @@ def leave_to_supervisor(terminated: Callable[[], None] = lambda: None) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Context manager that delays the signals that stop a run until its end, where the first of them takes effect."""
+    """Context manager that delays the signals that stop a run; at its end, the first signal that came takes effect."""
     if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread
         yield
         return

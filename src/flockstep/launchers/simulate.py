@@ -35,7 +35,7 @@ def simulate(
     Args:
         config: the run's configuration, with `kind="simulate"`.
         folder: folder of the record; created if it is missing.
-        progress: called with the steps done by all workers, the total steps, and the virtual seconds.
+        progress: called with the steps done by all workers, the total number of steps, and the virtual seconds.
         overwrite: replace the run that the folder holds.
 
     Returns:

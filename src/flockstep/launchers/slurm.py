@@ -1,7 +1,7 @@
-"""Slurm: a job in whose allocation a command coordinates its run, and starts the agent of every host with srun.
+"""Runs on Slurm: within an allocation, a command coordinates its run and starts the agent of every host with srun.
 
-Within an allocation (of salloc, sbatch or srun) `slurm_allocation` has the hosts. Elsewhere `submitted` lets sbatch
-submit a job that runs the same flockstep command, shows its output, and returns its exit code.
+Within an allocation (of salloc, sbatch or srun) `slurm_allocation` provides the hosts. Elsewhere `submitted` lets
+sbatch submit a job that runs the same flockstep command, shows its output, and returns its exit code.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from flockstep.launchers.slurm_options import options_of_job
 from flockstep.launchers.wait_monitor import on_stderr
 
 JOB, HOSTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
-"""Names of the environment variables of an allocation: JOB has the number of its job, HOSTS the list of its hosts."""
+"""Names of the environment variables of an allocation. JOB: number of the job. HOSTS: list of the job's hosts."""
 SEPARATE = 120
-"""Exit code of a job that does not find the folder of its output."""
+"""Exit code of a job that does not find the folder for its output."""
 SCRIPT = """#!/bin/sh
 cd {here} && test -d {folder} || exit {separate}
 exec > {folder}/out 2> {folder}/err
 exec {command}
 """
-"""Shell script of the Slurm job; the output goes to files in a folder that no other user may enter."""
+"""Shell script of the Slurm job; its output goes to files in a folder that only this user may enter."""
 GOING = (
     "PENDING",
     "CONFIGURING",
@@ -53,9 +53,9 @@ GOING = (
     "STAGE_OUT",
     "RESIZING",
 )
-"""Slurm's states of a job that has not ended."""
+"""Slurm's states of a job that has not yet ended."""
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer knows of."""
+"""State of a job that Slurm no longer has in its list."""
 ENDED = {
     "CANCELLED": "was canceled",
     "TIMEOUT": "reached its time limit; allow more time with --slurm-options --time=HOURS:MINUTES:SECONDS",
@@ -67,19 +67,19 @@ ENDED = {
 }
 """Slurm's state of a job that has ended → text about the end."""
 POLL = 0.25
-"""Seconds between two checks of a job's output."""
+"""Seconds between two checks for new output of a job."""
 OFTEN, SELDOM = 0.5, 10.0
 """Shortest and longest time in seconds between two queries to Slurm.
 
 Between these limits, the time is a twentieth of the time since the submission.
 """
 GRACE = 30.0
-"""Seconds within which a canceled run completes its record, before Slurm is to end the job."""
+"""Seconds that a canceled run has to complete its record before Slurm ends the job."""
 
 
 @dataclass(frozen=True)
 class SlurmGathering(CommandGathering):
-    """The hosts of an allocation, on each of which a step of one task is the agent."""
+    """The hosts of an allocation; the agent of each host is a job step of one task."""
 
     def command(self, name: str) -> list[str]:
         """Return the srun command that starts the agent of a host; the step may use everything that the job has on the
@@ -90,7 +90,7 @@ class SlurmGathering(CommandGathering):
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
-    """Whether a process with this environment belongs to an allocation."""
+    """Return whether a process with this environment belongs to an allocation."""
     return JOB in environment and HOSTS in environment
 
 
@@ -104,14 +104,14 @@ def slurm_allocation(
     arguments: Sequence[str] = (),
     output: Output = SHOWN,
 ) -> Iterator[SlurmGathering]:
-    """Context manager: hosts of the allocation to which this process belongs.
+    """Context manager that yields the hosts of the allocation to which this process belongs.
 
     Args:
         workers: number of workers.
-        nodes: number of hosts that share the workers; None for all of the allocation, and at most `workers`.
+        nodes: number of hosts that share the workers; None for all hosts of the allocation, but at most `workers`.
         python: path of Python on the hosts, where flockstep is installed.
         timeout: seconds to wait for the hosts.
-        own: address of this host that the other hosts connect to; empty: the address from which the last host is
+        own: address of this host to which the other hosts connect; empty for the address from which the last host is
             reached.
         arguments: arguments of a launched script.
         output: which of the scripts' output is shown, and how.
@@ -154,9 +154,9 @@ def submitted(
 
     Raises:
         ConfigurationError: sbatch is not installed, Slurm refuses the job, or the job's hosts do not share the folder.
-        RunError: Slurm has ended the job, or the job was canceled because its output could not be shown; the output
-            is kept then.
-        Interrupted: the user has ended the job, of which nothing is left.
+        RunError: Slurm has ended the job, or the job was canceled because its output could not be shown; in this case,
+            the output is kept.
+        Interrupted: the user has ended the job; its files are removed.
     """
     for tool in ("sbatch", "scontrol", "scancel"):
         _require(tool)

@@ -1,5 +1,5 @@
-"""Options of sbatch that a user may add to a submitted job: all options except those with which a run could not be
-followed.
+"""Checks the options of sbatch that a user may add to a submitted job: all except options that would keep a run from
+being followed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFUSED = {
 SHORT = {"a": "array", "W": "wait", "M": "clusters"}
 """Short option of sbatch → the equivalent long option."""
 FLAGS = "HkOQsvhV"
-"""Short options without a value, besides the refused options; several may share a word."""
+"""Short options without a value, except the refused options; several of them may share a word."""
 LONG_FLAGS = [
     "contiguous",
     "exclusive",
@@ -56,14 +56,14 @@ VARIABLES = {
     "SBATCH_CLUSTERS": "clusters",
     "SLURM_CLUSTERS": "clusters",
 }
-"""Environment variable that sbatch reads as an option → name of the option."""
+"""Environment variable from which sbatch reads an option → name of the option."""
 
 
 def options_of_job(options: str, environment: Mapping[str, str]) -> list[str]:
     """Return the words of `--slurm-options`, checked together with the environment that sbatch reads.
 
     Raises:
-        ConfigurationError: the text cannot be split into words as in a shell, or a run cannot have one of the options.
+        ConfigurationError: the text cannot be split into words as in a shell, or one of the options is not allowed.
     """
     try:
         words = shlex.split(options)

@@ -1,7 +1,8 @@
-"""Spark: each task of a barrier stage trains one worker on the rows of its own partition, and the driver coordinates.
+"""Runs on Spark: each task of a barrier stage trains one worker on the rows of its own partition, and the driver
+coordinates.
 
-Rows do not leave their executor. A first job counts the rows of every partition, so that every worker knows the size of
-the whole; then a barrier stage starts all workers at once.
+Rows do not leave their executor. A first job counts the rows of every partition, so that every worker knows the total
+number of rows; then a barrier stage starts all workers at once.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from flockstep.launchers.wait_monitor import on_stderr
 from flockstep.workloads.own_data import OwnData, digest_of, write_samples
 
 GRACE = 10.0
-"""Seconds within which the stage ends by itself after the run."""
+"""Seconds that the stage has to end by itself after the run."""
 UNEVEN = 1.1
-"""Ratio of the largest to the smallest partition above which a warning is given."""
+"""Ratio of the largest to the smallest partition above which a warning is printed."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,17 @@ class Columns:
     """The columns of a row that hold the inputs and the target."""
 
     x: tuple[str, ...]
-    """Names of columns of numbers, or of one column of arrays or vectors; empty for rows that are pairs (x, y)."""
+    """Names of columns of numbers, or the name of one column of arrays or vectors; empty for rows that are pairs (x,
+    y).
+    """
     y: str = ""
     """Name of the target's column."""
 
     def arrays(self, rows: Iterable[Any]) -> tuple[FlatArray, FlatArray]:
-        """Inputs and targets of the rows, first axis over rows.
+        """Return the inputs and targets of the rows; the first axis counts rows.
 
         Raises:
-            ConfigurationError: a value is missing or no number, or the shapes differ.
+            ConfigurationError: a value is missing or is not a number, or the shapes differ.
         """
         inputs, targets = [], []
         for row in rows:
@@ -64,7 +67,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class PartitionFacts:
-    """The driver's facts about a partition: number of rows, digest and shapes."""
+    """What the driver knows about a partition: number of rows, digest and shapes."""
 
     rows: int
     digest: str
@@ -95,7 +98,7 @@ class SparkGathering(TaskGathering):
         """Submit the stage, in a thread that waits for it.
 
         Raises:
-            ConfigurationError: the cluster runs fewer tasks at once than there are partitions.
+            ConfigurationError: the cluster cannot run one task for each partition at the same time.
         """
         context = self.rows.context
         _require_slots(context, len(specs))
@@ -121,8 +124,7 @@ class SparkGathering(TaskGathering):
 def spark_stage(
     rows: Any, x: str | Sequence[str], y: str, test: Any, job: str, seed: int, timeout: float = TIMEOUT
 ) -> Iterator[tuple[SparkGathering, OwnData]]:
-    """Context manager: a barrier stage over the partitions of `rows`, which is still to be started, and the test
-    set.
+    """Context manager that yields a barrier stage over the partitions of `rows`, not yet started, and the test set.
 
     Args:
         rows: a DataFrame, or an RDD of pairs (x, y).

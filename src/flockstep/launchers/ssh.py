@@ -28,7 +28,7 @@ class SshGathering(CommandGathering):
     """The hosts that ssh reaches, each with a number of workers."""
 
     shares: tuple[int, ...] = ()
-    """Number of workers of each host."""
+    """Number of workers on each host."""
     ssh: tuple[str, ...] = ("ssh",)
 
     def placement(self, workers: int) -> dict[int, range]:
@@ -37,7 +37,7 @@ class SshGathering(CommandGathering):
         return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
 
     def over(self, config: RunConfig) -> RunConfig:
-        """The configuration with the transport and the workers of these hosts."""
+        """Return the configuration with the transport and the workers of these hosts."""
         return dataclasses.replace(super().over(config), workers=sum(self.shares))
 
     def command(self, name: str) -> list[str]:
@@ -61,20 +61,20 @@ def ssh_hosts(
     arguments: Sequence[str] = (),
     output: Output = SHOWN,
 ) -> Iterator[SshGathering]:
-    """Context manager: hosts that ssh reaches without a password.
+    """Context manager that yields hosts which ssh reaches without a password.
 
     Args:
         hosts: names and numbers of workers, as in "a:4,b:4"; a name alone has one worker.
         ssh: the command, with its options.
         python: path of Python on the hosts, where flockstep is installed.
         timeout: seconds to wait for the hosts.
-        own: address of this host that the other hosts connect to; empty: the address from which the first host is
+        own: address of this host to which the other hosts connect; empty for the address from which the first host is
             reached.
         arguments: arguments of a launched script.
         output: which of the scripts' output is shown, and how.
 
     Raises:
-        ConfigurationError: `hosts` is not such a list, or ssh is not installed, or a host's name does not resolve.
+        ConfigurationError: `hosts` does not have this form, or ssh is not installed, or a host's name does not resolve.
     """
     names, shares = _parsed(hosts)
     command = tuple(shlex.split(ssh))

@@ -63,8 +63,8 @@ from flockstep.transports.wire import PROTOCOL
 GRACE = 3.0
 """Seconds that processes have to end by themselves after a failure, before they are killed."""
 TURN = 4 * WINDOW
-"""Number of messages of one node that are handled before the next node's turn, so that no node can monopolize the
-supervisor.
+"""Number of messages of one node that are handled before those of the next node, so that no node can block the
+others.
 """
 LAST_CHECKPOINT = 10.0
 """Longest time in seconds for the checkpoint that is taken when a signal stops the run."""
@@ -176,9 +176,8 @@ class Supervisor:
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
         """Start the processes, wait for the end, and tell the nodes that the run has ended.
 
-        `result` selects the model that is returned to them.
-
-        Errors of the run are never raised; `outcome.error` holds them.
+        `result` selects the model that the nodes receive. Errors of the run are never raised, but stored in
+        `outcome.error`.
         """
         try:
             self._start()
@@ -211,11 +210,11 @@ class Supervisor:
         return self.outcome
 
     def reaches(self, rank: int) -> bool:
-        """Whether the process of a worker is connected, so that it can take part again."""
+        """Return whether the process of a worker is connected, so that it can continue in the run."""
         return rank in self._links
 
     def begin_again(self, rank: int, node_spec: NodeSpec, config: str) -> Child:
-        """Let the process of a worker take part by another node specification; return the process."""
+        """Let the process of a worker continue with another node specification; return the process."""
         self._links[rank].tell(AGAIN, {"spec": msgspec.json.encode(node_spec).decode(), "config": config, "wait": 0})
         return self.children.pop(rank)
 
@@ -279,14 +278,14 @@ class Supervisor:
         return min(max(5 * seconds / max(steps, 1), 1.0), LAST_CHECKPOINT)
 
     def forget(self) -> None:
-        """Remove the snapshots that nodes have sent."""
+        """Remove the snapshots that the nodes have sent."""
         self.outcome.newest = NewestSnapshots()
         for place in self._records.places:
             shutil.rmtree(place, ignore_errors=True)
 
     @property
     def failed_later(self) -> bool:
-        """Whether the run failed in a later call of `distribute`, after the first call had ended well."""
+        """Whether the run failed in a later call of `distribute`, after the first call's run had succeeded."""
         return self._state.over and not all(one._state.over for one in self._calls)
 
     def _start(self) -> None:
@@ -462,7 +461,9 @@ class Supervisor:
             yield from self._hosts.heard()
 
     def frames(self, address: Address, endpoint: str, max_bytes: int) -> Frames:
-        """Connect to a process on any host; `endpoint` is the address at which the process listens on its host."""
+        """Return a connection to a process on any host; `endpoint` is the address at which the process listens on its
+        host.
+        """
         if self._hosts.has(address) and (address >= 0 or self._number == 1):
             return self._hosts.frames(address, endpoint, max_bytes)
         return self._control.frames(endpoint, max_bytes)

@@ -1,4 +1,5 @@
-"""Starts the agent of a host, whose part in the run comes on standard input.
+"""Starts the agent of a host, which reads its part in the run from standard input: python -m
+flockstep.launchers.task_entry.
 
 python -m flockstep.launchers.task_entry
 """
@@ -24,7 +25,7 @@ def read(text: bytes) -> TaskSpec:
     """Return the specification that `written` wrote.
 
     Raises:
-        ValueError: the text is not a specification.
+        ValueError: the text is not the JSON of a specification.
     """
     return msgspec.json.decode(text, type=TaskSpec, dec_hook=lambda kind, value: kind(value))
 

@@ -1,4 +1,6 @@
-"""Runs whose hosts are tasks of a cluster manager: this process coordinates, every task is the agent of one host."""
+"""Runs whose hosts are tasks of a cluster manager: this process coordinates, and every task is the agent of one
+host.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,19 @@ from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
 
 THERE = 20.0
-"""Longest time in seconds for which a task waits for the coordinator, which listens before it starts tasks."""
+"""Longest time in seconds that a task waits for the coordinator, which listens before it starts tasks."""
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A Python file of the run: its path at the coordinator, and its content."""
+    """A Python file of the run: its path on the coordinator's host, and its content."""
 
     path: str
     content: bytes
 
     def found(self, folder: Path) -> str:
-        """Return the path of the same file on this host: the coordinator's path if the file is there, so that it finds
-        its neighbors, otherwise the path of a copy in `folder`.
+        """Return the path of the same file on this host. If the coordinator's path exists here, this path is returned,
+        so that the file can import its neighbors; otherwise the path of a copy in `folder`.
         """
         path = Path(self.path)
         if path.is_file() and path.read_bytes() == self.content:
@@ -61,14 +63,14 @@ class TaskSpec:
     config: str
     """The run's configuration as TOML."""
     files: tuple[TaskFile, ...]
-    """Python files of the run: the job or the script, if that is a file, and the files that register components."""
+    """Python files of the run: the job or the script, if it is a file, and the files that register components."""
     arguments: tuple[str, ...]
     """Arguments of the script."""
     output: OutputOptions
 
 
 def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
-    """Run the agent of a host until the run ends; `own` describes the samples of this host's only worker.
+    """Run the agent of a host until the run ends; `own` describes the samples of the only worker on this host.
 
     Raises:
         ConfigurationError: the coordinator refused, or cannot be reached.
@@ -104,10 +106,10 @@ def _worker(node_spec: NodeSpec, accepted: Accepted, config: RunConfig, own: Own
 
 
 class TaskHosts(RemoteHosts):
-    """Hosts whose agents are tasks. A task that fails before all have joined ends the run."""
+    """Hosts whose agents are tasks. If a task fails before all hosts have joined, the run ends."""
 
     failed: Callable[[], str | None] = staticmethod(lambda: None)
-    """Function that returns why a task failed; None if no task has failed."""
+    """Function that returns the reason why a task failed; None if no task has failed."""
 
     @property
     def port(self) -> int:
@@ -127,13 +129,13 @@ class TaskHosts(RemoteHosts):
 
 @dataclass(frozen=True)
 class TaskPart(Gathering):
-    """The part of a task in a run over one or several tasks."""
+    """A task's part in a run over one or several tasks."""
 
     here: tuple[int, ...] = ()
-    """Ranks of the task's workers."""
+    """Ranks of the workers in this task."""
 
     def ranks(self, workers: int) -> range:
-        """Ranks of the task's workers."""
+        """Ranks of the workers in this task."""
         return range(self.here[0], self.here[-1] + 1) if self.here else range(0)
 
     def __post_init__(self) -> None:
@@ -142,7 +144,7 @@ class TaskPart(Gathering):
 
 @dataclass(frozen=True)
 class TaskGathering(Coordinating, ABC):
-    """The part of the coordinator, which starts a task for each host."""
+    """The coordinator's part in a run, which starts a task for each host."""
 
     arguments: tuple[str, ...] = ()
     output: Output = SHOWN
@@ -169,5 +171,5 @@ class TaskGathering(Coordinating, ABC):
     def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
         """Start a task for each host; `stack` ends the remaining tasks.
 
-        Return a function that says why a task has failed, or None.
+        Return a function that returns why a task has failed, or None if no task has.
         """

@@ -1,4 +1,4 @@
-"""Limits the number of threads that numerical libraries use."""
+"""Limits the number of threads of numerical libraries."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import importlib
 import sys
 
 JAX_THREADS = "NPROC"
-"""Environment variable from which XLA on the CPU takes its number of threads, when JAX starts."""
+"""Environment variable from which XLA, when JAX starts, takes the number of its threads on the CPU."""
 
 
 def limit_threads(threads: int) -> None:
-    """Let the numerical libraries imported so far use `threads` threads; more threads than cores slow each other down.
+    """Limit the numerical libraries imported so far to `threads` threads; more threads than cores would slow each other
+    down.
 
-    A user's own process calls this again after further imports, because its environment variables are left alone.
+    The user's own process calls this again after further imports, because flockstep does not change its environment
+    variables.
     """
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -1,4 +1,4 @@
-"""Reads from a script's text what the script imports before it does anything else."""
+"""Finds, in a script's text, the imports with which the script begins."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 FORKABLE = frozenset({"flockstep", "numpy", "scipy", "sklearn", "torch"})
-"""Packages whose import starts no thread and keeps nothing that a forked process could not use."""
+"""Packages whose import starts no thread and creates nothing that a forked process could not use."""
 HEAVY = "torch"
-"""Package without which a preload is not worth a process."""
+"""Package without which a preload process would not save time."""
 
 
 def top_imports(script: Path, path: Sequence[str] = ()) -> list[str]:
-    """Return the imports with which a script begins, as far as they are of `FORKABLE` packages.
+    """Return the imports of `FORKABLE` packages with which a script begins.
 
-    Modules of the standard library are passed over. The first other statement, and the first import of any other
-    module, such as one of the script's own folder, end the list: what comes later may depend on them.
+    Modules of the standard library are skipped. The list ends at the first other statement, or the first import of any
+    other module, such as a module in the script's own folder, because what follows may depend on it.
 
     Args:
         script: path of a Python file.

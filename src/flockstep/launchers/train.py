@@ -1,4 +1,4 @@
-"""Real training of a declared job on processes of this machine."""
+"""Trains a declared job on real processes of this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(
         show: called from time to time with the state of every node, by address, and with the steps of each worker.
         overwrite: replace the run that the folder holds.
         gathering: the hosts of the run, of which this one coordinates; None: all processes are on this machine.
-        test: the test set, if each worker of the `gathering` has samples of its own; None: the job's data are used.
+        test: the test set, if each worker of the `gathering` has its own samples; None for the job's test set.
 
     Returns:
         The summary of the record.
@@ -144,7 +144,7 @@ def require_changes(config: RunConfig, strategy: Strategy) -> None:
     """Check that workers may leave the run, down to `config.min_workers`, and join it, up to `config.max_workers`.
 
     Raises:
-        ConfigurationError: there are fewer or more workers, or no checkpoints.
+        ConfigurationError: the number of workers is not within these limits, or checkpoints are off.
         CompositionError: the strategy has no checkpoints, or no rule for another number of workers.
     """
     least, most = config.min_workers, config.max_workers
@@ -205,7 +205,7 @@ def resume(
     Args:
         folder: folder of the record.
         show: see `train`.
-        workers: number of workers with which the run continues; None: as many as it had.
+        workers: number of workers with which the run continues; None for the number that it had.
         gathering: the hosts of the run from now on, of which this one coordinates; None: all processes are on this
             machine.
 

@@ -1,6 +1,4 @@
-"""Reports which workers a run waits for, every ten seconds in the first minute, and ends the run at the user's time
-limit.
-"""
+"""Reports which workers a run waits for, and ends the run at the user's time limit."""
 
 from __future__ import annotations
 
@@ -13,18 +11,20 @@ from flockstep.errors import RunError
 from flockstep.messages import Fields, node_name
 
 PERIOD = 10.0
-"""Seconds of waiting after which a run reports the workers that it waits for, and between two reports at first."""
+"""Seconds of waiting after which a run first reports the workers that it waits for, and initial interval between two
+reports.
+"""
 STARTING = 6
-"""Number of periods after which a run reports workers that have not joined, because a script that takes long to import
-is not a fault; and after which each interval between two reports is twice as long as the one before.
+"""Number of periods after which a run reports workers that have not joined, because slow imports of a script are not a
+fault. After the same number of periods, every interval between two reports is twice the previous interval.
 """
 RAREST = 60
 """Longest interval between two reports of a wait, in periods."""
 FRESH = 5.0
-"""Seconds for which a worker's report that it waits is valid; the worker repeats it every second."""
+"""Seconds for which a worker's report that it waits is valid; a waiting worker repeats the report every second."""
 
 SHOWN = 4
-"""Largest number of workers named in one sentence; further workers are counted."""
+"""Largest number of workers that one sentence names; further workers are only counted."""
 
 
 def on_stderr(text: str) -> None:
@@ -87,7 +87,9 @@ class WaitMonitor:
         self._stepping = True
 
     def begin(self, stepping: bool = True) -> None:
-        """Start the run's clock; without a strategy (`stepping` false) workers take no steps, and there is no limit."""
+        """Start the run's clock; if `stepping` is false, workers take no steps, because there is no strategy, and there
+        is no time limit.
+        """
         self._stepping = stepping
         self._since = dict.fromkeys(self._since, self._now())
 
@@ -172,7 +174,7 @@ class WaitMonitor:
 
 
 def joined_and(names: Iterable[str]) -> str:
-    """The names in a sentence: at most `SHOWN`, and the number of further ones."""
+    """Return the names for a sentence: at most `SHOWN` names, and the number of further names."""
     found = list(names)
     shown = found[:SHOWN] + ([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

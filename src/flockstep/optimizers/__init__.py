@@ -1,4 +1,4 @@
-"""Optimizers on flat arrays: the same arithmetic on a worker and, if elementwise, on a server and on a shard."""
+"""Optimizers on flat arrays, with the same arithmetic on a worker and, if elementwise, on a server or a slice."""
 
 from flockstep.optimizers.base import Optimizer, OptimizerState
 

@@ -1,4 +1,4 @@
-"""The contract of an optimizer."""
+"""The interface of an optimizer."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ class OptimizerState:
     """Number of full steps taken so far: the sum of their shares."""
     slots: dict[str, FlatArray] = field(default_factory=dict)
     tensors: tuple[slice, ...] = ()
-    """The slice of each of the model's tensors, for optimizers that work by layer; set by nodes that hold a whole
+    """The slice of each of the model's tensors, for optimizers that work layer by layer; set by nodes that hold a whole
     model.
     """
     lr: float = 0.0
-    """The learning rate of the last step, for optimizers that need it."""
+    """The learning rate of the last step, for optimizers that need to know when it changes."""
     start: int = 0
     """Index of the first parameter in the model's flat array."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Scalar state of another library's optimizer, in exported states: "name:group" → value."""
     foreign: Any = None
-    """State of another library's optimizer, which can only step all parameters at once."""
+    """State of another library's optimizer that can only step all parameters together."""
 
 
 class Optimizer(Component):
     """A rule that updates parameters from gradients; its fields are its hyper-parameters, including `lr`.
 
-    Elementwise means that a slice of the parameters can be stepped by itself: the result on a shard equals the same
-    slice of the result on the whole array, bit for bit.
+    Elementwise means that a slice of the parameters can be stepped alone: the result on a slice equals the same slice
+    of the result on the whole array, bit for bit.
     """
 
     noun: ClassVar[str] = "optimizer"
     elementwise: ClassVar[bool] = True
-    """Whether a slice can be stepped by itself; if not, steps need `OptimizerState.tensors` and the whole model."""
+    """Whether a slice can be stepped alone; if not, steps need the whole model and `OptimizerState.tensors`."""
     lr: float
-    """Learning rate; NaN if it belongs to another library's optimizer alone."""
+    """Learning rate; NaN if only another library's optimizer knows the learning rate."""
 
     @property
     def on_servers(self) -> Optimizer:
-        """The form in which servers have this optimizer."""
+        """The form of this optimizer that servers use."""
         return self
 
     @property
     def by_place(self) -> bool:
-        """Whether the step of an element depends on its place in the flat array of the whole model."""
+        """Whether the step of an element depends on the element's position in the flat array of the whole model."""
         return False
 
     def with_lr(self, lr: float) -> Optimizer:
@@ -71,7 +71,7 @@ class Optimizer(Component):
         """Return a fresh state for `params`, of shape (K,)."""
 
     def load(self) -> None:
-        """Import what steps need, so that the first step does not wait for imports."""
+        """Import the modules that steps need, so that the first step does not wait for imports."""
 
     def init_slice(self, params: FlatArray, part: slice) -> OptimizerState:
         """Return a fresh state for a slice of the model's parameters."""
@@ -103,9 +103,9 @@ class Optimizer(Component):
             share: the part of a full step that the gradient makes, for example 1/n for the gradient of one of n
                 workers. The parts of a step together move `params` about as far as the full step, and over all later
                 steps each part counts as its share. An optimizer that is linear in the gradient multiplies the
-                gradient, weight decay included, by `share`. Any other optimizer would undo that, so it multiplies the
-                learning rate, and its running means keep the share-th power of their factor. With 1 the step is the
-                full one, in every bit.
+                gradient, weight decay included, by `share`. In any other optimizer, this would have no effect: it
+                multiplies the learning rate instead, and raises the factors of its running means to the power of
+                `share`. With 1, the step equals a full step in every bit.
         """
 
 
@@ -143,7 +143,7 @@ def require(holds: bool, name: str, rule: str, value: float, way_out: str) -> No
     """Check a hyper-parameter.
 
     Raises:
-        ConfigurationError: `holds` is false, which a comparison with NaN always is; the message contains the value, the
+        ConfigurationError: `holds` is false, as for every comparison with NaN; the message contains the value, the
         rule and a valid alternative.
     """
     if not holds:

@@ -1,4 +1,4 @@
-"""Another optimizer's step along a clipped gradient."""
+"""An optimizer that clips the gradient before another optimizer's step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clipped(Optimizer):
     """Gradient clipping (Pascanu, Mikolov & Bengio 2013): a step of `optimizer` along g · min(1, max_norm / (‖g‖ +
     1e-6)).
 
-    ‖g‖ is the Euclidean norm of the whole gradient, so that no slice of the parameters can be stepped by itself. The
+    ‖g‖ is the Euclidean norm of the whole gradient, so that no slice of the parameters can be stepped alone. The
     learning rate and the state are those of `optimizer`.
     """
 
@@ -31,7 +31,7 @@ class Clipped(Optimizer):
 
     @property
     def lr(self) -> float:  # type: ignore[override]
-        """The learning rate of `optimizer`."""
+        """The learning rate of the optimizer that takes the step."""
         return self.optimizer.lr
 
     def load(self) -> None:
@@ -52,6 +52,6 @@ class Clipped(Optimizer):
         self.optimizer.step(params, self.scaled(gradient, norm(gradient)), state, lr, share)
 
     def scaled(self, gradient: FlatArray, length: float) -> FlatArray:
-        """Return the gradient, or a slice of it, clipped; `length` is the norm of the whole gradient."""
+        """Return the gradient, or a slice of it, scaled for clipping; `length` is the norm of the whole gradient."""
         scale = self.max_norm / (length + 1e-6)
         return gradient * scale if scale < 1 or math.isnan(scale) else gradient

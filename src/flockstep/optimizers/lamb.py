@@ -40,7 +40,7 @@ class LAMB(Optimizer):
         require(self.largest > 0, "largest of lamb", "> 0", self.largest, "use inf for no bound")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """Return a fresh state for `params`; its `tensors` are still to be set.
+        """Return a fresh state for `params`; its `tensors` must still be set.
 
         Raises:
             ConfigurationError: eps is zero in the dtype of `params`.

@@ -17,9 +17,9 @@ class LARS(Optimizer):
 
     For each layer λ = trust ||w|| / (||g|| + weight_decay ||w||), v ← momentum v + lr λ (g + weight_decay w) and w ← w
     - v. The paper does not define λ for layers of norm 0 (biases at the start); here ||w|| / ||g|| counts as 1 for
-    them. Because v contains the learning rate, v is multiplied by lr / (lr of the step before) when the rate changes
-    (momentum correction: Goyal et al. 2017, remark 2); momentum_correction=False is algorithm 1 without that. Slots:
-    `momentum` (v).
+    them. Because v contains the learning rate, v is multiplied by lr / (lr of the previous step) when the rate changes
+    (momentum correction: Goyal et al. 2017, remark 2); momentum_correction=False is algorithm 1 without this
+    correction. Slots: `momentum` (v).
     """
 
     elementwise: ClassVar[bool] = False

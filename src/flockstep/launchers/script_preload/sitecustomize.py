@@ -1,10 +1,11 @@
-"""Turns a starting interpreter into one that imports what a script imports first, and forks the script's workers.
+"""Turns a starting interpreter into a process that imports what a script imports first, and forks the script's workers.
 
 Python imports this file, found through `PYTHONPATH`, after its own start and before it runs the script of its command
-line. The first process never runs the script: it preloads, forks, reports how its children end, and exits. In a child
-the import of this file ends, all traces of it are removed, and Python goes on to run the script as it always does.
+line. The first process never runs the script: it preloads, forks, reports how its children end, and exits. In a child,
+the import of this file ends, all traces of this file are removed, and Python runs the script as usual.
 
-The file uses modules that every interpreter has loaded by then, and after the preload those that torch has loaded.
+This file uses only modules that every interpreter has already loaded, and after the preload modules that torch has
+loaded.
 """
 
 # pathlib is not loaded
@@ -18,20 +19,22 @@ PIPES = "FLOCKSTEP_PRELOAD"
 """Environment variable with the file descriptors of the pipes: one to read requests from, one to write reports to."""
 NODE_SPEC = "FLOCKSTEP_NODE_SPEC"
 DIFFERENT = ("RANK", "LOCAL_RANK", NODE_SPEC)
-"""Variables that differ between workers."""
+"""Environment variables that differ between the workers of a host."""
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 THREADS, FILES, MAPS = "/proc/self/task", "/proc/self/fd", "/proc/self/maps"
 TIMERS = (_signal.ITIMER_REAL, _signal.ITIMER_VIRTUAL, _signal.ITIMER_PROF)
 SHARED = b"rw-s"
-"""Access of memory that forked processes would share, such as that of a device."""
+"""Access flag, in a list of memory mappings, of memory that forked processes would share, such as a device's memory."""
 
 
 class Declined(Exception):
-    """A worker forked from this process would not be equal to a worker in a fresh interpreter."""
+    """Exception: a worker forked from this process would differ from a worker in a fresh interpreter."""
 
 
 class EnvironmentWatch(type(os.environ)):  # type: ignore[misc] # os has no public name for it
-    """The environment while modules are imported; a variable that differs between workers must not be asked for."""
+    """The environment while modules are imported; raises `Declined` if a module reads a variable that differs between
+    workers.
+    """
 
     asked = False
 
@@ -41,7 +44,9 @@ class EnvironmentWatch(type(os.environ)):  # type: ignore[misc] # os has no publ
 
 
 def read(source: int) -> list[str]:
-    """The next request: fields that each end with a zero byte, after their length in 8 digits; empty at the end."""
+    """Read the next request: fields that each end with a zero byte, preceded by their total length in 8 digits; empty
+    at the end.
+    """
     length = os.read(source, 8)
     if not length:
         return []
@@ -52,20 +57,24 @@ def read(source: int) -> list[str]:
 
 
 def changes(begun: dict[str, str]) -> dict[str, str | None]:
-    """What imports have changed in the environment since `begun`; None for a variable that they removed."""
+    """Return how imports have changed the environment since `begun`: name → new value, or None for a removed
+    variable.
+    """
     now = dict(os.environ)
     return {name: now.get(name) for name in {**begun, **now} if now.get(name) != begun.get(name)}
 
 
 def started_with() -> dict[str, str]:
-    """The environment with which this process was started, before any module could change it."""
+    """Return the environment with which this process was started, before any module could change it."""
     with open("/proc/self/environ", "rb") as file:
         entries = os.fsdecode(file.read()).split("\0")[:-1]
     return {entry.partition("=")[0]: entry.partition("=")[2] for entry in entries}
 
 
 def as_without_this_file(begun: dict[str, str]) -> None:
-    """Set the environment, and what `begun` says of it, to what it is in a fresh interpreter of this script."""
+    """Set the environment, and the environment recorded in `begun`, to what they would be in a fresh interpreter of
+    this script.
+    """
     path = begun["PYTHONPATH"].partition(os.pathsep)[2]
     for environment in (os.environ, begun):
         del environment[PIPES]
@@ -75,7 +84,7 @@ def as_without_this_file(begun: dict[str, str]) -> None:
 
 
 def usual_customization() -> BaseException | None:
-    """Import the `sitecustomize` that Python would import without this file; the error if there is none."""
+    """Import the `sitecustomize` that Python would import without this file; return the error if the import fails."""
     folder = os.path.dirname(__file__)
     sys.path.remove(folder)
     sys.path_importer_cache.pop(folder, None)
@@ -90,7 +99,9 @@ def usual_customization() -> BaseException | None:
 
 
 def preload(folder: str, imports: list[str]) -> None:
-    """Import modules as the script does: each of `imports` is a module and what is imported from it."""
+    """Import modules as the script does: each entry of `imports` is a module with the names that are imported from
+    it.
+    """
     for module in list(sys.modules.values()):  # those that .pth files import have been loaded already
         file = getattr(module, "__file__", None) or ""
         if module.__name__.partition(".")[0] not in sys.stdlib_module_names and file.endswith(".py"):
@@ -134,7 +145,7 @@ def require_forkable(pipes: set[int]) -> None:
 
 
 def has_children() -> bool:
-    """Whether this process has a child process."""
+    """Return whether this process has a child process."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -143,7 +154,7 @@ def has_children() -> bool:
 
 
 def draw_anew() -> None:
-    """Give this process random states of its own; Python does so for `random`."""
+    """Give this process new random states, except for `random`, which Python seeds itself after a fork."""
     import torch
 
     torch.default_generator.seed()
@@ -158,7 +169,9 @@ def draw_anew() -> None:
 
 
 def become_worker(parent: int, fields: list[str], changed: dict[str, str | None], pipes: set[int]) -> None:
-    """Make this forked process a worker: its output, its environment, and its end with the process `parent`."""
+    """Turn this forked process into a worker: set its output and its environment, and let it end with the process
+    `parent`.
+    """
     import ctypes
     import json
     import threading
@@ -185,7 +198,7 @@ def become_worker(parent: int, fields: list[str], changed: dict[str, str | None]
 
 
 def watch(children: set[int], report: int) -> None:
-    """Report how the children end, and end this process when all have ended."""
+    """Report the exit codes of the children, and end this process when all children have ended."""
     while children:
         pid, status = os.wait()
         if pid in children:
@@ -195,7 +208,7 @@ def watch(children: set[int], report: int) -> None:
 
 
 def main() -> BaseException | None:
-    """Preload and fork, as the launcher asks; returns in the children only.
+    """Preload and fork, as the launcher requests; this function returns only in the children.
 
     Returns the error of the usual `sitecustomize`, see `usual_customization`.
     """
