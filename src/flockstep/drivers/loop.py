@@ -245,7 +245,7 @@ class Loop:
 
     @property
     def awaited(self) -> int:
-        """First element of the part of the gradients that the strategy waits for; 0 if it waits for all of them."""
+        """First element of the part of the gradients for which the strategy waits; 0 if it waits for all of them."""
         return 0 if self.finished else self._runner.awaited
 
     @property
@@ -286,7 +286,7 @@ class Loop:
         self._member.tell("gradient", None, shown)
 
     def listen(self) -> None:
-        """Deliver messages that have arrived, and continue the tasks that wait for them."""
+        """Deliver messages that have arrived, and continue the tasks that wait for these messages."""
         if not self.finished:
             with self._telling():
                 self._runner.collect()
