@@ -152,6 +152,12 @@ class Interrupted(RunError):
     """The user or the system asked the run to stop."""
 
 
+def in_short(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def of_kind(kind: str, reason: str, note: str = "") -> FlockstepError:
     """Return the error that another process has raised, from the name of its type, its sentence, and the place where it
     was raised.

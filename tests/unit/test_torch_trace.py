@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -177,6 +179,176 @@ def test_a_model_that_draws_random_numbers_itself_is_refused(draw: Callable[[], 
 
     with pytest.raises(ConfigurationError, match="forward of LayerDrop draws random numbers while it is traced"):
         traced_chain(LayerDrop(nn.Linear(4, 4)), "job")
+
+
+class Counts:
+    """Where models count their calls."""
+
+    __slots__ = ("calls",)
+    all_calls = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+CALLS = 0
+NOTED: list[int] = []
+HELD = [{"counts": [Counts()]}]
+
+
+class Late(_Around):
+    """A model that computes something else from its 100th call on."""
+
+    of_class = 0
+
+    def __init__(self, way: str) -> None:
+        super().__init__(nn.Linear(4, 4))
+        self.way, self.noted, self.named, self.numbers = way, [0], {"calls": 0}, np.zeros(1)
+        self.tensors, self.drawn, self.last = [torch.zeros(1)], random.Random(0), deque([0], 1)
+
+    def counted(self) -> float:
+        """Number of calls so far, or a random number, as the way says."""
+        global CALLS
+        match self.way:
+            case "list":
+                self.noted.append(0)
+                return len(self.noted)
+            case "dict":
+                self.named["calls"] += 1
+                return self.named["calls"]
+            case "array":
+                self.numbers += 1
+                return float(self.numbers[0])
+            case "tensor":
+                self.tensors[0] += 1
+                return float(self.tensors[0])
+            case "queue":
+                self.last.append(self.last[0] + 1)
+                return self.last[0]
+            case "stream":
+                return 100 * self.drawn.random()
+            case "class":
+                Late.of_class += 1
+                return Late.of_class
+            case "global":
+                CALLS += 1
+                return CALLS
+            case "global list":
+                note()
+                return len(NOTED)
+            case _:
+                counts = HELD[0]["counts"][0]
+                counts.calls += 1
+                return counts.calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inside(x)
+        return out if self.counted() < 100 else -out
+
+
+def note() -> None:
+    NOTED.append(0)
+
+
+WAYS = {
+    "list": "noted",
+    "dict": "named",
+    "array": "numbers",
+    "tensor": "tensors",
+    "queue": "last",
+    "stream": "drawn",
+    "class": "Late.of_class",
+    "global": "global CALLS",
+    "global list": "global NOTED",
+    "held": "global HELD.*calls",
+}
+
+
+@pytest.mark.parametrize(("way", "title"), WAYS.items())
+def test_state_that_a_traced_model_changes_is_found(way: str, title: str) -> None:
+    """A graph would have the state of the trace in every call, and the comparison with the model sees one call only."""
+    model = Late(way)
+    with pytest.raises(ConfigurationError, match=f"forward of Late changes {title} while it is traced"):
+        traced_chain(model, "job")
+    assert (CALLS, NOTED, HELD[0]["counts"][0].calls, Late.of_class) == (0, [], 0, 0)
+    assert (model.noted, model.named["calls"], list(model.last)) == ([0], 0, [0]), "as before the trace"
+    assert (model.numbers[0], model.tensors[0]) == (0, 0)
+    assert model.drawn.random() == random.Random(0).random()
+
+
+def test_state_that_a_module_inside_changes_changes_in_every_call() -> None:
+    late = Late("list")
+    for unit in traced_chain(_Around(late), "job") * 3:
+        unit.module(torch.rand(3, 4))
+    assert len(late.noted) == 4
+
+
+class Watches(_Around):
+    """A model that reads what a module inside changes."""
+
+    inside: Late
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inside(x)
+        return out if len(self.inside.noted) < 100 else -out
+
+
+class WatchesNorm(_Around):
+    inside: nn.BatchNorm1d
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inside(x)
+        assert self.inside.num_batches_tracked is not None
+        return out if self.inside.num_batches_tracked < 100 else -out
+
+
+class Assigns(_Around):
+    """A constraint on weights, which a graph would leave out."""
+
+    inside: nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside.weight.data = torch.renorm(self.inside.weight.data, 2, 0, 1.0)
+        return self.inside(x)  # type: ignore[no-any-return]
+
+
+class Steps(_Around):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__(inside)
+        self.numbers = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) * next(self.numbers)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Watches(Late("list")), "reads noted, which a module inside changes in every call"),
+        (WatchesNorm(nn.BatchNorm1d(4)), "got WatchesNorm: symbolically traced variables cannot be used as inputs to"),
+        (Assigns(nn.Linear(4, 4)), "got Assigns: forward assigns 'data' of a tensor"),
+        (Steps(nn.Linear(4, 4)), "forward of Steps computes something else in every call"),
+    ],
+)
+def test_state_that_a_graph_would_freeze_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        traced_chain(model, "job")
+
+
+def test_a_model_that_only_reads_state_is_traced() -> None:
+    class Reads(_Around):
+        scale: tuple[float, int]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = math.sqrt(2.0), 1
+            return self.inside(x) * self.scale[0] + len(NOTED)  # type: ignore[no-any-return]
+
+    model = Reads(nn.Linear(4, 4))
+    model.scale = math.sqrt(2.0), 1
+    x = between = torch.rand(3, 4)
+    for unit in traced_chain(model, "job"):
+        between = unit.module(between)
+    assert torch.equal(between, model(x))
 
 
 X, Y = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), np.arange(32) % 2

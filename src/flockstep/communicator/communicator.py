@@ -20,9 +20,8 @@ from flockstep.communicator.rank import Rank
 from flockstep.communicator.requests import Handler, Request, RequestServer
 from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
 from flockstep.communicator.window import Window
-from flockstep.drivers.member import in_short
 from flockstep.drivers.membership import Membership
-from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut, in_short
 from flockstep.messages import Array, Message, node_name
 from flockstep.transports.bus import Bus
 from flockstep.transports.shared_memory import SharedMemory

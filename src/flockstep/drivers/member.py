@@ -45,7 +45,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.clock import ROUND_TRIPS, ClockOffset, RoundTrip, offset_of
 from flockstep.drivers.replication import NOTES as REPLICAS
-from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError, in_short
 from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
 from flockstep.partitions.model_cut import ModelCut
@@ -660,12 +660,6 @@ def _limit() -> str:
     limits = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     known = [one for one in limits if one != resource.RLIM_INFINITY]
     return f" (ulimit allows it {min(known) / 1e6:.0f} MB)" if known else ""
-
-
-def in_short(error: Exception) -> str:
-    """Return the type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def place_of(error: Exception) -> str:

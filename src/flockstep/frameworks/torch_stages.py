@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel
 from flockstep.frameworks.torch import Tensors, TorchEngine
@@ -91,6 +91,12 @@ def stage_torch(
     `TorchPart`.
     """
     whole = TorchEngine(job, seed) if cut.obstacle else SkeletonEngine(job, seed, cut)
+    return _staged(whole, job, pipeline, cut, make)
+
+
+def _staged(
+    whole: TorchEngine | SkeletonEngine, job: Job, pipeline: Pipeline, cut: ModelCut, make: type[TorchPart] | None
+) -> PipelineModel:
     chunks = _cut_at(cut.starts, model_chain(whole.module, f"job {job.name!r}"))
     return _assembled(whole, chunks, cut, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
 
@@ -99,17 +105,32 @@ def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
     """Try to build the parts of `split` without the whole model; return `split`, with the reason if that is
     impossible.
     """
+    return replace(split, cut=replace(split.cut, obstacle=_obstacle(job, seed, split)))
+
+
+def _obstacle(job: Job, seed: int, split: PipelineModel) -> str:
+    """Reason why the parts of `split` cannot be built without the whole model; empty if they can."""
     try:
-        kind = type(split.parts[0])
-        assert issubclass(kind, TorchPart)
-        bare = stage_torch(job, seed, split.pipeline, split.cut, kind)
+        whole = SkeletonEngine(job, seed, split.cut)
+    except ConfigurationError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
+        return f"building the model without values raised {in_short(error)}; do not compute with values in constructors"
+    kind = type(split.parts[0])
+    assert issubclass(kind, TorchPart)
+    try:
+        bare = _staged(whole, job, split.pipeline, split.cut, kind)
         for part, known in zip(bare.parts, split.parts, strict=True):
             part.take(known.values())
-        _compare(bare, split, f"job {job.name!r}")
-    except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return replace(split, cut=replace(split.cut, obstacle=reason[0]))
-    return split
+        outputs, buffers = _differences(bare, split)
+    except Exception as error:  # noqa: BLE001
+        return f"the model that was built without values raised {in_short(error.__cause__ or error)}"
+    if got := outputs or (f"buffers that differ by {buffers:.2g}" if buffers else ""):
+        return (
+            f"a model that is built without values computes something else, got {got}; do not compute with values or "
+            "random numbers in constructors"
+        )
+    return ""
 
 
 def model_chain(module: nn.Module, who: str) -> list[ChainLayer]:
@@ -462,6 +483,25 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
     Raises:
         ConfigurationError: they differ by more than rounding.
     """
+    outputs, buffers = _differences(split, known)
+    if outputs:
+        raise ConfigurationError(
+            f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
+            "what the model does besides running its layers (a forward method of its own, state that layers share) "
+            "into one layer, or use partition=none"
+        )
+    if buffers:
+        raise ConfigurationError(
+            f"the layers of {who}, run one after another, must change the buffers as the model changes them, got "
+            f"values that differ by {buffers:.2g}; change buffers in the forward method of a layer, not in a hook, or "
+            "use partition=none"
+        )
+
+
+def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float]:
+    """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
+    `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
+    """
     engine, trial, count = _engine_of(known), _engine_of(split), len(split.cut.starts)
     whole = _built(known)
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
@@ -482,18 +522,9 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
             between = split.parts[of].backward(local, batch, between, found[of])
         held = joined(list(trial.buffers_of(0).values()))
     tolerance = whole.tolerance
-    if got := difference(own, loss, np.concatenate(found), expected, tolerance):
-        raise ConfigurationError(
-            f"the layers of {who}, run one after another, must compute what the model computes, got {got}; move what "
-            "the model does besides running its layers (a forward method of its own, state that layers share) into one "
-            "layer, or use partition=none"
-        )
-    if not np.allclose(held, buffers, rtol=tolerance, atol=tolerance * np.abs(buffers).max(initial=0), equal_nan=True):
-        raise ConfigurationError(
-            f"the layers of {who}, run one after another, must change the buffers as the model changes them, got "
-            f"values that differ by {np.abs(held - buffers).max():.2g}; change buffers in the forward method of a "
-            "layer, not in a hook, or use partition=none"
-        )
+    got = difference(own, loss, np.concatenate(found), expected, tolerance) or ""
+    near = np.allclose(held, buffers, rtol=tolerance, atol=tolerance * np.abs(buffers).max(initial=0), equal_nan=True)
+    return got, 0.0 if near else float(np.abs(held - buffers).max())
 
 
 def difference(own: float, loss: float, found: FlatArray, expected: FlatArray, tolerance: float) -> str | None:

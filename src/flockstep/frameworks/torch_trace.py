@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_chain import ChainLayer
+from flockstep.frameworks.torch_effects import StateSnapshot, Variable, hidden
 from flockstep.frameworks.torch_layers import WHOLE
 
 
@@ -66,6 +67,19 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._opaque or super().is_leaf_module(m, module_qualified_name)
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Read buffers of modules that are one operation when the graph runs, as such modules may change them."""
+        self.proxy_buffer_attributes = isinstance(attr_val, torch.Tensor) and any(
+            attr_val is buffer
+            for name, one in self.root.named_modules()
+            if self.is_leaf_module(one, name)
+            for buffer in one.buffers()
+        )
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
     def create_args_for_root(
         self,
         root_fn: Callable[..., Any],
@@ -81,16 +95,28 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
 
 
+class _Proxy(fx.Proxy):
+    """A value while a module is traced; an attribute that is assigned to it would be missing in the graph."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("tracer", "node"):
+            raise ConfigurationError(f"forward assigns {name!r} of a tensor")
+        super().__setattr__(name, value)
+
+
 def _traced(module: nn.Module, who: str) -> fx.Graph:
     """The operations of a module; modules inside that cannot be traced are one operation each."""
     opaque: set[nn.Module] = set()
     modules = dict(module.named_modules())
+    changing: list[Variable] = []
     for name, one in reversed(modules.items()):  # a module comes after the modules inside it
         if fx.Tracer().is_leaf_module(one, name) and one is not module:
             continue
         try:
-            with _without_effects(one):
-                graph = _Tracer(opaque).trace(one)
+            with hidden(changing), _without_effects(one, changing):
+                graph, again = _Tracer(opaque).trace(one), _Tracer(opaque).trace(one)
+                if str(graph) != str(again):
+                    raise ConfigurationError(f"forward of {type(one).__name__} computes something else in every call")
         except Exception as error:
             if one is module:
                 lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -104,45 +130,33 @@ def _traced(module: nn.Module, who: str) -> fx.Graph:
 
 
 @contextmanager
-def _without_effects(module: nn.Module) -> Iterator[None]:
-    """Raise `ConfigurationError` after tracing that has drawn random numbers or changed the module; undo the change.
+def _without_effects(module: nn.Module, changing: list[Variable]) -> Iterator[None]:
+    """Raise `ConfigurationError` after tracing that has drawn random numbers or changed values; undo the change.
 
     What tracing computes is not in the graph: every call of the graph would have the random numbers of the trace, and
-    would leave the change out.
+    would leave the change out. Places whose values have changed are added to `changing`.
     """
-    modules = list(module.modules())
-    kept = [(one, vars(one).copy(), one._buffers.copy()) for one in modules]
-    values = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    who, before = f"forward of {type(module).__name__}", StateSnapshot(module)
     drawn, numpy_drawn = random.getstate(), np.random.get_state()  # noqa: NPY002 - a model may draw from it
     with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
+        torch_drawn = torch.get_rng_state()
         try:
             yield
             if (
-                not torch.equal(torch.get_rng_state(), before)
+                not torch.equal(torch.get_rng_state(), torch_drawn)
                 or random.getstate() != drawn
                 or repr(np.random.get_state()) != repr(numpy_drawn)  # noqa: NPY002
             ):
-                raise ConfigurationError(f"forward of {type(module).__name__} draws random numbers while it is traced")
-            changed = any(buffer._version != version for buffer, version, _ in values)
-            if changed or any(_differ(vars(one), own) or _differ(one._buffers, held) for one, own, held in kept):
-                raise ConfigurationError(f"forward of {type(module).__name__} changes the module while it is traced")
+                raise ConfigurationError(f"{who} draws random numbers while it is traced")
         finally:
             random.setstate(drawn)
             np.random.set_state(numpy_drawn)  # noqa: NPY002
-            for one, own, held in kept:
-                vars(one).clear()
-                vars(one).update(own)
-                one._buffers.clear()
-                one._buffers.update(held)
-            with torch.no_grad():
-                for buffer, version, value in values:
-                    if buffer._version != version:
-                        buffer.copy_(value)
-
-
-def _differ(found: dict[str, Any], kept: dict[str, Any]) -> bool:
-    return found.keys() != kept.keys() or any(found[name] is not one for name, one in kept.items())
+            changed = before.changed
+            changing += changed
+            before.restore()
+        if changed:
+            titles = ", ".join(dict.fromkeys(place.title for place in changed))
+            raise ConfigurationError(f"{who} changes {titles} while it is traced")
 
 
 def _places(nodes: Sequence[fx.Node], first: fx.Node) -> dict[int, fx.Node]:

@@ -13,11 +13,11 @@ from typing import NoReturn
 import msgspec
 
 from flockstep.arrays.memory import settle_down
-from flockstep.drivers.member import NodeSpec, die_with, in_short, on_same_host
+from flockstep.drivers.member import NodeSpec, die_with, on_same_host
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.process import run_server, run_worker, warm_up
 from flockstep.drivers.setup import BuiltJob, digest, prepare, require_unchanged
-from flockstep.errors import FlockstepError
+from flockstep.errors import FlockstepError, in_short
 from flockstep.frameworks.base import Engine
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.children import Child, fork

@@ -25,10 +25,9 @@ import numpy as np
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.member import in_short
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.snapshot_tracker import SnapshotTick, SnapshotTracker
-from flockstep.errors import FlockstepError, RunError, of_kind
+from flockstep.errors import FlockstepError, RunError, in_short, of_kind
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
 from flockstep.launchers.entry import limit_process
 from flockstep.launchers.signals import leave_to_supervisor

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from flockstep.drivers.member import in_short
 from flockstep.drivers.place import host_names
-from flockstep.errors import ConfigurationError, Interrupted, RunError
+from flockstep.errors import ConfigurationError, Interrupted, RunError, in_short
 from flockstep.launchers import task_entry
 from flockstep.launchers.commands import CommandGathering
 from flockstep.launchers.meeting import SECRET, TIMEOUT, Meeting, address_towards

@@ -17,13 +17,22 @@ import msgspec
 from flockstep.arrays.schema import FlatArray
 from flockstep.communicator.joining import rule_of
 from flockstep.drivers.event_sender import events_in
-from flockstep.drivers.member import AGAIN, WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, in_short, run_of_call
+from flockstep.drivers.member import AGAIN, WINDOW, Failure, Hello, NodeLost, NodeSpec, Welcome, run_of_call
 from flockstep.drivers.node_metrics import fingerprint
 from flockstep.drivers.part_group import groups_of
 from flockstep.drivers.plan import whole_cluster
 from flockstep.drivers.replication import ProgramEvents
 from flockstep.drivers.snapshot_tracker import NewestSnapshots
-from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
+from flockstep.errors import (
+    ConfigurationError,
+    FlockstepError,
+    Interrupted,
+    PeerLost,
+    ProtocolError,
+    RunError,
+    in_short,
+    of_kind,
+)
 from flockstep.expression import from_data
 from flockstep.launchers.backups import is_replaced, replaced
 from flockstep.launchers.checkpoints import Checkpointer

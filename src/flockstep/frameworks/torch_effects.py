@@ -1,0 +1,319 @@
+"""What a call of a torch module changes besides computing outputs: attributes, objects that they hold, and globals."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import random
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+from flockstep.errors import ConfigurationError
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""Types whose values never change."""
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has, such as `_buffers`."""
+_OWN_STATE = {*sys.stdlib_module_names, "flockstep", "numpy", "torch"}
+"""Packages whose objects are not searched."""
+_MISSING = object()
+"""In place of a value that does not exist."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """A name by which the code of a module reaches a value: an attribute, or a global or enclosing variable."""
+
+    name: str
+    title: str
+    """Name with which messages call the place."""
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A value as it was when the snapshot was taken."""
+
+    place: Variable
+    """Variable from which the value was reached."""
+    same: Callable[[], bool]
+    """Function that says whether the value is as it was."""
+    restore: Callable[[], object]
+
+
+class StateSnapshot:
+    """The values that the code of a module can change when it is called.
+
+    These are the attributes of all modules inside it and of their classes, the global and enclosing variables that the
+    methods of these classes name, and everything that these values hold. Code of installed packages is not searched for
+    globals.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._kept: list[_Kept] = []
+        self._seen: dict[object, Any] = {id(one): one for one in module.modules()}
+        for name, one in module.named_modules():
+            self._attributes(one, f"{name}." if name else "")
+
+    @property
+    def changed(self) -> list[Variable]:
+        """The places whose values have changed, or lead to an object that has changed."""
+        return list(dict.fromkeys(one.place for one in self._kept if not one.same()))
+
+    def restore(self) -> None:
+        """Give everything that has changed its former value."""
+        for one in self._kept:
+            if not one.same():
+                one.restore()
+
+    def _attributes(self, one: Any, title: str) -> None:
+        """Keep the attributes of an object, each as a place, and what the methods of its class reach."""
+        names = vars(one)
+        for name in list(names):
+            self._place(_in_dict(names, name, f"{title}{name}"))
+        self._contents(_in_dict(names, "__dict__", f"{title}__dict__"), names)
+        self._visit(_in_dict(names, "__class__", f"{title}__class__"), type(one))
+
+    def _place(self, place: Variable) -> None:
+        """Keep the value at a place, and what the value holds."""
+        value = place.read()
+        self._kept.append(_Kept(place, lambda: _same(place.read(), value), lambda: place.write(value)))
+        self._visit(place, value)
+
+    def _contents(self, place: Variable, held: Any) -> None:
+        """Keep which elements a container has."""
+        kept = held.copy()
+        elements = _items if isinstance(held, dict) else frozenset if isinstance(held, set) else tuple
+
+        def restore() -> None:
+            held.clear()
+            (held.update if isinstance(held, dict | set) else held.extend)(kept)
+
+        self._kept.append(_Kept(place, lambda: _same(elements(held), elements(kept)), restore))
+
+    def _visit(self, place: Variable, value: Any) -> None:
+        """Keep what a value holds, once."""
+        if isinstance(value, (*SCALARS, Hidden)) or value is _MISSING or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        match value:
+            case torch.Tensor():
+                self._tensor(place, value)
+            case dict() | list() | set() | deque() | bytearray():
+                self._contents(place, value)
+                self._all(place, value.values() if isinstance(value, dict) else value)
+            case tuple() | frozenset():
+                self._all(place, value)
+            case types.FunctionType():
+                self._function(place, value)
+            case types.MethodType():
+                self._all(place, (value.__func__, value.__self__))
+            case functools.partial():
+                self._all(place, (value.func, value.args, value.keywords))
+            case property():
+                self._all(place, (value.fget, value.fset))
+            case staticmethod() | classmethod():
+                self._visit(place, value.__func__)
+            case type():
+                self._class(place, value)
+            case _:
+                self._object(place, value)
+
+    def _all(self, place: Variable, values: Iterable[Any]) -> None:
+        for one in list(values):
+            self._visit(place, one)
+
+    def _tensor(self, place: Variable, value: torch.Tensor) -> None:
+        """Keep a tensor, if it is no parameter: while a module is traced, a proxy is in place of each parameter."""
+        if isinstance(value, nn.Parameter):
+            return
+        version, kept = value._version, value.detach().clone()
+
+        def restore() -> None:
+            with torch.no_grad():
+                value.copy_(kept)
+
+        self._kept.append(_Kept(place, lambda: value._version == version, restore))
+
+    def _function(self, place: Variable, function: types.FunctionType) -> None:
+        """Keep the variables that a function names, if it is not the function of an installed package."""
+        self._all(place, (function.__defaults__, function.__kwdefaults__))
+        if is_installed(function.__module__):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._place(_in_cell(cell, name))
+        names = set(_names(function.__code__))
+        self._globals(function.__globals__, names)
+        for value in [function.__globals__.get(name) for name in names]:
+            if isinstance(value, types.ModuleType) and not is_installed(value.__name__):
+                self._globals(vars(value), names & vars(value).keys())
+
+    def _globals(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
+        for name in names:
+            key = id(namespace), name
+            if key not in self._seen and not hasattr(builtins, name):
+                self._seen[key] = namespace
+                self._place(_in_dict(namespace, name, f"global {name}"))
+
+    def _class(self, place: Variable, kind: type) -> None:
+        """Keep the attributes of a class and of its bases, if they are not those of an installed package."""
+        for one in kind.__mro__:
+            if is_installed(one.__module__):
+                continue
+            for name, value in list(vars(one).items()):
+                if callable(value) or isinstance(value, property | staticmethod | classmethod):
+                    self._visit(place, value)
+                elif not name.startswith("__"):
+                    self._place(_in_class(one, name))
+
+    def _object(self, place: Variable, value: Any) -> None:
+        """Keep the state of an object."""
+        match value:
+            case np.ndarray():
+                kept = value.copy()
+                found = _Kept(place, lambda: value.tobytes() == kept.tobytes(), lambda: np.copyto(value, kept))
+            case torch.Generator():
+                drawn = value.get_state()
+                found = _Kept(place, lambda: torch.equal(value.get_state(), drawn), lambda: value.set_state(drawn))
+            case np.random.Generator():
+                bits, numbers = value.bit_generator, repr(value.bit_generator.state)
+                state = bits.state
+                found = _Kept(place, lambda: repr(bits.state) == numbers, lambda: setattr(bits, "state", state))
+            case random.Random():
+                numbers_drawn = value.getstate()
+                found = _Kept(place, lambda: value.getstate() == numbers_drawn, lambda: value.setstate(numbers_drawn))
+            case nn.Module():
+                self._attributes(value, f"{place.title}.")
+                return
+            case _:
+                self._fields(place, value)
+                return
+        self._kept.append(found)
+
+    def _fields(self, place: Variable, value: Any) -> None:
+        """Keep the attributes of an object, unless Python itself or torch has defined it."""
+        kind = type(value)
+        if _top(kind.__module__) in _OWN_STATE:
+            return
+        if hasattr(value, "__dict__"):
+            self._contents(place, vars(value))
+            self._all(place, vars(value).values())
+        for name in (name for one in kind.__mro__ for name in vars(one).get("__slots__", ())):
+            get, put = functools.partial(getattr, value, name, _MISSING), functools.partial(setattr, value, name)
+            self._place(Variable(name, f"{place.title}.{name}", get, put))
+        self._visit(place, kind)
+
+
+def _in_dict(names: dict[str, Any], name: str, title: str) -> Variable:
+    """An entry of a dictionary."""
+
+    def write(value: Any) -> None:
+        if value is _MISSING:
+            names.pop(name, None)
+        else:
+            names[name] = value
+
+    return Variable(name, title, functools.partial(names.get, name, _MISSING), write)
+
+
+def _in_class(kind: type, name: str) -> Variable:
+    """An attribute of a class."""
+    title = f"{kind.__name__}.{name}"
+    return Variable(name, title, lambda: vars(kind).get(name, _MISSING), functools.partial(setattr, kind, name))
+
+
+def _in_cell(cell: types.CellType, name: str) -> Variable:
+    """A variable of an enclosing function."""
+
+    def read() -> Any:
+        try:
+            return cell.cell_contents
+        except ValueError:  # it has no value yet
+            return _MISSING
+
+    return Variable(name, f"variable {name}", read, functools.partial(setattr, cell, "cell_contents"))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes in the code of a function, and of functions inside it."""
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names(one)
+
+
+def _items(held: dict[Any, Any]) -> tuple[Any, ...]:
+    return tuple(held.items())
+
+
+def _same(found: Any, kept: Any) -> bool:
+    """Whether a value is the kept object, or equal to it if it is one that never changes."""
+    if found is kept:
+        return True
+    if type(found) is not type(kept):
+        return False
+    if isinstance(kept, tuple):
+        return len(found) == len(kept) and all(map(_same, found, kept))
+    if isinstance(kept, frozenset):
+        return bool(found == kept)
+    return isinstance(kept, SCALARS) and bool(found == kept or (found != found and kept != kept))
+
+
+def _top(module: str | None) -> str:
+    """Name of the package that holds a module."""
+    return (module or "").partition(".")[0]
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    file = getattr(sys.modules.get(package), "__file__", None)
+    places = tuple(map(sysconfig.get_path, ("purelib", "platlib")))
+    return package in _OWN_STATE or (file is not None and file.startswith(places))
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a module belongs to Python, to flockstep, or to an installed package."""
+    return _installed(_top(module))
+
+
+class Hidden:
+    """In place of a value that a module changes in every call: code that uses the value while it is traced fails."""
+
+    def __init__(self, title: str):
+        self.title = title
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self)
+
+
+def _refuse(hidden: Hidden, *_: object) -> NoReturn:
+    raise ConfigurationError(f"forward reads {hidden.title}, which a module inside changes in every call")
+
+
+_OPERATORS = {name for kind in (int, list, dict) for name in vars(kind) if name.startswith("__")} - {*vars(type)}
+for _name in (_OPERATORS - {"__class_getitem__", "__getnewargs__"}) | {"__eq__", "__hash__"}:
+    setattr(Hidden, _name, _refuse)
+
+
+@contextmanager
+def hidden(places: Iterable[Variable]) -> Iterator[None]:
+    """A context in which code that uses the values at these places fails."""
+    former = [(place, place.read()) for place in dict.fromkeys(places) if place.name not in OF_EVERY_MODULE]
+    for place, _ in former:
+        place.write(Hidden(place.title))
+    try:
+        yield
+    finally:
+        for place, value in former:
+            place.write(value)
