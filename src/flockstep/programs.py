@@ -1,5 +1,5 @@
-"""Programs: coroutines that are suspended where time passes, the events that they may wait for, and the interface to
-the driver.
+"""Programs: coroutines that are suspended where time passes, with the events for which they may wait and the interface
+to the driver.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
 @dataclass(frozen=True, slots=True)
 class NeedGradient:
-    """A worker's request for a gradient, for which its program waits."""
+    """A worker's request for a gradient; its program waits for the answer."""
 
     unless: str | None = None
     """Tag of a message that cancels the request if it arrives first; the program then receives the message."""
     share: float = 1.0
-    """Share of the gradient that the program waits for, counted from the end of the flat array, where the backward pass
-    begins.
+    """Share of the gradient for which the program waits, counted from the end of the flat array, where the backward
+    pass begins.
     """
     block: int | None = None
-    """Rank of the worker from whose part of the data the batch is; None for this worker's own part."""
+    """Rank of the worker whose part of the data contains the batch; None for this worker's own part."""
     turn: int | None = None
-    """Number of the batch in the part of worker `block`, from 0; None for the next batch."""
+    """Number of the batch in the data of worker `block`, from 0; None for the next batch."""
     samples: tuple[int, int] | None = None
-    """First training sample to use instead of a batch, and the sample after the last."""
+    """First training sample to use instead of a batch, and the end of the range of samples (exclusive)."""
     teachers: tuple[Array, ...] = ()
-    """Models whose mean prediction the gradient should also approach."""
+    """Models to whose mean prediction the gradient should also lead."""
     weight: float = 0.0
     """Weight of the distance to the teachers' mean prediction, relative to the loss."""
     layers: tuple[FactoredWeight, ...] = ()
     """Layers whose gradients are requested as factors."""
     tentative: bool = False
-    """Whether a script may change the parts that it has passed on until it passes on the last part; the whole gradient
-    is checked then.
+    """Whether a script may still change the parts that it has passed on, until it passes on the last part; the whole
+    gradient is checked at the last part.
     """
     closes: bool = True
     """Whether the step ends with this gradient.
@@ -48,14 +48,14 @@ class NeedGradient:
     """
 
     def size(self, elements: int) -> int:
-        """Number of valid elements in the answer for a model of `elements` parameters, which depends on factored
-        layers.
+        """Return the number of valid elements in the answer for a model of `elements` parameters; the number depends on
+        factored layers.
         """
         return Packing(elements, self.layers).size if self.layers else elements
 
 
 class Work(Protocol):
-    """An operation that ends without a message, such as another library's all-reduce."""
+    """An operation whose end is not signaled by a message, such as another library's all-reduce."""
 
     def done(self) -> bool:
         """Whether the operation has succeeded."""
@@ -70,34 +70,34 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NeedWork:
-    """A program's wait for an operation other than a message."""
+    """A program's request to wait for an operation that sends no message."""
 
     work: Work
 
 
 GRADIENT = NeedGradient()
 Again = Literal["never", "replayed", "afresh"]
-"""Whether a restarting program restarts a background task, and how the task recovers its state."""
+"""How a restarting program starts a background task again: which state the task recovers, or None for not at all."""
 Effect = NeedGradient | Wanted | NeedWork
 Program = Coroutine[Effect, Any, None]
 
 
 @types.coroutine
 def suspend(effect: Effect) -> Generator[Effect, Any, Any]:
-    """Pass an effect to the driver, and return the value with which the driver resumes the program."""
+    """Pass a request to the driver, and return the value with which the driver resumes the program."""
     return (yield effect)
 
 
 async def completed(work: Work) -> None:
-    """Wait until an operation outside of messages is done."""
+    """Wait until an operation that sends no message is done."""
     if not work.done():
         await suspend(NeedWork(work))
 
 
 class Task:
-    """A coroutine that runs in the background whenever its messages arrive, also while a gradient is computed.
+    """A coroutine that runs in the background whenever its messages arrive, even while a gradient is computed.
 
-    Its messages use a channel of their own: both ends must start the task with the same name.
+    Its messages use a separate channel: both ends must start the task with the same name.
     """
 
     def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never"):
@@ -112,11 +112,11 @@ class Task:
         self._program = program
 
     def take(self, mailbox: Mailbox) -> Message | None:
-        """The message that the task waits for, if it has arrived; None while the task runs."""
+        """Return the message for which the task waits, if it has arrived; None while the task runs."""
         return None if self.wanted is None else mailbox.take(self.wanted)
 
     def resume(self, message: Message | None) -> None:
-        """Run the task up to its next wait, or to its end."""
+        """Run the task until its next wait, or to its end."""
         self.wanted = self.work = None
         try:
             effect = self._program.send(message)
@@ -130,7 +130,7 @@ class Task:
         self._program.close()
 
     def fail(self, error: FlockstepError) -> None:
-        """Raise `error` where the task waits; an unhandled error is raised to the driver."""
+        """Raise `error` where the task waits; if the task does not handle the error, the driver receives it."""
         self.wanted = self.work = None
         try:
             effect = self._program.throw(error)
@@ -149,7 +149,7 @@ class Task:
 
 
 class Closing(Protocol):
-    """A resource that must be closed when a run ends."""
+    """A resource that must be closed at the end of a run."""
 
     def close(self, failed: bool) -> None:
         """Close the resource. Operations may still be in progress if the run has failed."""
@@ -160,21 +160,21 @@ class Rendezvous:
     """Opens shared resources other than messages between the workers of one run, each in a separate process."""
 
     run: str
-    """Unique name of the run."""
+    """Name of the run, which no other run has."""
     folder: Path
-    """Folder of the record; the sockets' own folder is removed when all sockets are connected."""
+    """Folder of the record, because the folder of the sockets is removed once all sockets are connected."""
     rank: int
     workers: int
     attend: Callable[[Work], None]
-    """Function that waits for an operation at any point of a program, and handles the supervisor's messages
-    meanwhile.
+    """Function that waits for an operation at any point of a program; meanwhile, it handles the supervisor's
+    messages.
     """
     moved: Callable[[int, int, int], None]
-    """Function that counts bytes sent and received outside of messages, by formula, and the equivalent number of
-    messages each way.
+    """Function that counts bytes sent and received outside of messages, computed by formula, and the equivalent number
+    of messages in each direction.
     """
     held: dict[str, Closing] = field(default_factory=dict)
-    """Name → shared resource, closed at the end of the run."""
+    """Name → shared resource that is closed at the end of the run."""
 
     def close(self, failed: bool = False) -> None:
         """Release all resources that the workers share."""
@@ -183,10 +183,10 @@ class Rendezvous:
 
 
 class Port(Protocol):
-    """The driver's side of a node: moves its messages and writes its record."""
+    """A driver's interface to a node: moves the node's messages and writes its record."""
 
     clock: Callable[[], float]
-    """Returns the seconds on the node's clock."""
+    """Function that returns the seconds on the node's clock."""
 
     def send(self, to: Address, message: Message) -> None:
         """Send `message`, whose array does not change afterwards, without waiting."""
@@ -198,23 +198,25 @@ class Port(Protocol):
         """Record updates that took effect on this node; a source of None stands for every other worker."""
 
     def refused(self, source: Address, reason: str) -> None:
-        """Record that a gradient of a worker was refused; enough of them remove the worker, if so configured."""
+        """Record that a gradient of a worker was refused; the run may remove a worker after a number of refused
+        gradients.
+        """
 
     def scalar(self, name: str, value: float) -> None:
-        """Record a scalar of the strategy."""
+        """Record a scalar figure of the strategy."""
 
 
 class ParameterGuard(Protocol):
-    """Checks whether other code writes to the parameters, and whether they are finite."""
+    """Checks whether code outside of the strategy writes to the parameters, and whether they are finite."""
 
     def check(self) -> None:
-        """Raise `ConfigurationError` if the model has changed since the last `note`."""
+        """Raise `ConfigurationError` if the model has changed since the last call of `note`."""
 
     def note(self) -> None:
         """Accept the current values of the parameters as the strategy's own."""
 
     def not_finite(self) -> str | None:
-        """Name of the first tensor that was not finite at the last `note`; None if all were finite."""
+        """Name of the first tensor that was not finite at the last call of `note`; None if all were finite."""
 
 
 class Stepper(Protocol):
@@ -228,27 +230,28 @@ class Stepper(Protocol):
         """Update `params` (K,) in place with `gradient` (K,)."""
 
     def reset(self, params: Array) -> None:
-        """Clear momentum and all other state, so that the state is that before the first step on `params`."""
+        """Reset momentum and all other state to the state before the first step on `params`."""
 
 
 @dataclass(frozen=True)
 class HostArrays:
-    """Arrays of one host's workers at one place of their shared memory."""
+    """Arrays of the workers of one host that lie at the same position of their shared memory."""
 
     offset: int
-    """Bytes from the start of a worker's region to its array."""
+    """Number of bytes between the start of a worker's region and its array."""
     arrays: Sequence[Array]
     """The array of each worker of the host, in order of rank."""
 
 
 class HostSum(Protocol):
-    """Sums over the workers of one of several hosts, in their shared memory."""
+    """Sums over the workers of a host, in the host's shared memory, when a run has several hosts."""
 
     def reduce_on_host(self, array: Array, shares: int, divisor: int) -> Array | None:
-        """Sum `array` over this host's workers; each of the first `shares` workers gets the sum of one share.
+        """Sum `array` over this host's workers; each of the first `shares` workers receives the sum of one share.
 
         The shares are `slices(len(array), shares)`. Returns the array in shared memory that holds this worker's share
-        of the sum, which may be `array`; None if sums there are not possible. `gather_on_host` must follow.
+        of the sum, which may be `array`; None if the workers cannot sum in shared memory. A call of `gather_on_host`
+        must follow.
         """
 
     def gather_on_host(self, array: Array, shares: int, divisor: int) -> None:
@@ -257,31 +260,38 @@ class HostSum(Protocol):
         """
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return the arrays of this host's workers at the place of `array`; None if it lies elsewhere."""
+        """Return the arrays of this host's workers that correspond to `array`; None if `array` is not in shared
+        memory.
+        """
 
     def count_on_host(self, array: Array, shares: int) -> None:
-        """Count bytes that workers have exchanged through `arrays_on_host`, as if messages had carried the shares."""
+        """Count the bytes that workers have exchanged through `arrays_on_host` as sent bytes."""
 
     def empty_on_host(self, size: int, dtype: str) -> Array:
-        """Return an array (size,) in shared memory if it can be summed there; the same one for a size and dtype."""
+        """Return an array (size,) in shared memory, if arrays there can be summed; the same array for equal size and
+        dtype.
+        """
 
 
 class SharedSum(Protocol):
     """Sums over the workers of one host that share memory."""
 
     def mean_of_slice(self, array: Array) -> Array | None:
-        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if that is not
-        possible.
+        """Return the mean over all workers of slice `rank` of `array`, added in order of rank; None if the workers
+        cannot sum in shared memory.
 
         The slices are `slices(len(array), workers)`. `array` must not change before `exchange_slices`, which must
         follow, and the caller may change the result until then.
         """
 
     def exchange_slices(self, own: Array, into: Array) -> None:
-        """Copy slice `own` of this worker to `into` (K,) on all other workers, and theirs to `into` here."""
+        """Copy slice `own` of this worker to `into` (K,) on all other workers, and their slices to `into` on this
+        worker.
+        """
 
     def all_reduce(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided by `divisor`, and wait for it.
+        """Replace `array` by the sum over all workers, divided by `divisor`, and wait for the sum. Return False if the
+        workers cannot sum in shared memory.
 
         Return false if that is not possible.
         """

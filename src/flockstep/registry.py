@@ -1,4 +1,5 @@
-"""Names → implementations, one line each. Nothing is imported before it is needed.
+"""The registry of components: a table of names and implementations, one line each. A component is imported when it is
+first needed.
 
 Command-line choices, documentation tables and conformance tests are all generated from this table.
 """
@@ -357,22 +358,22 @@ _names: dict[type, str] = {}
 
 
 def nouns() -> list[str]:
-    """Every kind of component that has a table."""
+    """Return every kind of component that has a table."""
     return list(_TABLE)
 
 
 def names(noun: str) -> list[str]:
-    """The names registered under `noun`, in the order of registration."""
+    """Return the names registered under `noun`, in the order of registration."""
     return list(_table(noun))
 
 
 def aliases(noun: str) -> dict[str, str]:
-    """Short name → expression, for all short names of `noun`."""
+    """Return short name → expression, for all short names of `noun`."""
     return dict(_ALIASES.get(noun, {}))
 
 
 def alias(noun: str, name: str) -> str | None:
-    """The expression of a short name; None if there is none."""
+    """Return the expression for which a short name stands; None if there is no such name."""
     short = _ALIASES.get(noun, {}).get(name)
     if short is None and noun in _CATALOGS and name not in _TABLE[noun] and "(" not in name:
         found: str | None = importlib.import_module(_CATALOGS[noun]).expression(name)
@@ -381,14 +382,16 @@ def alias(noun: str, name: str) -> str | None:
 
 
 def short_name(noun: str, expression: str) -> str:
-    """The alias that stands for `expression`; `expression` itself if it has no alias or is a registered name."""
+    """Return the short name that stands for `expression`; `expression` itself if it has none or is a registered
+    name.
+    """
     if expression in _table(noun):
         return expression
     return next((name for name, text in _ALIASES.get(noun, {}).items() if text == expression), expression)
 
 
 def catalog(noun: str) -> list[str]:
-    """Names of published compositions that may be used for a `noun`."""
+    """Return the names of published compositions that may be used for a `noun`."""
     return list(importlib.import_module(_CATALOGS[noun]).names()) if noun in _CATALOGS else []
 
 
@@ -411,7 +414,7 @@ def register(noun: str, name: str, target: type) -> None:
 
 
 def load(noun: str, name: str) -> Any:
-    """The class that is registered as `name`.
+    """Return the class that is registered as `name`.
 
     Raises:
         UnknownName: the name does not exist; the message has the nearest registered name.
@@ -439,18 +442,18 @@ def load(noun: str, name: str) -> Any:
 
 
 def unknown(noun: str, name: str) -> UnknownName:
-    """The error for a name that no component of `noun` has."""
+    """Return the error for a name that no component of `noun` has."""
     known = [*_table(noun), *_ALIASES.get(noun, {}), *catalog(noun)]
     return UnknownName.among(noun, name, known, command=f"flockstep list {noun}", further=_FURTHER.get(noun, ""))
 
 
 def is_custom(noun: str, name: str) -> bool:
-    """Whether `name` was registered by code outside flockstep."""
+    """Return whether code outside flockstep registered `name`."""
     return not _table(noun).get(name, "flockstep.").startswith("flockstep.")
 
 
 def name_of(kind: type) -> str:
-    """The name under which `kind` is registered; its class name if it is not registered."""
+    """Return the name under which `kind` is registered, or its class name if it is not registered."""
     if kind not in _names:
         place = f"{kind.__module__}:{kind.__qualname__}"
         for table in _TABLE.values():

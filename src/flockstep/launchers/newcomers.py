@@ -38,7 +38,7 @@ class Newcomer:
         self._ready = False
 
     def ready(self) -> bool:
-        """Whether the process has built the job. Raises RunError if the process has failed.
+        """Whether the process has built the job.
 
         Raises:
             RunError: the process has failed.

@@ -13,10 +13,11 @@ from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, 
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent (Robbins & Monro 1951), heavy ball (Polyak 1964), Nesterov momentum (Nesterov 1983).
+    """Stochastic gradient descent (Robbins & Monro 1951), also with heavy-ball (Polyak 1964) or Nesterov momentum
+    (Nesterov 1983).
 
     With g' = g + weight_decay w: v ← momentum v + (1 - dampening) g' (v ← g' at the first step), and w ← w - lr v;
-    Nesterov's form uses g' + momentum v in place of v. Without momentum w ← w - lr g', every product and every
+    Nesterov momentum uses g' + momentum v in place of v. Without momentum, w ← w - lr g', with every product and every
     difference rounded to the parameters' dtype. For a share of a full step g' = share (g + weight_decay w), so that
     over all later steps g moves w by share lr g / (1 - momentum). Slots: `momentum` (v), only if momentum is not 0.
     """
@@ -56,8 +57,8 @@ class SGD(Optimizer):
         lr: float,
         share: float = 1.0,
     ) -> None:
-        """Take a step with another momentum, of any sign; with a momentum of 0 the velocity is kept, with None there is
-        no velocity.
+        """Take a step with another momentum, of any sign. With a momentum of 0 the velocity is updated but not used;
+        with None there is no velocity.
         """
         rate, share = float(lr * share if momentum is None else lr), float(share)
         first_step, state.steps = state.steps == 0, state.steps + share

@@ -1,4 +1,4 @@
-"""The contract of a partition."""
+"""The interface of a partition."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 
 Division = Literal["nothing", "layers", "tensors", "state"]
-""""layers": whole layers, as in a pipeline (vertical partitioning); "tensors": the arrays of each layer (horizontal
-partitioning); "state": stored parameters, gradients and optimizer state, while each worker computes the whole model.
+"""What the workers of a replica divide. "layers": whole layers, as in a pipeline (vertical partitioning); "tensors":
+the arrays of each layer (horizontal partitioning); "state": stored parameters, gradients and optimizer state, while
+each worker computes the whole model.
 """
 Addressing = Literal["none", "p2p mesh", "distributed array abstraction"]
-"""Topology of one replica, in the words of Langer et al. (2020), table 1: "p2p mesh" if a part sends to parts that it
-names; "distributed array abstraction" if a part works on its slice of an array that all parts hold together.
+"""Topology of one replica, as in table 1 of Langer et al. (2020): "p2p mesh" if a part sends messages to certain other
+parts; "distributed array abstraction" if a part works on its slice of an array that all parts hold together.
 """
 
 
 class Partition(Component):
-    """How one replica of the model is split over workers, which then answer a request for a gradient together.
+    """How one replica of the model is split over workers, which then compute each gradient together.
 
     Worker `replica * parts + part` holds part `part` of a replica. The workers that hold the same part form one
     data-parallel group, which runs the strategy on that part of the parameters.
@@ -27,7 +28,7 @@ class Partition(Component):
 
     noun: ClassVar[str] = "partition"
     divides: ClassVar[Division] = "nothing"
-    """What the workers of a replica divide among them."""
+    """What the workers of a replica divide among themselves."""
     addressing: ClassVar[Addressing] = "none"
     """How the parts of a replica reach each other."""
 
@@ -45,24 +46,26 @@ class Partition(Component):
 
     @property
     def delays(self) -> str | None:
-        """Sentence on gradients that the parts compute at earlier weights; None if there are none."""
+        """Sentence about gradients that the parts compute with earlier weights; None if there are no such gradients."""
         return None
 
     def batches_held(self, part: int) -> float:
-        """Return the number of batches whose activations the worker of a part holds at once, for its part of the model:
-        1 if it computes whole batches one after another.
+        """Return the number of batches whose activations the worker of a part stores at the same time, for its part of
+        the model: 1 if it computes whole batches one after another.
         """
         return 1.0
 
     def copies(self, part: int) -> int:
-        """Return the number of copies of its parameters that the worker of a part keeps, besides those it trains."""
+        """Return the number of copies of its parameters that the worker of a part stores, in addition to the parameters
+        that it trains.
+        """
         return 0
 
     def replicas(self, workers: int) -> int:
         """Return the number of replicas that `workers` workers hold.
 
         Raises:
-            ConfigurationError: the workers do not make up whole replicas.
+            ConfigurationError: the number of workers is not a multiple of the workers per replica.
         """
         if workers < 1 or workers % self.parts:
             raise ConfigurationError(

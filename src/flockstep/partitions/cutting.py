@@ -1,4 +1,4 @@
-"""Where to cut a chain of layers: the cut whose largest part takes the least time."""
+"""Finds where to cut a chain of layers, so that the slowest part takes the least time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Number = int | float
 def balanced(seconds: Sequence[Number], nbytes: Sequence[Number], parts: int) -> list[int]:
     """Return the first unit of each part of the best cut of a chain into `parts` parts of at least one unit.
 
-    The best cut has the least time of its slowest part, and among those cuts the least memory of its largest part; both
-    are found by dynamic programming over the ends of the parts (Narayanan et al. 2019, section 3.1, without
+    The best cut has the least time of its slowest part, and, of several such cuts, the least memory of its largest
+    part; both are found by dynamic programming over the ends of the parts (Narayanan et al. 2019, section 3.1, without
     replication).
 
     Args:

@@ -1,4 +1,4 @@
-"""Where a model is cut, and the facts about it that take the whole model to find."""
+"""Where a model is cut, and the facts about the cut that only a process with the whole model can find."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelCut:
-    """What a process needs to know of a whole model to build one part of it."""
+    """What a process must know about a whole model to build one part of the model."""
 
     starts: tuple[int, ...]
-    """First layer of each chunk."""
+    """Name of the first layer of each chunk."""
     changing: tuple[str, ...]
     """Names of the buffers that change in training."""
     random: bool
@@ -18,4 +18,4 @@ class ModelCut:
     sample_bytes: int
     """Size in bytes of the largest output of a chunk for one sample."""
     obstacle: str = ""
-    """Reason why a process must build the whole model to build a part of it; empty: it need not."""
+    """Reason why a process must build the whole model to build one part; empty if it need not."""

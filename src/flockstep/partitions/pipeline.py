@@ -16,10 +16,11 @@ from flockstep.partitions.pipeline_schedules.one_forward_one_backward import One
 
 @dataclass(frozen=True)
 class Pipeline(Partition):
-    """A model cut into `stages` stages of consecutive layers, one worker each, which compute micro-batches in turn.
+    """A model cut into `stages` stages of consecutive layers, one worker for each stage; the stages compute
+    micro-batches one after another.
 
-    Each batch is divided into `microbatches` micro-batches of equal size, up to one sample. `schedule` is the order in
-    which a stage computes its passes (Huang et al. 2019; Narayanan et al. 2019).
+    Each batch is divided into `microbatches` micro-batches, whose sizes differ by at most one sample. `schedule` is the
+    order in which a stage computes its passes (Huang et al. 2019; Narayanan et al. 2019).
     """
 
     divides: ClassVar[Division] = "layers"
@@ -33,7 +34,7 @@ class Pipeline(Partition):
     the least work.
     """
     codec: Codec = Identity()
-    """Encoding of the activations, and of their gradients, that travel between stages."""
+    """Codec for the activations, and their gradients, that stages send each other."""
 
     def __post_init__(self) -> None:
         for name, value in (("stages", self.stages), ("microbatches", self.microbatches)):
@@ -46,11 +47,13 @@ class Pipeline(Partition):
         return self.stages
 
     def batches_held(self, part: int) -> float:
-        """Return the number of micro-batches in flight as a share of a batch: GPipe holds all M, 1F1B min(K - s, M)."""
+        """Return the number of micro-batches in flight divided by the number in a batch: GPipe holds all M, 1F1B min(K
+        - s, M).
+        """
         return self.schedule.in_flight(part, self.stages, self.microbatches) / self.microbatches
 
     def copies(self, part: int) -> int:
-        """Return the number of versions of the weights that running passes use."""
+        """Return the number of versions of the weights that passes in progress use."""
         return self.schedule.versions(part, self.stages)
 
     @property

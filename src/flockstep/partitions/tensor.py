@@ -1,4 +1,6 @@
-"""Tensor parallelism: every worker computes a part of the same layers, also in the stages of a pipeline."""
+"""Tensor parallelism: every worker computes a part of the same layers; the layers may also be divided into pipeline
+stages.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from flockstep.partitions.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class TensorParallel(Partition):
-    """Single layers split over `ways` workers, which compute the same batch (Shoeybi et al. 2019, Megatron-LM).
+    """Tensor parallelism: layers split over `ways` workers, which compute the same batch (Shoeybi et al. 2019,
+    Megatron-LM).
 
-    Of two fully connected layers the first is split by its outputs and the second by its inputs, attention is split by
-    heads, an embedding and the layer before a cross entropy by the vocabulary. Each pair takes one sum over the ways in
-    the forward pass and one in the backward pass. All other layers are computed by every way.
+    Of two fully connected layers, the first is split by its outputs and the second by its inputs; attention is split by
+    heads; an embedding, and the layer before a cross entropy, by the vocabulary. Each such pair needs one sum over the
+    ways in the forward pass and one in the backward pass. Every way computes all other layers.
     """
 
     divides: ClassVar[Division] = "tensors"
@@ -26,7 +29,7 @@ class TensorParallel(Partition):
 
     ways: int
     collective: Collective = Ring()
-    """Collective that sums outputs, and gradients of inputs, over the ways."""
+    """Collective that sums outputs, and the gradients of inputs, over the ways."""
 
     def __post_init__(self) -> None:
         if self.ways < 2:
@@ -37,7 +40,7 @@ class TensorParallel(Partition):
         return self.ways
 
     def copies(self, part: int) -> int:
-        """Return 1: a way keeps the parameters of the step that it computes."""
+        """Return 1: while a way computes a step, it stores a copy of the step's parameters."""
         return 1
 
     def __mul__(self, other: object) -> Product:
@@ -76,9 +79,9 @@ class Product(Partition):
         return self.pipeline.delays
 
     def batches_held(self, part: int) -> float:
-        """Return that of the part's stage."""
+        """Return the number of batches whose activations the part's stage stores."""
         return self.pipeline.batches_held(part // self.tensor.ways)
 
     def copies(self, part: int) -> int:
-        """Return that of the part's stage."""
+        """Return the number of copies that the part's stage stores."""
         return self.pipeline.copies(part // self.tensor.ways)

@@ -1,4 +1,4 @@
-"""The times of the passes of a pipeline, if each takes a known time: bubbles without data."""
+"""Computes when the passes of a pipeline begin and end if each pass takes a known time, to find bubbles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
 
 Key = tuple[bool, int, int, int, int]
-"""Whether a pass is a forward pass; its stage, chunk, step and micro-batch."""
+"""Key of a pass: whether it is a forward pass; its stage, chunk, step and micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,16 @@ def timeline(
 
 
 def idle_share(stages: Iterable[list[PassTime]]) -> float:
-    """Return the bubble: the share of the stages' time, up to the last end, in which they compute nothing."""
+    """Return the bubble: the share of the stages' total time, until the last pass ends, in which stages compute
+    nothing.
+    """
     times = list(stages)
     busy = sum(one.end - one.begin for passes in times for one in passes)
     return 1 - busy / (len(times) * max(passes[-1].end for passes in times))
 
 
 def most_in_flight(passes: Iterable[PipelinePass]) -> int:
-    """Return the largest number of micro-batches of a chunk whose activations a stage holds at once."""
+    """Return the largest number of micro-batches of one chunk whose activations a stage stores at the same time."""
     held = most = 0
     for work in passes:
         held += (work.kind == "forward") - (work.kind in ("backward", "weight_backward"))
@@ -78,8 +80,8 @@ def most_in_flight(passes: Iterable[PipelinePass]) -> int:
 
 
 def most_versions(passes: Iterable[PipelinePass]) -> int:
-    """Return the largest number of versions of its weights that a stage holds at once: the latest, and the earlier
-    ones that later passes use.
+    """Return the largest number of versions of its weights that a stage stores at the same time: the latest version,
+    and earlier versions that later passes use.
     """
     works = list(passes)
     needed: set[int] = set()

@@ -1,4 +1,4 @@
-"""No partition: each worker holds a whole replica."""
+"""No partition: each worker holds a whole replica of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flockstep.partitions.base import Partition
 
 @dataclass(frozen=True)
 class Unsplit(Partition):
-    """Every worker holds the whole model."""
+    """No partition: each worker holds the whole model."""
 
     @property
     def parts(self) -> int:

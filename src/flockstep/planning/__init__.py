@@ -1,1 +1,1 @@
-"""Plans: predicted costs of a run, measurement of machines, advice, and the comparison of predictions with runs."""
+"""Plans: predicts the costs of a run, measures machines, gives advice, and compares predictions with runs."""

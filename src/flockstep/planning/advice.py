@@ -1,4 +1,4 @@
-"""Advice on the choice of a strategy, from Table 2 of Langer et al. (2020) with the plan's figures, and the user's
+"""Advice on the choice of a strategy, from Table 2 of Langer et al. (2020), the plan's figures and the user's
 requirements.
 """
 
@@ -30,16 +30,16 @@ REQUIREMENTS = {
 }
 """Requirement that a user can name → meaning of the requirement."""
 DROPS = "drops part of each gradient without error feedback, which reduces the accuracy (use feedback=residual)"
-"""Reason for which a strategy is not advised, whatever the requirements."""
+"""Reason why a strategy is never recommended, whatever the requirements."""
 UNCOUNTED = "records no updates, so the number of samples that the strategy needs is not known"
-"""Reason for which a strategy without trials is not advised on its speed."""
+"""Reason why a strategy without trials is not recommended for its speed."""
 LEAVING = {
     "others": "its workers compute on samples of other workers",
     "sent": "its messages contain training samples (the inputs of the first layer)",
 }
-"""Value of `Traits.samples` → how data leave their machines."""
+"""Value of `Traits.samples` → how data leave their machines, as text."""
 SLOWER = 4.0
-"""Factor by which links are assumed to be slower at times, under the requirement slow-links."""
+"""Factor by which the requirement slow-links assumes links to be slower at times."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Advice:
     """Strategies that the requirements rule out, each with the reason."""
     requirements: tuple[str, ...]
     speedups: dict[str, float] = field(default_factory=dict)
-    """Name of a strategy → its predicted speed relative to one worker, by which strategies are ranked."""
+    """Name of a strategy → its predicted speed relative to one worker, by which strategies are ordered."""
     crossovers: tuple[Crossover, ...] = ()
     untried: tuple[str, ...] = ()
-    """Strategies that were to be tried, but of which no trial finished."""
+    """Strategies that were to be tried, but for which no trial finished."""
 
     def ranked(self, outlook: Outlook) -> list[StepPrediction]:
-        """The plan's strategies, sorted by their predicted speed-up, the highest first."""
+        """The plan's strategies in order of their predicted speed-up, highest first."""
         return sorted(outlook.predictions, key=lambda one: -self.speedups[one.name])
 
     def document(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def advise(
     """Recommend the strategy with the highest predicted speed-up among the strategies that meet the requirements.
 
     Trials in `found` take precedence over predictions. `candidates` are the strategies that were to be tried; if some
-    of them were not tried, the advice says that it is partial.
+    were not tried, the advice says that it is partial.
 
     Raises:
         UnknownName: a requirement does not exist.
@@ -133,7 +133,7 @@ def advise(
 
 
 def asked(outlook: Outlook, requirements: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the user's requirements, with the requirements that follow from the cluster.
+    """Return the user's requirements, together with the requirements that follow from the cluster.
 
     Raises:
         UnknownName: a requirement does not exist.
@@ -154,7 +154,7 @@ def require_known(requirements: Iterable[str]) -> None:
 
 
 def slower(requirements: tuple[str, ...]) -> float:
-    """Factor by which the requirements lengthen all parts of a step except computing."""
+    """Return the factor by which the requirements lengthen every part of a step except computing."""
     return SLOWER if "slow-links" in requirements else 1.0
 
 
@@ -210,7 +210,8 @@ def _tried(choice: StepPrediction, second: StepPrediction | None, tried: dict[st
 
 
 def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> float:
-    """Effective samples per second of a strategy: samples per second divided by the relative number of samples needed.
+    """Return the effective samples per second of a strategy: samples per second divided by the relative number of
+    samples needed.
 
     Under the requirement slow-links, waiting counts as if the links were slower.
     """
@@ -221,8 +222,8 @@ def value(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]
 
 
 def counted(found: StepPrediction) -> bool:
-    """Whether the number of samples that a strategy needs is known: from recorded updates, or from the strategy's
-    taxonomy entry.
+    """Return whether the number of samples that a strategy needs is known: from recorded updates, or from the
+    strategy's taxonomy entry.
     """
     return (
         found.updates
@@ -232,9 +233,7 @@ def counted(found: StepPrediction) -> bool:
 
 
 def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
-    """Reason why a strategy does not meet the requirements or cannot run; None if the strategy meets them and can
-    run.
-    """
+    """Return why a strategy does not meet the requirements or cannot run; None if it meets them and can run."""
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
         return f"needs more memory than the {formatting.size(memory)} of a worker"

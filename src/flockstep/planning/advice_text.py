@@ -21,39 +21,37 @@ from flockstep.report.layouts import speed
 FEW = 0.001
 """Share of steps below which the advice says "sometimes slow" instead of the share."""
 CLOSE = 2.0
-"""Ratio up to which a speed advantage is given in percent."""
+"""Ratio of speeds below which the advantage of a strategy is given in percent."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The facts from which the sentences of an advice are made: predictions, requirements, and the predicted
-    speed-ups.
-    """
+    """The facts from which the sentences of an advice are made: predictions, requirements and predicted speed-ups."""
 
     outlook: Outlook
     left: Sequence[StepPrediction]
-    """Strategies that meet the requirements, the best first."""
+    """Strategies that meet the requirements, best first."""
     speedups: Mapping[str, float]
     """Name of a strategy → its predicted speed relative to one worker, under the requirements."""
     meanings: Sequence[str]
-    """Meanings of the user's requirements, as one phrase for each."""
+    """Meanings of the user's requirements; one phrase for each requirement."""
     alone: str | None = None
     """Reason why one worker does not meet the requirements; None if one worker meets them."""
     tried: bool = False
     """Whether the best remaining strategy was chosen by trials."""
 
     def speedup(self, found: StepPrediction) -> float:
-        """The strategy's predicted speed relative to one worker."""
+        """Return the predicted speed of a strategy relative to one worker."""
         return self.speedups[found.name]
 
     @property
     def second(self) -> StepPrediction | None:
-        """The runner-up; None if there is none."""
+        """The second-best strategy; None if there is none."""
         return self.left[1] if len(self.left) > 1 else None
 
 
 def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Sentences that no strategy meets the requirements, with the reasons."""
+    """Sentences that say that no strategy meets the requirements, and why."""
     why, memory, alone = dict(excluded), outlook.site.cluster.memory, outlook.alone
     single = f"{alone.name}: {why.pop(alone.name)}"
     too_large = memory is not None and alone.memory > memory
@@ -200,8 +198,8 @@ _RATES = {"higher": "may grow with the number of workers", "likely": f"is {RATES
 
 
 def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
-    """Sentences on the conditions under which another strategy becomes better, the distance of the runner-up, and ways
-    to find out.
+    """Sentences about the conditions under which another strategy becomes better, how close the second-best strategy
+    is, and how to find out.
     """
     said = []
     for one in crossovers:
@@ -239,7 +237,7 @@ def _measured(outlook: Outlook, choice: StepPrediction, second: StepPrediction) 
 
 
 def quantity(one: Crossover, side: str) -> str:
-    """Text of the condition that a crossover's quantity is above or below its value."""
+    """Return the text of a condition: that the quantity of a crossover is above or below its value."""
     less = "more" if side == "above" else "less"
     if one.quantity == "bandwidth":
         return f"if the slowest link had {less} than {speed(one.value)} (now {speed(one.here)})"

@@ -1,4 +1,4 @@
-"""Measures this machine and returns the description of a cluster."""
+"""Measures this machine, and returns the description of a cluster of this machine."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
-"""Number of gradients measured for each worker alone, and again with all workers at once."""
+"""Number of gradients that are measured for each worker alone, and again with all workers at the same time."""
 ROUNDS = 20
 NEAR = 0.15
-"""Relative difference between the measured slowdown and the slowdown with a whole number of cores, above which a note
-is added.
+"""Relative difference between the measured slowdown and the slowdown of a whole number of cores above which a note is
+added.
 """
 UNEQUAL = 2.0
-"""Ratio of the links of two pairs of workers at which a note says that the pairs differ."""
+"""Ratio of the speeds of two links, between different pairs of workers, above which a note says that the pairs
+differ.
+"""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cluster, and notes about its measurement."""
+    """A measured cluster, with notes about the measurement."""
 
     shape: ClusterShape
     notes: tuple[str, ...]
 
     def to_toml(self) -> str:
-        """The cluster as a TOML file, with the notes as comments at its top."""
+        """Return the cluster as a TOML file, with the notes as comments at the top."""
         return to_toml(self.shape, self.notes)
 
 
@@ -66,10 +68,10 @@ def calibrate(
 
     Args:
         job: expression of a workload, or path of a Python file with a job.
-        workers: number of processes that compute at once; messages are measured between all pairs.
+        workers: number of processes that compute at the same time; messages are measured between all pairs.
         transport: transport of the messages.
         threads: threads of the numerical libraries in each process.
-        gradients: gradients of each worker alone, and again with all workers at once.
+        gradients: number of gradients of each worker alone, and again with all workers at the same time.
         rounds: rounds of messages, and of codecs and optimizers.
         codecs: expressions of the codecs to measure.
         optimizers: expressions of the optimizers to measure.

@@ -30,23 +30,25 @@ from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
 
 EVERYONES = 1000
-"""Largest number of steps of all workers in the rehearsal of a simulated run, which uses the run's random draws."""
+"""Largest number of steps, of all workers together, in the rehearsal of a simulated run, which repeats the run's random
+draws.
+"""
 APART = 1.2
-"""Ratio of two gradient times above which the error of a prediction is also given without this difference."""
+"""Ratio of predicted and measured gradient times above which the error is also given without this difference."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Mean step of a worker, in seconds and bytes."""
+    """Mean duration and bytes of a worker's step."""
 
     seconds: float
     sent_bytes: float
     utilization: float
     staleness: float | None
     rate: float | None = None
-    """Samples per second of all workers, used or not, from the start to the end of the last step."""
+    """Samples per second of all workers together, applied or not, until the end of the last step."""
     gradient: float = 0.0
-    """Usual seconds of a gradient; 0 if they are not known apart from waiting for a core."""
+    """Usual seconds of a gradient; 0 if they cannot be separated from waiting for a core."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,15 @@ class Check:
     cluster: str
     """Machines on which the prediction is based."""
     source: str
-    """Source of the prediction: form or rehearsal."""
+    """How the prediction was obtained: from a closed form or from a rehearsal."""
     predicted: Figures
     measured: Figures
     gradient_seconds: float | None = None
-    """Predicted seconds of a step in which gradients take as long as in the run; None if `predicted` has nearly their
-    time.
+    """Predicted seconds of a step if gradients take as long as in the run; None if `predicted` already assumes nearly
+    this time.
     """
     notes: tuple[str, ...] = ()
-    """Differences between the conditions of prediction and measurement."""
+    """Sentences about differences between the conditions of prediction and measurement."""
 
     @property
     def error(self) -> float:
@@ -111,7 +113,8 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         Predicted and measured means of a step.
 
     Raises:
-        ConfigurationError: there is no record, or one of a script or without steps, or a real run without a cluster.
+        ConfigurationError: there is no record; the record has no steps or belongs to a script; or the run was real and
+            no cluster is given.
     """
     record = RunFolder(Path(folder))
     config = record.read_config()
@@ -213,9 +216,11 @@ def _elsewhere(hosts: Hosts, cluster: ClusterShape) -> tuple[str, ...]:
 def for_report(
     folders: Sequence[Path], cluster: ClusterShape | None = None, imports: Sequence[str] = ()
 ) -> list[Prediction | None]:
-    """Predictions of runs for a report: for `cluster` if given, otherwise by a rehearsal of a simulated run.
+    """Return predictions of runs for a report: for `cluster` if it is given, otherwise from rehearsals of simulated
+    runs.
 
-    None for a run without a prediction, or without measurements to compare. Without a cluster only the record is read.
+    A run that cannot be predicted, or whose measurements are missing, has None. Without a cluster, only the record is
+    read.
 
     Raises:
         NotAskedFor: a cluster is given, and a record needs a Python file that is not in `imports`.
@@ -255,7 +260,8 @@ def _by_record(record: RunFolder) -> Check | None:
 
 
 def measure(events: Sequence[Event], workers: int, where: str = "the record") -> Figures:
-    """The mean figures of a run's events, without the beginning of the run: the steps that a rehearsal counts too.
+    """Return the mean figures of a run's events, without the beginning of the run: of the steps that a rehearsal also
+    counts.
 
     Raises:
         ConfigurationError: a worker has fewer than three steps, or the steps take no time.
@@ -336,11 +342,11 @@ CHECK_MEANT = {
 }
 """Heading of a column → meaning of the column."""
 CHECK_RANKS = (0, 3, 0, 0, 0, 1, 1, 1, 2, 2, 2, 4)
-"""Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
+"""Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 
 
 def check_cells(one: Check) -> tuple[str, ...]:
-    """Return a table row with prediction and measurement."""
+    """Return a table row that compares prediction and measurement."""
     return (
         short(one.strategy),
         str(one.workers),

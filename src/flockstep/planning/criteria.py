@@ -1,4 +1,4 @@
-"""Table 2 of Langer et al. (2020) as criteria that are computed from a plan's predictions.
+"""The criteria of Table 2 of Langer et al. (2020), computed from a plan's predictions.
 
 The paper grades techniques by hand, from + to +++ and from easy to hard. Here every grade follows from a figure of the
 plan for the given cluster, so a strategy may be graded differently on another cluster. Model parallelism is not
@@ -26,9 +26,9 @@ from flockstep.strategies.base import TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codecs_of
 
 DEPTH = 50.0
-"""S: number of steps to the target with a very large batch.
+"""S: assumed number of steps to the target with a very large batch.
 
-With more steps, a delay of a fixed number of steps counts less.
+The larger S is, the less a delay of a fixed number of steps counts.
 """
 APART = 0.5
 """Share of the noise that remains in local models that hardly ever synchronize."""
@@ -37,15 +37,13 @@ HALF = 4.0
 local models, is reached without momentum.
 """
 USUAL = 0.9
-"""Assumed momentum of optimizers that have momentum under another name."""
+"""Assumed momentum of optimizers whose state has momentum under another name."""
 NEVER = 1e6
-"""Largest number of steps, or of versions of staleness, that enters a prediction."""
+"""Largest number of steps, or of versions of staleness, that a prediction takes into account."""
 DOUBT = 1.1
-"""Factor on the number of samples that a strategy needs, for each doubt about the model that
-predicts this number.
-"""
+"""Factor on the number of samples that a strategy needs, for each effect that the model of this number ignores."""
 DROPPING = 0.01
-"""Share of an array's energy above which the part that a codec omits counts as dropped."""
+"""Share of an array's energy above which the part that a codec leaves out counts as dropped."""
 TRIED = 4096
 """Number of elements of the random array on which codecs are tried."""
 
@@ -55,7 +53,7 @@ LEAST = 1e-12
 
 @dataclass(frozen=True)
 class Criteria:
-    """A strategy's row of Table 2 on this cluster."""
+    """The row of a strategy in Table 2, for this cluster."""
 
     technique: str
     balanced_data: bool
@@ -63,15 +61,15 @@ class Criteria:
     learning_rate: Literal["higher", "likely", "lower"]
     """OptLR: the best learning rate relative to the best rate of one worker, as the cluster grows."""
     overlap: float | None
-    """COCC: mean staleness of updates in versions; None if there are no versions."""
+    """COCC: mean staleness of updates in versions; None if the strategy has no versions."""
     hyper_parameters: int
     """CAHP: number of hyper-parameters that the strategy and its parts add."""
     exposure: float | None
-    """RSOI: share of the slowest worker's delay that all workers take on, 0 to 1; None if unknown."""
+    """RSOI: share of the slowest worker's delay that all workers suffer, from 0 to 1; None if unknown."""
     survives: int
-    """RSOI: number of worker deaths after which the other workers continue."""
+    """RSOI: number of workers that may die while the other workers continue."""
     reproducible: Literal["easy", "medium", "hard"]
-    """ERB: how hard a result is to reproduce."""
+    """ERB: how hard it is to reproduce a result."""
 
     def document(self) -> dict[str, Any]:
         """The criteria as plain data, for JSON."""
@@ -112,17 +110,17 @@ def _exposure(pace: Pace) -> float | None:
 
 
 def is_central(cell: TaxonomyEntry | None) -> bool:
-    """Whether all workers' gradients optimize one model."""
+    """Return whether the gradients of all workers optimize one common model."""
     return cell is not None and cell.optimization == "central"
 
 
 def is_synchronous(cell: TaxonomyEntry | None, traits: Traits) -> bool:
-    """Whether all workers wait for each other, so that no gradient is stale."""
+    """Return whether all workers wait for each other, so that no gradient is stale."""
     return cell.scheduling == "sync" if cell is not None else traits.delivery == "synchronous"
 
 
 def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
-    """Whether a run can be repeated.
+    """Return whether a run can be repeated exactly.
 
     If servers drop gradients, the order of arrival decides which gradients are dropped.
     """
@@ -130,14 +128,14 @@ def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
 
 
 def count(part: Component) -> int:
-    """Number of hyper-parameters of a component and of its parts."""
+    """Return the number of hyper-parameters of a component and of its parts."""
     values = [getattr(part, name) for name in fields_of(type(part))]
     return sum(1 if not isinstance(value, Component) else count(value) for value in values)
 
 
 def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
-    """The ways in which a strategy differs from training on one worker; each may increase the number of samples that
-    the strategy needs.
+    """Return the ways in which a strategy differs from training on one worker; each may increase the number of samples
+    that the strategy needs.
     """
     if found.strategy is None:
         return ()
@@ -159,27 +157,25 @@ def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
 
 
 def relative_samples(found: StepPrediction, site: Site) -> float:
-    """Factor by which a strategy needs more samples than training on one worker for the same accuracy.
+    """Return the factor by which a strategy needs more samples than training on one worker for the same accuracy.
 
     To a target, plain training takes S (1 + r) steps: S of them for any batch size, and r S because of gradient noise,
     which a batch n times as large reduces n times (McCandlish et al. 2018, equation 2.7; r is `JobProfile.noise`, and S
-    is `DEPTH`, because no plan knows it). Counted in gradients of all its workers and in units of S, a strategy takes:
+    is assumed to be `DEPTH`). Counted in gradients of all its workers and in units of S, a strategy takes:
 
     * synchronous: n c + r (1 + ω), with c as below, and ω the variance that an unbiased codec adds;
     * asynchronous: c(τ) + r, where c(τ) = 1 / sin(π / (2 (2 τ + 1))) is the factor by which the learning rate must be
-      smaller for updates with staleness τ to be stable (Levin & May 1976): about 1.3 τ; with a momentum μ near 1 it is
-      π / 2
-      times that, because x'' + (1 - μ) x' + η x(t - τ) = 0 is stable for η τ < 1 - μ;
+        smaller for updates with staleness τ to be stable (Levin & May 1976): about 1.3 τ; with a momentum μ near 1,
+            c(τ) is π / 2 times as large, because x'' + (1 - μ) x' + η x(t - τ) = 0 is stable for η τ < 1 - μ;
     * replicas that differ: n + r + r (n - 1) w, where w is the share of the noise that is averaged too late. With
       momentum
-      w grows later, because momentum averages each worker's own noise over 1 / (1 - μ) steps. At the end two transits
-      are
-      needed to compute the mean;
+        w grows later, because momentum averages each worker's own noise over 1 / (1 - μ) steps. Computing the mean at
+            the end takes two transits;
     * error feedback delays its residual by a mean of 1 / δ - 1 steps, once: c = 1 + (1 / δ - 1) / S, if the codec keeps
       the
       share δ of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
 
-    Approximation, asynchrony and replicas that differ (of which the result may be a slow worker's) each add a tenth.
+    Approximation, asynchrony, and replicas that differ (the result may be that of a slow worker) each add a tenth.
     """
     if found.strategy is None:
         return 1.0
@@ -203,8 +199,8 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
 
 
 def lateness(found: StepPrediction, site: Site) -> float:
-    """Staleness of a strategy's updates; without versions, the number of other workers' updates during a step and a
-    model's transit.
+    """Return the staleness of a strategy's updates; without versions, the number of other workers' updates during a
+    step and the transit of a model.
     """
     if found.staleness is not None:
         return found.staleness
@@ -212,11 +208,10 @@ def lateness(found: StepPrediction, site: Site) -> float:
 
 
 def delay(found: StepPrediction, site: Site) -> float:
-    """Number of steps for which a model is in transit if no worker waits for the model; the number grows without limit
-    with the load of the links.
+    """Return the number of steps for which a model is in transit if no worker waits for the model.
 
-    The transit time over 1 - ρ, where ρ is the share of time in which a worker's card sends: the time in a queue whose
-    jobs vary in size and arrival.
+    The number grows without limit with the load of the links: it is the transit time divided by 1 - ρ, where ρ is the
+    share of time in which a worker's card sends, as in a queue whose jobs vary in size and arrival.
     """
     step = usual_step(found, site)
     busy = found.sent_bytes / site.link[1] / step
@@ -224,20 +219,20 @@ def delay(found: StepPrediction, site: Site) -> float:
 
 
 def usual_step(found: StepPrediction, site: Site) -> float:
-    """Seconds between two gradients of a worker, in the mean over all gradients, most of which come from workers that
-    wait little.
+    """Return the mean seconds between two gradients of a worker, over all gradients; most gradients come from workers
+    that wait little.
     """
     return max(found.workers * site.task.batch / max(found.samples_per_second, LEAST), LEAST)
 
 
 def momentum(site: Site) -> float:
-    """Momentum of the job's optimizer; 0.9 for other optimizers with a state."""
+    """Return the momentum of the job's optimizer; 0.9 for other optimizers with a state."""
     return float(getattr(site.task.optimizer, "momentum", USUAL if site.task.slots else 0.0))
 
 
 def horizon(found: StepPrediction, site: Site) -> float:
-    """Number of steps until all workers have received a worker's step; pairwise averaging needs more steps than full
-    averages.
+    """Return the number of steps until all workers have received a worker's step; pairwise averaging needs more steps
+    than full averages.
     """
     assert found.strategy is not None
     n, sent = found.workers, max(found.sent_bytes / site.task.nbytes, 1e-9)
@@ -256,12 +251,12 @@ def horizon(found: StepPrediction, site: Site) -> float:
 
 
 def approximates(found: StepPrediction) -> bool:
-    """Whether messages approximate the exact values."""
+    """Return whether messages approximate the exact values."""
     return not found.lossless or (found.strategy is not None and found.strategy.traits.approximation != "none")
 
 
 def drops(found: StepPrediction) -> bool:
-    """Whether a codec drops values that no later message contains, so that accuracy is lost permanently."""
+    """Return whether a codec drops values that no later message contains, so that accuracy is lost permanently."""
     if found.strategy is None:
         return False
     if found.strategy.traits.approximation == "lost":
@@ -272,12 +267,12 @@ def drops(found: StepPrediction) -> bool:
 
 
 def compression(found: StepPrediction, site: Site) -> tuple[float, float]:
-    """Relative variance ω that unbiased codecs add, and number of steps by which other codecs delay the values that
-    they omit.
+    """Return the relative variance ω that unbiased codecs add, and the number of steps by which other codecs delay the
+    values that they leave out.
 
-    Both are measured on an array of Laplacian random numbers, whose tails are heavier than those of a normal
-    distribution, as those of gradients are (Aji & Heafield 2017 find most gradients near zero). A strategy that
-    approximates without a codec counts as if it kept the share that it sends.
+    Both are measured on an array of Laplacian random numbers, which, like gradients, have heavier tails than normally
+    distributed numbers (Aji & Heafield 2017 find most gradients near zero). A strategy that approximates without a
+    codec counts as keeping the share that it sends.
     """
     noise, held = 0.0, 0.0
     for codec in codecs_of(found.strategy):
@@ -295,8 +290,8 @@ def compression(found: StepPrediction, site: Site) -> tuple[float, float]:
 
 @lru_cache(maxsize=256)
 def lost(codec: Codec) -> float:
-    """Share of the energy of a Laplacian random array that the array's encoding omits; 1 if the codec cannot be
-    tried.
+    """Return the share of the energy of a Laplacian random array that the array's encoding leaves out; 1 if the codec
+    cannot be tried.
     """
     array = np.random.default_rng(0).laplace(size=TRIED).astype(np.float32)
     try:
@@ -308,5 +303,7 @@ def lost(codec: Codec) -> float:
 
 
 def effective_rate(samples_per_second: float, relative: float) -> float:
-    """Samples per second divided by `relative_samples`, by which strategies are compared."""
+    """Return the effective samples per second, by which strategies are compared: samples per second divided by
+    `relative_samples`.
+    """
     return samples_per_second / relative

@@ -1,13 +1,13 @@
 """Fits a cluster's description to the records of runs: compute model, latency and bandwidth.
 
 The steps of a record give the durations of gradients. The rest of a step's time is messages and waiting, which depend
-on the strategy: it is rehearsed in virtual time with the recorded gradient times, and latency and bandwidth are those
-with which the rehearsals take as long as the runs.
+on the strategy: this rest is rehearsed in virtual time with the recorded gradient times, and latency and bandwidth are
+chosen so that the rehearsals take as long as the runs.
 
 A step of one strategy at one model size takes t = f(L, 1/B), one equation with two unknowns. They can be separated only
-by records in which bytes and messages have different weights; with one record one of the two must be given.
-
-Real runs are rehearsed on links that messages share, as TCP connections do (`fair_link`), simulated runs on their own.
+by records in which bytes and messages have different weights; with one record, latency or bandwidth must be given. Real
+runs are rehearsed on links that messages share, as TCP connections do (`fair_link`); simulated runs, on the network of
+the simulation.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from flockstep.simulation.tiers import Tiers
 from flockstep.strategies.base import Strategy
 
 ALIKE = 1.1
-"""Largest ratio of the median gradient times of workers that count as equally fast."""
+"""Largest ratio of the median gradient times of workers that count as equal in speed."""
 LONGEST = 400
 """Largest number of steps of a record that are read and rehearsed."""
 PARTS = ("compute_seconds", "wait_seconds", "comm_seconds")
-"""Parts of a step's time in a record."""
+"""Names of the parts of a step's time in a record."""
 SPANS = 5
 """Number of spans into which steps are divided."""
 POOR = 0.2
-"""Relative error of a step's time above which a fit is called poor."""
+"""Relative error of a step's time above which a fit counts as poor."""
 SHORT, LONG = 1e-7, 1e2
 """Bounds within which a fit searches the latency, in seconds."""
 SLOW, FAST = 1e2, 1e12
 """Bounds within which a fit searches the bandwidth, in bytes per second."""
 TELLING = 0.05
-"""Smallest change of a step's time between records, as a share, with which both unknowns can be separated."""
+"""Smallest relative change of a step's time between records from which both unknowns can be separated."""
 ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
-"""Parameters of the least-squares fit on a logarithmic scale: iterations, step of a slope, and tolerance."""
+"""Parameters of the least-squares fit on a logarithmic scale: number of iterations, step for slopes, and tolerance."""
 SEARCH = 40
 """Largest number of iterations of the search for one unknown."""
 MOST = 1e12
-"""Number of seconds, or of bytes, of a step above which a record is invalid."""
+"""Seconds, or bytes, of a step above which a record counts as invalid."""
 NOTHING = 0.01
-"""Share of a step's time below which the network is ignored."""
+"""Share of a step's time below which the network's share is ignored."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def fit_records(
     imports: Sequence[str] = (),
     message: float = 0.0,
 ) -> Calibration:
-    """Fit the description of the cluster on which the recorded runs were.
+    """Fit the description of the cluster on which the recorded runs took place.
 
     Args:
         folders: folders of the records.
@@ -162,7 +162,8 @@ def fit_records(
         The description of the cluster, with notes about the fit.
 
     Raises:
-        ConfigurationError: there is no record, one without steps, or records of different jobs or numbers of workers.
+        ConfigurationError: there is no record, a record has no steps, or the records differ in job or number of
+            workers.
     """
     if not folders:
         raise ConfigurationError("a fit needs at least one record, got none; name the folder of a run")
@@ -235,7 +236,7 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
 
 
 def hosts_in(events: Sequence[Event]) -> Hosts:
-    """The workers of each host of a run over several hosts; empty for other runs.
+    """Return the workers of each host of a run over several hosts; empty for other runs.
 
     Raises:
         ConfigurationError: the workers of a host are not neighbors in rank, as they are on the machines of a cluster.
@@ -294,8 +295,8 @@ def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
 
 
 def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int, parts: Sequence[str] = PARTS) -> float:
-    """Usual seconds of a step, or of some of its parts: the median, over spans of steps, of the mean over all workers;
-    outliers have no effect.
+    """Return the usual seconds of a step, or of some of its parts: the median, over spans of steps, of the mean over
+    all workers, so that outliers have no effect.
 
     Steps at the beginning are ignored, because processes warm up.
     """
@@ -308,7 +309,7 @@ def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int, parts: Sequ
 
 
 def first_counted(steps: int) -> int:
-    """Number of steps at the beginning of a run that are ignored, as in a rehearsal."""
+    """Return the number of steps at the beginning of a run that are ignored, as in a rehearsal."""
     return max(1, int(LEFT_OUT * steps))
 
 

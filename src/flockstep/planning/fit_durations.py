@@ -1,4 +1,4 @@
-"""Finds the compute model that measured durations follow."""
+"""Finds a compute model that describes measured durations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, 
 STEADY = 1e-3
 """Standard deviation, as a share of the mean, below which durations count as constant."""
 NEAR = 1.63
-"""Largest distance from a lognormal distribution, times √n: Kolmogorov's bound at 1 %, widened by `SLACK`, because no
-model fits exactly.
+"""Largest distance from a lognormal distribution, times √n: Kolmogorov's bound at 1 %, multiplied by `SLACK`, because
+no model fits exactly.
 """
 SLACK = 0.05
 QUANTILES = 21
@@ -24,17 +24,17 @@ QUANTILES = 21
 
 @dataclass(frozen=True)
 class Fit:
-    """A compute model, and the reason for its choice."""
+    """A compute model fitted to durations, and why it was chosen."""
 
     law: ComputeModel
     why: str
 
 
 def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
-    """Fit a model: constant, lognormal with the measured mean, or the measured quantiles if lognormal does not fit.
+    """Fit a compute model: constant, lognormal with the measured mean, or, if neither fits, the measured quantiles.
 
     Raises:
-        ConfigurationError: there are fewer than two durations, or one is not positive.
+        ConfigurationError: there are fewer than two durations, or a duration is not positive.
     """
     times = np.sort(np.asarray(seconds, dtype=np.float64))
     if len(times) < 2 or not times[0] > 0 or not math.isfinite(times[-1]):

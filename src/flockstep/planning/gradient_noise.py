@@ -1,4 +1,4 @@
-"""The noise scale of a job's gradients, measured by a short training of one worker."""
+"""Measures the noise scale of a job's gradients by a short training of one worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flockstep.drivers.plan import LocalOptimizer
 from flockstep.frameworks.base import Engine
 
 STEPS = 64
-"""Number of steps of each part of a measurement: at the start, while training, and while measuring during training."""
+"""Number of steps of each part of a measurement: before training, between the measurements, and after that."""
 GRADIENTS = 6 * STEPS
 """Number of gradients that a measurement takes."""
 
@@ -17,7 +17,7 @@ def gradient_noise(engine: Engine, batch: int) -> float:
     """Noise scale in batches, B_noise / B of McCandlish et al. (2018): the variance of a batch's gradient, relative to
     the squared norm of the gradient of all samples; not finite if training diverges.
 
-    Gradients a and b of two batches at equal parameters have E|a - b|²/2 = tr Σ / B and E[a · b] = |G|². The noise
+    For the gradients a and b of two batches at equal parameters, E|a - b|²/2 = tr Σ / B and E[a · b] = |G|². The noise
     scale changes while a job trains, and the number of steps to a target depends on its mean over those steps. The
     result is the mean of two measurements: before training, and between steps `STEPS` and 2 `STEPS`.
     """

@@ -1,4 +1,4 @@
-"""Partition and strategy chosen together: whole replicas, or replicas that several workers hold as a pipeline.
+"""Chooses partition and strategy together: whole replicas, or replicas that several workers hold as a pipeline.
 
 Every prediction is a rehearsal of the split model on the event queue of virtual time, as `flockstep simulate
 --partition` runs it, with a surrogate that computes nothing.
@@ -34,11 +34,11 @@ from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 
 TOP_PARTITIONS, TOP_STRATEGIES = 3, 5
-"""Number of partitions, and of strategies, of which all combinations are rehearsed in full."""
+"""Numbers of partitions and of strategies whose combinations are all rehearsed in full."""
 SHORT = 6
 """Number of steps of the short rehearsals that compare partitions."""
 AHEAD = 16
-"""Largest number of micro-batches that is considered, for each stage."""
+"""Largest number of micro-batches per stage that is considered."""
 MOST = 64
 """Largest number of workers of a plan of split models."""
 GAIN = 1.02
@@ -47,7 +47,7 @@ GAIN = 1.02
 
 @dataclass(frozen=True)
 class SplitPrediction:
-    """Predicted means of a strategy between replicas that are split over workers."""
+    """Predicted means for a strategy that coordinates replicas split over workers."""
 
     pipeline: Pipeline
     strategy: Strategy
@@ -55,21 +55,21 @@ class SplitPrediction:
     seconds: float
     """Seconds between two gradients of a replica."""
     utilization: float
-    """Share of its time that a worker computes."""
+    """Share of the time in which a worker computes."""
     sent_bytes: float
-    """Bytes that a worker sends per step, activations included."""
+    """Bytes that a worker sends per step, including activations."""
     samples_per_second: float
     """Samples per second of all workers together."""
     memory: float
-    """Bytes on the worker that needs the most memory, activations included."""
+    """Bytes of memory on the worker that needs the most, including activations."""
     relative_samples: float
     """Factor by which more samples are needed than on one worker for the same accuracy."""
     layers: tuple[str, ...]
-    """First layer of every part."""
+    """Name of the first layer of every part."""
 
     @property
     def name(self) -> str:
-        """The composition as the options of a command."""
+        """Partition and strategy, as the options of a command."""
         return f"{self.pipeline} with {self.strategy}"
 
     def document(self) -> dict[str, Any]:
@@ -86,19 +86,19 @@ class SplitPrediction:
 
 @dataclass(frozen=True)
 class HybridAdvice:
-    """The choice between whole and split replicas, with the predictions that it follows from."""
+    """The choice between whole and split replicas, with the predictions on which it is based."""
 
     choice: SplitPrediction | StepPrediction | None
-    """The composition with the highest speed-up that fits into memory; None if none does."""
+    """The combination with the highest speed-up that fits into memory; None if no combination does."""
     splits: tuple[SplitPrediction, ...]
-    """All combinations that were rehearsed in full, the highest speed-up first."""
+    """All combinations that were rehearsed in full, highest speed-up first."""
     speedups: dict[str, float]
     """Name of a split → its predicted speed relative to one worker."""
     sentences: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
     """Partitions and strategies that cannot be combined, each with the reason."""
     planner: SplitPrediction | None
-    """The plan of PipeDream's planner, if it has more than one stage."""
+    """The plan of PipeDream's planner, if the plan has more than one stage."""
 
     @property
     def partition(self) -> Partition:
@@ -124,11 +124,11 @@ class HybridAdvice:
 def predict_split(
     strategy: Strategy, pipeline: Pipeline, site: Site, workers: int, *, short: bool = False
 ) -> SplitPrediction:
-    """Predict a strategy between replicas that `pipeline` splits; `short`: few steps, with constant gradient times.
+    """Predict a strategy whose replicas `pipeline` splits; with `short`, from few steps with constant gradient times.
 
     Raises:
-        ConfigurationError: the model cannot be cut, the strategy cannot run on that number of replicas, or nothing
-            determines the cost.
+        ConfigurationError: the model cannot be cut, the strategy cannot run with this number of replicas, or the cost
+            of a step is unknown.
         CompositionError: the strategy cannot train a split model.
     """
     shape, replicas, task = split_shape(site.task, pipeline), pipeline.replicas(workers), site.task
@@ -160,8 +160,8 @@ def samples_needed(
     rate: float,
     staleness: float | None,
 ) -> float:
-    """Factor by which `replicas` split replicas need more samples than one worker: that of as many whole replicas, and
-    more for the delays of a schedule.
+    """Return the factor by which `replicas` split replicas need more samples than one worker: the factor of as many
+    whole replicas, increased for the delays of a schedule.
 
     Args:
         strategy: the strategy between the replicas.
@@ -169,7 +169,7 @@ def samples_needed(
         site: the task and the cluster.
         replicas: number of replicas.
         seconds: seconds between two gradients of a replica.
-        sent: bytes that a worker sends per step, activations included.
+        sent: bytes that a worker sends per step, including activations.
         rate: samples per second of all workers.
         staleness: mean staleness of updates in versions; None if there are none.
     """
@@ -182,9 +182,10 @@ def samples_needed(
 
 
 def memory_of(shape: SplitShape, task: JobProfile) -> float:
-    """Bytes on the worker that needs the most: parameters, their copies, gradient, optimizer and activations.
+    """Return the bytes of memory on the worker that needs the most: parameters, their copies, gradient, optimizer and
+    activations.
 
-    Of several chunks of a part, the largest counts for every micro-batch in flight.
+    If a part has several chunks, the largest chunk counts for every micro-batch in flight.
     """
     pipeline, needed = shape.pipeline, []
     for part, chunks in enumerate(shape.parts):
@@ -207,8 +208,7 @@ def _with_delays(relative: float, pipeline: Pipeline, replicas: int, task: JobPr
 def pipelines_of(texts: Sequence[str]) -> tuple[Pipeline, ...]:
     """Return the partitions that a plan is asked to consider.
 
-    Raises:
-        ConfigurationError: a partition is no pipeline.
+    Raises: ConfigurationError: a partition is not a pipeline.
     """
     known = []
     for text in texts:
@@ -223,8 +223,8 @@ def pipelines_of(texts: Sequence[str]) -> tuple[Pipeline, ...]:
 
 
 def partitions(site: Site, workers: int) -> Iterator[list[Pipeline]]:
-    """Yield the pipelines to consider for each number of stages: 1F1B with all numbers of micro-batches that are powers
-    of two.
+    """Yield the pipelines to consider for each number of stages: 1F1B, with every number of micro-batches that is a
+    power of two.
     """
     model = site.task.shape
     places = 0 if model is None else len(units(model))
@@ -269,15 +269,16 @@ def _seconds(found: SplitPrediction) -> float:
 
 
 def fits(pipeline: Pipeline, site: Site, limit: float | None) -> bool:
-    """Whether the worker that needs the most memory has at most `limit` bytes; None: there is no limit."""
+    """Return whether the worker that needs the most memory needs at most `limit` bytes; None means no limit."""
     return limit is None or memory_of(split_shape(site.task, pipeline), site.task) <= limit
 
 
 def planned_by_pipedream(site: Site, workers: int) -> Pipeline | None:
-    """The pipeline of PipeDream's planner with equally many workers for every stage; None if it has one stage only.
+    """Return the pipeline that PipeDream's planner chooses with the same number of workers for every stage; None if the
+    pipeline has only one stage.
 
     Raises:
-        ConfigurationError: the layers are unknown, or no chain.
+        ConfigurationError: the layers are unknown, or do not form a chain.
     """
     task = site.task
     if task.shape is None:
@@ -301,14 +302,13 @@ def advise_hybrid(
     strategies: Sequence[Strategy] = (),
     say: ProgressCallback = silent,
 ) -> HybridAdvice:
-    """Choose partition and strategy together, beside the advice on whole replicas.
+    """Choose partition and strategy together, in addition to the advice on whole replicas.
 
     Args:
         outlook: the predictions for whole replicas; the memory of the cluster is the limit.
-        advice: the advice on whole replicas, whose requirements hold for split ones too.
-        asked: the partitions to consider; empty for those found by a search.
-        strategies: the strategies to consider; empty for the best that meet the requirements and can train a split
-            model.
+        advice: the advice on whole replicas, whose requirements also apply to split replicas. asked: the partitions to
+            consider; empty for the partitions that a search finds. strategies: the strategies to consider; empty for
+            the best strategies that meet the requirements and can train a split model.
         say: called with the partition and strategy that are predicted next.
     """
     site, workers, limit = outlook.site, outlook.workers, outlook.site.cluster.memory

@@ -37,19 +37,19 @@ from flockstep.workloads.base import Workload
 from flockstep.workloads.sampler import steps_for
 
 BATCH = 32
-"""Batch size of a model without a job."""
+"""Batch size that is assumed for a model without a job."""
 OPERATIONS = 1e10
 """Assumed floating-point operations per second of a worker whose speed is unknown."""
 NOISE = 3.0
 """Noise scale in batches that is assumed if the noise scale cannot be measured, or if measuring takes too long."""
 DENSE = 6.0
-"""Operations per parameter and sample of a gradient that are assumed if the work of a model is not known, as for dense
-layers.
+"""Operations per parameter and sample that a gradient is assumed to need if the work of a model is unknown, as for
+dense layers.
 """
 AFFORDED = 1e10
-"""Largest number of floating-point operations for measuring the noise scale."""
+"""Largest number of floating-point operations that measuring the noise scale may take."""
 WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
-"""Operations assumed per element if the machines' rates were not measured."""
+"""Operations per element that are assumed if the machines' rates were not measured."""
 
 
 @dataclass(frozen=True)
@@ -59,32 +59,34 @@ class JobProfile:
     name: str
     elements: int
     tensors: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the model's tensors; empty for one tensor."""
+    """Shapes of the model's tensors; empty if the model counts as one tensor."""
     dtype: str = "float32"
     batch: int = BATCH
     usual: bool = True
-    """Whether the batch is the job's own batch, or the job has no batch of its own."""
+    """Whether the batch is that of the job, or the job specifies no batch."""
     slots: int = 0
-    """Number of arrays of the model's size that the optimizer keeps."""
+    """Number of arrays of the model's size that the optimizer stores."""
     work: float | None = None
     """Floating-point operations of a gradient; None if unknown."""
     optimizer: Optimizer | None = None
     job: Callable[[int], Job] | None = field(default=None, compare=False, repr=False)
-    """Function from a seed to the job of a run; None if only sizes are known, so that nothing can be trained."""
+    """Function that returns the job of a run, given a seed; None if only sizes are known, so that nothing can be
+    trained.
+    """
     file: Path | None = field(default=None, compare=False)
     """The Python file of the job; None for a built-in job, or for a job given as an object."""
     known_noise: float | None = None
-    """The noise scale of a profile that was scaled from another profile; None if the noise scale is to be measured."""
+    """The noise scale of a profile that was scaled from another profile; None if the noise scale must be measured."""
     shape: ModelShape | None = field(default=None, compare=False, repr=False)
     """The layers of the model; None if they are unknown."""
     identity: str | None = None
-    """The job's entry in a cluster file, as the function `identity` returns it; None if the job has no name by which it
-    could be loaded.
+    """The job's entry in a cluster file, as the function `identity` returns it; None if the job has no name from which
+    it can be loaded.
     """
 
     @cached_property
     def surrogate_batches(self) -> SurrogateBatches:
-        """Facts about the job's samples for a rehearsal of strategies that ask for more than their next gradient."""
+        """Facts about the job's samples, for rehearsals of strategies that request more than their next gradient."""
         if self.job is None:
             return SurrogateBatches(self.batch)
         engine = make_engine(self.job(0), 0)
@@ -140,21 +142,23 @@ class JobProfile:
         return tuple(math.prod(shape) for shape in self.tensors)
 
     def steps(self, workers: int) -> int | None:
-        """Steps of each of `workers` workers in a run of the job, whose data is read; None without a job."""
+        """Return the number of steps of each of `workers` workers in a run of the job, whose data is read; None without
+        a job.
+        """
         if self.job is None:
             return None
         job = self.job(0)
         return max(job.least_steps, steps_for(job.epochs, len(job.data().train_x), workers, self.batch))
 
     def scaled(self, factor: float) -> JobProfile:
-        """The profile of a job with `factor` times the parameters, in one tensor, and the same work."""
+        """Return the profile of a job with `factor` times the parameters, in one tensor, and with the same work."""
         elements = max(1, round(self.elements * factor))
         return replace(self, elements=elements, tensors=(), job=None, known_noise=self.noise, shape=None)
 
 
 @dataclass(frozen=True)
 class Site:
-    """A task on a cluster: all facts on which a prediction depends, except strategy and number of workers."""
+    """A task on a cluster: every fact on which a prediction depends, except the strategy and the number of workers."""
 
     task: JobProfile
     cluster: ClusterShape
@@ -166,7 +170,7 @@ class Site:
 
     @property
     def seconds(self) -> float | None:
-        """Mean seconds of a gradient at speed 1; None if the cluster's compute model determines it."""
+        """Return the mean seconds of a gradient at speed 1; None if the cluster's compute model determines them."""
         if self._measured or self.task.work is None or self.cluster.operations is None:
             return None
         return self.cluster.seconds_for(self.task.work)
@@ -181,7 +185,7 @@ class Site:
 
     @property
     def link(self) -> tuple[float, float]:
-        """Latency and bandwidth of the slowest link, which extrapolations use for all links."""
+        """Latency and bandwidth of the slowest link; extrapolations assume them for all links."""
         if self.cluster.workers > 1:
             wire = self.cluster.slowest
         elif self.cluster.wires:
@@ -197,7 +201,7 @@ class Site:
         return latency + self.task.nbytes / bandwidth
 
     def rate(self, what: str, name: str) -> float:
-        """Elements per second that a worker encodes, decodes, steps or adds: as measured, or estimated from
+        """Return the elements per second that a worker encodes, decodes, steps or adds: as measured, or estimated from
         operations.
         """
         measured: Mapping[str, float] = getattr(self.cluster.rates, what, {})
@@ -209,7 +213,7 @@ class Site:
         return str(self.task.optimizer).partition("(")[0]
 
     def encoded(self, strategy: Strategy) -> int | None:
-        """Bytes of the whole model in the encoding of the strategy's codec; None without a lossy codec."""
+        """Return the bytes of the whole model in the encoding of the strategy's codec; None without a lossy codec."""
         codec, task = strategy.coding, self.task
         if codec is None or codec.lossless:
             return None
@@ -218,7 +222,7 @@ class Site:
         return bound_codec(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
 
     def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Overheads:
-        """Costs of nodes besides gradients; a worker encodes in a `share` of its steps."""
+        """Return the costs of nodes in addition to gradients; a worker encodes in a `share` of its steps."""
         task, traits = self.task, strategy.traits
         add, update = 1 / self.rate("reduce", ""), task.elements / self.rate("optimizer", self.optimizer)
         receive = serve = add / task.itemsize
@@ -234,7 +238,7 @@ class Site:
         return Overheads(self.cluster.message, receive, serve, step)
 
     def assumptions(self) -> list[str]:
-        """Sentences about the assumptions that replace information missing from job and cluster."""
+        """Sentences about what is assumed where job and cluster give no information."""
         said = [
             "memory does not include activations: the layers of the model are not known"
             if self.task.shape is None
@@ -269,10 +273,11 @@ class Site:
 
 
 def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> JobProfile:
-    """The task that a command names: a workload, a file with `job()` or `model()` and `inputs()`, or a reference model.
+    """Return the task that a command names: a workload, a file with `job()` or `model()` and `inputs()`, or a reference
+    model.
 
     Raises:
-        ConfigurationError: the job or model does not exist, or cannot be run.
+        ConfigurationError: the job or the model does not exist, or it cannot be run.
     """
     if batch is not None and batch < 1:
         raise ConfigurationError(f"batch must be >= 1, got {batch}; leave it out for the job's own batch")
@@ -304,9 +309,10 @@ def _loadable(what: str) -> bool:
 
 
 def identity(what: str) -> str:
-    """A job as a cluster's file names it: a workload's expression, or a file's name and the digest of its content.
+    """Return the name by which a cluster file refers to a job: the workload's expression, or the name of the job's file
+    with the digest of its content.
 
-    The name in the file's job cannot serve, because two files may have jobs of one name.
+    The job's own name is not used, because jobs in two files may have the same name.
     """
     if what.endswith(".py"):
         return f"{Path(what).name} {digest(Path(what))}"

@@ -1,4 +1,6 @@
-"""Simulation in virtual time that evaluates the current model, instead of the model at equal progress of all nodes."""
+"""Simulates a run and evaluates the model at the current time, instead of the model after equal progress of all
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,16 @@ from flockstep.messages import server
 from flockstep.records.events import EvaluationEvent
 
 NOW = ("server", "mean", "rank0")
-"""Result policies whose model is available at any moment."""
+"""Result policies whose model is available at every moment of a run."""
 
 
 class LiveSimulation(Simulation):
-    """A run whose snapshots show the model at their own time, one snapshot for every gradient of each worker on
-    average.
+    """A simulation whose snapshots show the model at the time of the snapshot: on average, one snapshot for every
+    gradient of each worker.
 
-    A record's snapshots show equal progress of all nodes, and are as late as the slowest node. If workers differ in
-    speed and do not wait for each other, the current model is far ahead by then, and determines the time to target.
+    In contrast, a record's snapshots show equal progress of all nodes, and are as late as the slowest node. If workers
+    differ in speed and do not wait for each other, the current model is then far ahead, and determines the time to
+    target.
     """
 
     _begun = 0

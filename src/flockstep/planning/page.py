@@ -1,4 +1,4 @@
-"""A plan as a self-contained HTML page: advice, scaling curves, a map of the best strategies, and tables."""
+"""Shows a plan as a self-contained HTML page: advice, scaling curves, a map of the best strategies, and tables."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLORS, INK, Figure, axis, decades, layout, safe
 
 CELLS = 13
-"""Number of the map's cells in each direction."""
+"""Number of cells of the map in each direction."""
 RANGE = 100.0
-"""Factor by which bandwidth and model size vary on the map, up and down."""
+"""Factor by which the map varies bandwidth and model size, up and down."""
 
 
 def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequence[Listing] = ()) -> Path:
-    """Write the page to `path`, create its folder if it is missing, and return the path.
+    """Write the page to `path`, whose folder is created if it is missing, and return the path.
 
-    `further`: tables that come first.
+    `further` are tables that come first.
     """
     return plan_page(outlook, advice, further).write(path)
 
 
 def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
-    """The page: advice, figures, and tables with all values that the figures show."""
+    """Return the page: advice, figures, and tables with all values of the figures."""
     ranked = advice.ranked(outlook)
     marked = {place: "chosen" for place, one in enumerate(ranked) if one is advice.choice}
     rows = [cells(outlook, one, advice.speedups[one.name]) for one in ranked]
@@ -157,27 +157,27 @@ def scaling_table(outlook: Outlook) -> Listing:
 
 @dataclass(frozen=True)
 class Map:
-    """The best strategy for each pair of bandwidth and model size."""
+    """A map of the best strategy for each pair of bandwidth and model size."""
 
     bandwidths: tuple[float, ...]
     """Bandwidths in bytes per second, ascending."""
     sizes: tuple[float, ...]
     """Model sizes in parameters, ascending."""
     names: tuple[tuple[str, ...], ...]
-    """Names of strategies: a row for each size, a column for each bandwidth."""
+    """Names of strategies: one row for each model size, one column for each bandwidth."""
 
     @property
     def kinds(self) -> list[str]:
-        """All names, in the order of their letters."""
+        """The names of all strategies on the map, in the order of their letters."""
         return list(dict.fromkeys(name for row in self.names for name in row))
 
     def letter(self, name: str) -> str:
-        """The letter of a name: A, B, C and so on."""
+        """Return the letter that stands for a strategy's name: A, B, C and so on."""
         return chr(ord("A") + self.kinds.index(name))
 
     @property
     def key(self) -> str:
-        """The meaning of the letters, as text."""
+        """Text that explains the letters."""
         meant = "; ".join(f"{self.letter(name)}: {short(name)}" for name in self.kinds)
         return f"Rows: number of parameters. Columns: bandwidth of the slowest link. {meant}."
 
@@ -231,8 +231,8 @@ class Map:
 
 
 def best_map(outlook: Outlook, advice: Advice) -> Map | None:
-    """The best strategies around this cluster and model among the strategies that meet the requirements; None if none
-    does.
+    """Return the map of the best strategies around this cluster and model, among the strategies that meet the
+    requirements; None if no strategy does.
     """
     site, others = outlook.site, _compared(outlook, advice)
     if not others:

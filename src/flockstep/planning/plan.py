@@ -33,11 +33,11 @@ COMPOSED = (
 )
 """Compositions that a plan considers in addition to the registered strategies."""
 MOST = WORKERS[-1]
-"""Largest number of workers of a plan; some costs of larger numbers take minutes to compute."""
+"""Largest number of workers of a plan; computing some costs for more workers would take minutes."""
 CURVES = 6
 """Number of strategies whose scaling is reported."""
 BEST_SHOWN = 6
-"""Number of strategies on the map, which are the strategies with the highest predicted speed-up."""
+"""Number of strategies on the map: those with the highest predicted speed-up."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,13 @@ class Outlook:
     site: Site
     workers: int
     predictions: tuple[StepPrediction, ...]
-    """Predictions sorted by effective samples per second, the highest first; one worker alone is
-    among them.
-    """
+    """Predictions in order of effective samples per second, highest first; training on one worker is among them."""
     refused: tuple[tuple[str, str], ...]
     """Strategies that cannot run on the cluster, each with the reason."""
     left_out: tuple[str, ...]
     """Sentences about effects that the predictions ignore."""
     scalable: tuple[ScalablePrediction, ...]
-    """Predictions that can be evaluated under other circumstances, one worker first."""
+    """Predictions that can be recomputed for other conditions, beginning with one worker."""
     further: bool = False
     """Whether the plan also predicts scaling and crossovers."""
     length: float | None = None
@@ -65,8 +63,8 @@ class Outlook:
 
     @cached_property
     def curves(self) -> tuple[Curve, ...]:
-        """Scaling curves of the strategies with the highest predicted speed-up, the best first; empty if scaling was
-        not requested.
+        """Scaling curves of the strategies with the highest predicted speed-up, best first; empty if scaling was not
+        requested.
         """
         if not self.further:
             return ()
@@ -101,27 +99,27 @@ class Outlook:
         )
 
     def pace(self, name: str) -> Pace | None:
-        """Model of how a strategy's step time depends on workers, bandwidth, model size and stragglers; None for one
-        worker.
+        """Return the model of how a strategy's step time depends on workers, bandwidth, model size and stragglers; None
+        for one worker.
         """
         return next((one.pace for one in self.scalable if one.name == name), None)
 
     def departures(self, found: StepPrediction) -> tuple[str, ...]:
-        """The ways in which a strategy differs from training on one worker."""
+        """Return the ways in which a strategy differs from training on one worker."""
         return departures(found, self.site)
 
     def relative_samples(self, found: StepPrediction) -> float:
-        """Factor by which a strategy needs more samples than one worker for the same accuracy."""
+        """Return the factor by which a strategy needs more samples than one worker for the same accuracy."""
         return relative_samples(found, self.site)
 
     def effective_rate(self, found: StepPrediction) -> float:
-        """Effective samples per second, by which strategies are compared: samples per second divided by
+        """Return the effective samples per second, by which strategies are compared: samples per second divided by
         `relative_samples`.
         """
         return effective_rate(found.samples_per_second, self.relative_samples(found))
 
     def criteria(self, found: StepPrediction) -> Criteria:
-        """The strategy's row of Table 2."""
+        """Return the strategy's row of Table 2."""
         return criteria(found, self.pace(found.name))
 
     def document(self) -> dict[str, Any]:
@@ -165,17 +163,17 @@ def plan(
     Args:
         task: sizes and work of the job.
         cluster: the machines and links.
-        workers: number of workers; None for all that the cluster has.
+        workers: number of workers; None for all workers of the cluster.
         strategies: expressions to consider; empty for every registered strategy and some compositions.
-        further: also predict how strategies scale, and what would change the best one.
-        length: seconds that the run lasts; None for the job's own passes over its data, or a day without a job.
+        further: also predict how strategies scale, and under which conditions another strategy would be best. length:
+            seconds that the run lasts; None for the duration of the job's epochs, or a day without a job.
         say: called with each strategy before it is predicted.
 
     Returns:
         The predictions, sorted by effective samples per second.
 
     Raises:
-        ConfigurationError: the cluster or a plan cannot have that number of workers, or a strategy does not exist.
+        ConfigurationError: the cluster or a plan cannot have this number of workers, or a strategy does not exist.
     """
     site = Site(task, cluster)
     count = cluster.workers if workers is None else workers
@@ -201,7 +199,7 @@ def plan(
 
 
 def candidates(texts: tuple[str, ...], site: Site) -> Iterator[tuple[str, Strategy]]:
-    """The strategies to consider, each once, with their names: `texts`, or every registered strategy and some
+    """Return the strategies to consider, each once, with their names: `texts`, or every registered strategy and some
     compositions.
 
     A name is the alias or system that the user wrote, the alias of a registered strategy, or the expression.
@@ -254,7 +252,7 @@ def _scalable(found: list[StepPrediction], site: Site) -> list[ScalablePredictio
 
 
 def combines(found: StepPrediction) -> bool:
-    """Whether the workers train one common model."""
+    """Return whether the workers train one common model."""
     return found.strategy is None or found.sent_bytes > 0
 
 

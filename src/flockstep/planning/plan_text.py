@@ -1,4 +1,4 @@
-"""A plan as text, with equal cells in the terminal and on the HTML page."""
+"""Shows a plan as text, with the same cells in the terminal and on the HTML page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADINGS = (
 )
 
 RANKS = (0, 0, 2, 3, 4, 5, 8, 7, 9, 6, 10)
-"""Ranks of the columns: in a narrow terminal the columns of the highest rank are left out."""
+"""Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
 MEANT = {
     "speed-up": (
         "speed-up: predicted speed relative to one worker, from the samples per second and the number of samples "
@@ -50,7 +50,7 @@ MEANT = {
 }
 """Heading of a column → meaning of the column."""
 LITTLE = 1e-3
-"""Speed-up below which only an upper limit is shown."""
+"""Speed-up below which the table shows only an upper limit."""
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?!\w)")
 """Pattern of a float in an expression."""
 _LONG = 6
@@ -58,7 +58,7 @@ _LONG = 6
 
 
 def short(text: str) -> str:
-    """An expression with its numbers in their shortest form: 4000000000.0 becomes 4e9."""
+    """Return an expression with its numbers in their shortest form: 4000000000.0 becomes 4e9."""
     return _NUMBER.sub(lambda found: _brief(found[0]), text)
 
 
@@ -71,12 +71,14 @@ def _brief(text: str) -> str:
 
 
 def many(count: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun: "1 worker", "1,024 workers"; `plural` gives the plural of nouns that do not take an s."""
+    """Return a count with its noun: "1 worker", "1,024 workers"; `plural` is the plural of nouns that do not take an
+    s.
+    """
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def as_much(ratio: float, what: str = "many") -> str:
-    """A ratio as text: "3.2 times as many", "as many", "85 % as many"."""
+    """Return a ratio as text: "3.2 times as many", "as many", "85 % as many"."""
     if 0.995 <= ratio < 1.005:
         return f"as {what}"
     if ratio < 1:
@@ -85,9 +87,8 @@ def as_much(ratio: float, what: str = "many") -> str:
 
 
 def late(outlook: Outlook, found: StepPrediction) -> float | None:
-    """Mean staleness of a strategy's updates in versions.
-
-    None if the strategy has no versions, or all workers wait for each other.
+    """Return the mean staleness of a strategy's updates in versions; None if the strategy has no versions, or if all
+    workers wait for each other.
     """
     if found.staleness is not None or found.strategy is None or not combines(found):
         return found.staleness
@@ -102,7 +103,7 @@ def _late(outlook: Outlook, found: StepPrediction) -> str:
 
 
 def exposed(exposure: float | None) -> str:
-    """Text of the share of the slowest worker's delay that all workers take on.
+    """Return, as text, which share of the slowest worker's delay all workers suffer.
 
     The share is above 100 % if the delay affects later steps.
     """
@@ -112,7 +113,7 @@ def exposed(exposure: float | None) -> str:
 
 
 def speedup_of(speedup: float | None) -> str:
-    """Text of a strategy's predicted speed-up."""
+    """Return a strategy's predicted speed-up as text."""
     return f"< {LITTLE:g}" if speedup is not None and speedup < LITTLE else number(speedup)
 
 
@@ -135,7 +136,7 @@ def cells(outlook: Outlook, found: StepPrediction, speedup: float) -> tuple[str,
 
 
 def scaling_sentence(one: Curve) -> str:
-    """Sentence on the numbers of workers with which a strategy is faster than one worker."""
+    """Return a sentence about the numbers of workers with which a strategy is faster than one worker."""
     name = short(one.name)
     if one.beats_one_from is None:
         return f"{name} is not faster than one worker with any number of workers"
@@ -153,13 +154,13 @@ def scaling_sentence(one: Curve) -> str:
 
 
 def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Sentences on how strategies scale; strategies that are ruled out are marked."""
+    """Sentences about how strategies scale; strategies that are ruled out are marked."""
     out = {name for name, _ in excluded}
     return tuple(f"{scaling_sentence(one)}{' (ruled out)' if one.name in out else ''}" for one in curves)
 
 
 def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Strategies that do not meet the requirements, grouped by reason."""
+    """Sentences about strategies that do not meet the requirements, grouped by reason."""
     return tuple(
         f"{', '.join(short(name) for name, why in excluded if why == reason)}: {reason}"
         for reason in dict.fromkeys(why for _, why in excluded)
@@ -167,12 +168,12 @@ def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
-    """Strategies that are not in the table, with the reasons."""
+    """Sentences about strategies that are not in the table, with the reasons."""
     return tuple(why if why.startswith(name) else f"{short(name)}: {why}" for name, why in outlook.refused)
 
 
 RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}
-"""Value of OptLR → text of a table."""
+"""Value of OptLR → its text in a table."""
 TABLE_2 = (
     "strategy",
     "technique",
@@ -191,7 +192,7 @@ of differences from training on one worker.
 
 
 def row_of_table_2(outlook: Outlook, found: StepPrediction) -> tuple[str, ...]:
-    """The criteria of a strategy as a table row."""
+    """Return the criteria of a strategy as a row of the table."""
     row = outlook.criteria(found)
     return (
         short(found.name),

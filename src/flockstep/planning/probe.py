@@ -1,6 +1,5 @@
-"""A strategy that trains nothing; its record shows the speed of gradients and messages. Imported by name in a run.
-
-`flockstep calibrate` runs the strategy with a configuration that names this file among its imports.
+"""A strategy that trains nothing; its record shows the speed of gradients and messages. `flockstep calibrate` runs this
+strategy with a configuration that names this file among its imports.
 """
 
 from __future__ import annotations
@@ -19,19 +18,21 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 
 BURST = 200
-"""Number of successive messages in a measurement of message handling."""
+"""Number of successive messages with which the handling of a message is measured."""
 LARGE = 1 << 20
-"""Smallest size in bytes of the large message: a message of a small model takes hardly longer than a single element."""
+"""Least size in bytes of the large message: the message of a small model takes hardly longer than that of a single
+element.
+"""
 
 
 @dataclass(frozen=True)
 class Probe(Strategy):
-    """In half of the steps each worker computes alone, in turns; in the other half all workers compute at once; then
-    messages pass to and fro between every pair.
+    """In half of the steps one worker after the other computes alone; in the other half all workers compute at the same
+    time; then every pair of workers exchanges messages.
 
-    Scalars: "one way a b N" is half of the median round trip of N bytes between workers a and b, in seconds: of one
-    element, and of the whole model or `LARGE` bytes, whichever is more. "message a b" is the time of each of `BURST`
-    messages of one element that a sends to b in succession: the handling of messages, in which the link does not count.
+    Scalars, in seconds: "one way a b N" is half of the median round trip of N bytes between workers a and b, for one
+    element, and for the whole model or `LARGE` bytes, whichever is more. "message a b" is the time of each of `BURST`
+    successive messages of one element from a to b: the time of handling a message, without the latency of the link.
     """
 
     largest_message: ClassVar[int] = LARGE

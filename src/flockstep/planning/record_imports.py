@@ -1,4 +1,4 @@
-"""Reading a record runs no code from the record; only files passed with --import are executed."""
+"""Checks that reading a record runs no code from the record; only files passed with --import are executed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flockstep.workloads.base import Workload
 
 
 class NotAskedFor(ConfigurationError):
-    """A record names a Python file that its reader has not named."""
+    """A record names a Python file that the user has not passed with --import."""
 
 
 def trusted(config: RunConfig, folder: Path | str, files: Sequence[str]) -> RunConfig:
-    """The configuration in a record, with the reader's files in place of the files of the same names in the record.
+    """Return the configuration in a record, with the user's files in place of the record's files of the same names.
 
     Raises:
-        NotAskedFor: the record names a file that the reader has not named.
+        NotAskedFor: the record names a file that the user has not passed.
     """
     given = {Path(file).name: file for file in files}
     job = (config.job,) if config.job.endswith(".py") else ()
@@ -36,7 +36,9 @@ def trusted(config: RunConfig, folder: Path | str, files: Sequence[str]) -> RunC
 
 
 def same_job(config: RunConfig, what: str) -> bool:
-    """Whether `what` is the job of a record: the same workload in any notation, or a file with the same content."""
+    """Return whether `what` is the job of a record: the same workload, however it is written, or a file with the same
+    content.
+    """
     if not (config.job.endswith(".py") and what.endswith(".py")):
         return what == config.job or (_workload(what) is not None and _workload(what) == _workload(config.job))
     recorded, theirs, ours = config.versions.get(JOB_FILE), Path(config.job), Path(what)

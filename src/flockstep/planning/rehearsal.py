@@ -1,7 +1,7 @@
-"""Rehearsals: the cost of a strategy's step, from its own program in virtual time with nothing to compute.
+"""Rehearsals: find the cost of a strategy's step by running the strategy's program in virtual time, without computing.
 
-Only seconds and bytes are needed, so a large model is replaced by a small surrogate, every byte of which counts for
-many. Programs, messages and waiting are those of the real model, and so are the virtual seconds.
+Only seconds and bytes are needed, so a large model is replaced by a small surrogate, each byte of which counts as many
+bytes. Programs, messages, waiting and virtual seconds are those of the real model.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ QUICK = 1e6
 the model itself.
 """
 WORK = 4e8
-"""Largest product of steps and parameters of all workers in a rehearsal."""
+"""Largest product of steps and parameters, of all workers together, in a rehearsal."""
 STEPS = 40
 """Default number of steps of a rehearsal of fixed length."""
 LEFT_OUT = 0.25
-"""Share of the steps at the beginning that is ignored, because a pipeline has to fill."""
+"""Share of the steps, at the beginning, that is ignored, because a pipeline must first fill."""
 FEWEST, EVERYONES = 16, 48
 """Smallest number of counted steps of a rehearsal: FEWEST of each worker, or EVERYONES of all workers together,
 whichever is reached first.
@@ -74,16 +74,16 @@ MOST, ALL, PATIENCE = 640, 20480, 1024
 together while the two halves of the rehearsal still differ.
 """
 FEW = 4
-"""Smallest number of steps of the slowest worker while all workers train."""
+"""Smallest number of steps that the slowest worker must take while all workers train."""
 AGREE, BYTES = 0.05, 0.15
 """Largest accepted relative differences between the halves of a rehearsal, in seconds and in bytes."""
 GROWS = 1.4
-"""Smallest factor by which delays grow with twice the steps if messages pile up, so that more steps would not settle
-the rehearsal.
+"""Least factor by which delays grow with twice the steps if messages accumulate, so that further steps would not bring
+the halves together.
 """
 ALIKE = 0.1
-"""Largest accepted relative difference between the bytes of a surrogate and the bytes of a surrogate of a quarter of
-its size.
+"""Largest accepted relative difference between the bytes of a surrogate and the bytes of a surrogate a quarter as
+large.
 """
 
 
@@ -92,11 +92,11 @@ class Rehearsal:
     """The result of a rehearsal, in seconds and bytes; a step is one gradient of one worker."""
 
     seconds_per_step: float
-    """Seconds between two gradients of a worker while all workers train, mean over the workers."""
+    """Mean seconds between two gradients of a worker while all workers train, over the workers."""
     steps_per_second: float
-    """Gradients per second of all workers together, each at its own pace."""
+    """Gradients per second of all workers together; each worker has its own pace."""
     utilization: float
-    """Share of its time that a worker computes, from 0 to 1."""
+    """Share of the time in which a worker computes, from 0 to 1."""
     sent_bytes_per_step: float
     """Mean payload bytes that a worker sends per step."""
     server_sent_bytes_per_step: float
@@ -108,16 +108,16 @@ class Rehearsal:
     steps: int = STEPS
     """Number of steps of every worker."""
     settled: bool = True
-    """Whether the two halves of the rehearsal agree."""
+    """Whether the two halves of the rehearsal agree in seconds and bytes."""
     batches: float = 1.0
     """Mean number of batches in a gradient."""
     workers: int = 1
     used: float = 1.0
-    """Share of the gradients that are applied."""
+    """Share of the gradients that updates use."""
     held: float = 0.0
-    """Bytes of the strategy's own state on a worker."""
+    """Bytes of the state that the strategy keeps on a worker."""
     spread: float = 1.0
-    """Ratio of the step times of the two halves of the rehearsal, at least 1."""
+    """Ratio of the step times of the two halves of the rehearsal; at least 1."""
     updates: bool = True
     """Whether any node recorded an update in the rehearsal."""
 
@@ -128,7 +128,7 @@ class Rehearsal:
 
     @property
     def unevenness(self) -> float:
-        """Number of gradients of all workers, divided by their number at the mean step time; at least 1."""
+        """Number of gradients of all workers, divided by the number that the mean step time would give; at least 1."""
         return self.steps_per_second * self.seconds_per_step / self.workers if self.seconds_per_step else 1.0
 
 
@@ -281,20 +281,21 @@ def rehearse(
         network: network between the nodes.
         tensors: shapes of the model's tensors, or their numbers of elements, on which codecs and buckets depend; empty
             for one tensor.
-        dtype_bytes: bytes of an element.
+        dtype_bytes: number of bytes of an element.
         optimizer: optimizer of the job; None for the default.
-        steps: number of steps; None for as many as whole periods of the strategy need, until both halves agree.
-        quick: use a surrogate also for a small model.
+        steps: number of steps; None to continue, by whole periods of the strategy, until both halves agree. quick: use
+            a surrogate even for a small model.
         seed: seed of the random draws.
         surrogate_batches: what is known of the job's samples.
-        work: costs of nodes besides gradients.
-        listen: called with every event, whose bytes are bytes of the surrogate.
+        work: costs of nodes in addition to gradients. listen: called with every event; bytes in events are bytes of the
+            surrogate.
         split: how the workers split each replica; `tensors` are then those of the split model, part by part, and every
             worker of a replica counts a step for its gradient. None if every worker holds a whole replica.
 
     Raises:
-        ConfigurationError: the strategy cannot run on that number of workers.
-        Unrehearsed: no surrogate can replace the model, or a strategy that should send sent nothing.
+        ConfigurationError: the strategy cannot run with this number of workers.
+        Unrehearsed: no surrogate can replace the model, or the strategy sent nothing although it should have sent
+            messages.
     """
     strategy.check(workers if split is None else split.pipeline.replicas(workers))
     if steps is not None and steps < 2:

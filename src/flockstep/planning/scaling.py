@@ -1,4 +1,6 @@
-"""How strategies scale with workers, and where bandwidth, model size or stragglers change which strategy is best."""
+"""Predicts how strategies scale with workers, and at which bandwidth, model size or straggling another strategy becomes
+best.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,26 @@ from flockstep.simulation.law import mean_of
 WORKERS = tuple(1 << power for power in range(11))
 """Numbers of workers of a scaling curve: 1, 2, 4, … 1,024."""
 GRAPHS = ("graph", "closed ring")
-"""Topologies whose mixing must be computed for every number of workers."""
+"""Topologies for which mixing must be computed separately for every number of workers."""
 GRAPH = 1024
-"""Largest number of workers for which mixing is computed."""
+"""Largest number of workers for which the mixing of these topologies is computed."""
 PAYS = 1.1
-"""Smallest factor on the speed for which doubling the number of workers counts as worthwhile."""
+"""Least factor on the speed for which doubling the number of workers counts as worthwhile."""
 SCAN = 6
-"""Number of points on either side of the present value at which a change of the best strategy is searched."""
+"""Number of points, on each side of the current value, among which a change of the best strategy is searched."""
 HALVINGS = 6
 """Number of bisections of the interval in which the best strategy changes."""
 REACH = 1000.0
 """Factor by which bandwidth and model size are varied, up and down."""
 FACTOR, LENGTH = 5.0, 10
-"""FACTOR: slowdown of the slow spells that are varied. LENGTH: their number of steps."""
+"""FACTOR: slowdown in the slow spells that are varied. LENGTH: number of steps of a slow spell."""
 RARE, USUAL = 1e-4, 0.3
-"""Smallest (RARE) and largest (USUAL) probability of slow spells between which stragglers are varied."""
+"""Smallest (RARE) and largest (USUAL) probability of slow spells that is considered when stragglers are varied."""
 
 
 @dataclass(frozen=True)
 class ScalablePrediction:
-    """A prediction that can be evaluated under other circumstances; `pace` is None for one worker."""
+    """A prediction that can be recomputed for other conditions; `pace` is None for one worker."""
 
     found: StepPrediction
     relative_samples: float
@@ -53,7 +55,7 @@ class ScalablePrediction:
         return self.found.name
 
     def rate(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
-        """Samples per second; 0 if the strategy cannot run."""
+        """Return samples per second; 0 if the strategy cannot run."""
         if self.pace is None:
             return self.found.samples_per_second
         cost = self._step(self.pace, site, workers, law)
@@ -70,8 +72,8 @@ class ScalablePrediction:
             return None
 
     def effective_rate(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
-        """Samples per second, in samples of plain training, if all parts of a step but computing take `slower` times as
-        long.
+        """Return samples per second, in samples of plain training, if every part of a step except computing takes
+        `slower` times as long.
         """
         if self.pace is None:
             return effective_rate(self.found.samples_per_second, self.relative_samples)
@@ -98,17 +100,21 @@ class ScalablePrediction:
 
 
 def waiting(share: float, slower: float) -> float:
-    """Factor on a step's time if all parts but computing, which is `share` of the step, take `slower` times as long."""
+    """Return the factor on a step's time if every part except computing, which is `share` of the step, takes `slower`
+    times as long.
+    """
     return share + slower * (1 - share)
 
 
 Ask = Callable[[float, ScalablePrediction], float]
-"""Function (value of the varied quantity, prediction) → effective samples per second of the strategy."""
+"""Function that returns the effective samples per second of a strategy, given (value of the varied quantity,
+prediction).
+"""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples per second, and predicted speed-up, over numbers of workers."""
+    """Samples per second and predicted speed-up for several numbers of workers."""
 
     name: str
     workers: tuple[int, ...]
@@ -116,11 +122,13 @@ class Curve:
     speedups: tuple[float, ...]
     """Predicted speed relative to one worker, for each number of workers."""
     pays_to: int
-    """Largest number of workers that train at least a tenth faster than half as many workers; 1 if there is none."""
+    """Largest number of workers that train at least a tenth faster than half as many workers; 1 if there is no such
+    number.
+    """
     beats_one_from: int | None
-    """Smallest number of workers that train faster than one worker alone; None if there is none."""
+    """Smallest number of workers that train faster than one worker alone; None if there is no such number."""
     beats_one_to: int | None
-    """Largest number of workers that train faster than one worker alone; None if there is none."""
+    """Largest number of workers that train faster than one worker alone; None if there is no such number."""
 
     def document(self) -> dict[str, Any]:
         """The curve as plain data, for JSON."""
@@ -129,15 +137,17 @@ class Curve:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The nearest value of a quantity at which another strategy becomes better than the choice."""
+    """The nearest value of a quantity at which another strategy becomes better than the recommended strategy."""
 
     quantity: str
-    """bandwidth (bytes per second), parameters, or straggling: the probability that a slow spell begins at a step."""
+    """Name of the quantity: bandwidth (in bytes per second), parameters, or straggling (the probability that a slow
+    spell begins at a step).
+    """
     value: float
     here: float
-    """Present value of the quantity."""
+    """Current value of the quantity."""
     below: str
-    """The best strategy for values of the quantity below the crossover."""
+    """Name of the best strategy for values of the quantity below the crossover."""
     above: str
 
     def document(self) -> dict[str, Any]:
@@ -146,8 +156,8 @@ class Crossover:
 
 
 def curve(one: ScalablePrediction, site: Site, single: float, sizes: Sequence[int] = WORKERS) -> Curve:
-    """Return the scaling of a strategy, relative to `single` samples per second; sizes at which it cannot run are
-    omitted.
+    """Return the scaling curve of a strategy, relative to `single` samples per second; numbers of workers at which the
+    strategy cannot run are omitted.
     """
     rates = {workers: rate for workers in sizes if (rate := one.rate(site, workers)) > 0}
     speedups = {workers: one.effective_rate(site, workers) / single for workers in rates}
@@ -160,9 +170,9 @@ def curve(one: ScalablePrediction, site: Site, single: float, sizes: Sequence[in
 def crossovers(
     predictions: Sequence[ScalablePrediction], site: Site, workers: int, choice: str, slower: float = 1.0
 ) -> tuple[Crossover, ...]:
-    """The nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
+    """Return the nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
 
-    One quantity is varied at a time, up and down from its present value; `slower` has the meaning it has in
+    One quantity is varied at a time, up and down from its current value; `slower` is as in
     `ScalablePrediction.effective_rate`. The result is empty if the choice is not among the predictions.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
@@ -208,7 +218,7 @@ def best(
     law: ComputeModel | None = None,
     slower: float = 1.0,
 ) -> str:
-    """Name of the strategy with the most effective samples per second."""
+    """Return the name of the strategy with the most effective samples per second."""
     return max(predictions, key=lambda one: one.effective_rate(site, workers, law, slower)).name
 
 

@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 TRIALS = 8
 """Default number of trials per strategy."""
 TOP = 5
-"""Number of strategies that are searched, besides one worker."""
+"""Number of strategies that are searched, in addition to one worker."""
 SLACK = 2.0
-"""Factor on the shortest time to target of all strategies after which a trial is ended."""
+"""A trial ends after this factor times the shortest time to target of all strategies so far."""
 RANDOM = 3
-"""Number of trials before Optuna's sampler uses earlier results: the strategy as written, then with the learning rate
-that Table 2 suggests.
+"""Number of first trials that use no earlier results: the strategy as written, then the learning rate that Table 2
+suggests, then random draws.
 """
 TRIES = 4
-"""Number of draws of hyper-parameters for one trial, because some combinations are not allowed."""
+"""Number of draws of hyper-parameters for one trial; several are needed because some combinations are not allowed."""
 FAR = 1e9
 """Value added to the objective if the target was missed, so that such trials rank last."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The trials of one strategy of a plan."""
+    """The trials of one of the plan's strategies."""
 
     strategy: str
     """Name of the strategy in the plan."""
     trials: tuple[Trial, ...]
-    """Trials in order; the first trial has the strategy as written and the job's own learning rate."""
+    """Trials in order; the first trial runs the strategy as written, with the job's learning rate."""
     refused: str | None = None
     """Reason why there are no trials, or no further trials."""
 
     @property
     def best(self) -> Trial | None:
-        """The first trial to reach the target; if no trial did, the trial that came nearest."""
+        """The first trial to reach the target; if no trial did, the trial that came closest."""
         return min(self.trials, key=_cost, default=None)
 
     @property
@@ -75,7 +75,7 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Progress of a search: in or after trial `number` of a strategy."""
+    """Progress of a search, during or after trial `number` of a strategy."""
 
     strategy: str
     number: int
@@ -84,7 +84,7 @@ class SearchProgress:
     done: int
     all_trials: int
     steps: float
-    """Mean steps of a worker in the running trial."""
+    """Mean number of steps of a worker in the running trial."""
     seconds: float
     """Virtual seconds of the running trial."""
     trial: Trial | None
@@ -92,11 +92,12 @@ class SearchProgress:
     again: bool
     """Whether the trial was stored by an earlier search."""
     best: tuple[str, Trial] | None
-    """The strategy in the plan with the shortest time to target so far, and its trial."""
+    """The strategy with the shortest time to target so far, and its trial."""
 
 
 def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
-    """One worker, and the strategies with the highest predicted speed-up in the plan, except the strategies in `leave`.
+    """Return one worker, and the strategies with the highest predicted speed-up in the plan, except the strategies in
+    `leave`.
 
     Raises:
         ConfigurationError: `top` is below 1.
@@ -111,14 +112,16 @@ def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) 
 
 @dataclass
 class Search:
-    """Trials of several strategies in turn. Results are available at any time, also after an interruption."""
+    """Trials of several strategies in turn. Results are available at any time, even after an interruption."""
 
     outlook: Outlook
     candidates: Sequence[StepPrediction]
     kept: TrialStore
     trials: int = TRIALS
     budget: float | None = None
-    """Real seconds after which no further trial begins, except one trial of one worker; stored trials cost nothing."""
+    """Real seconds after which no further trial begins, except one trial of one worker; trials that are read from the
+    store do not count.
+    """
     target: float | None = None
     seed: int = 0
     split: str = "iid"
@@ -161,7 +164,8 @@ class Search:
         return min(reached, key=lambda pair: _cost(pair[1]), default=None)
 
     def run(self, say: Callable[[SearchProgress], None] = lambda step: None) -> tuple[Found, ...]:
-        """Try every strategy in turn until trials or budget are used up; `say` is called at every gradient and trial.
+        """Run trials of every strategy in turn until all trials are done or the budget is spent; `say` is called at
+        every gradient and after every trial.
 
         Raises:
             ConfigurationError: there is no data to train with.

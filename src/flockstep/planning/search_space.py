@@ -11,12 +11,12 @@ from flockstep.expression import WORKERS, Component, fields_of, ranges
 
 C = TypeVar("C", bound=Component)
 FACTOR = 8.0
-"""Factor on the job's learning rate, up and down, within which learning rates are searched."""
+"""Factor by which learning rates are searched above and below the job's learning rate."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A hyper-parameter of a strategy: its path, its present value, and its range."""
+    """A hyper-parameter of a strategy: its path, its current value, and its range."""
 
     path: tuple[str, ...]
     value: float
@@ -32,9 +32,9 @@ class Knob:
 
 
 def knobs(part: Component, workers: int, path: tuple[str, ...] = ()) -> Iterator[Knob]:
-    """The hyper-parameters of a component and of its parts, the outermost first.
+    """Return the hyper-parameters of a component and of its parts, outermost first.
 
-    Ranges are widened to contain present values.
+    Ranges are widened to contain current values.
     """
     for name, one in ranges(type(part)).items():
         value = getattr(part, name)
@@ -50,7 +50,7 @@ def knobs(part: Component, workers: int, path: tuple[str, ...] = ()) -> Iterator
 
 
 def learning_rate(lr: float) -> Knob:
-    """The learning rate of the job's optimizer, as a hyper-parameter."""
+    """Return the learning rate of the job's optimizer as a hyper-parameter."""
     return Knob(("lr",), lr, lr / FACTOR, lr * FACTOR, whole=False, log=True)
 
 

@@ -1,4 +1,4 @@
-"""The surrogate for a split model in a rehearsal: nothing is computed, and messages have their real sizes."""
+"""The surrogate of a split model for rehearsals: nothing is computed, and messages have their real sizes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.surrogate import SurrogateEngine
 
 FINEST = 8
-"""Least number of elements of a surrogate for the activations of a micro-batch, so that rounding them costs little."""
+"""Least number of elements of a surrogate for the activations of a micro-batch, so that rounding to whole elements
+matters little.
+"""
 LARGEST = 65536
-"""Largest number of parameters that a surrogate has for the sake of `FINEST`."""
+"""Largest number of parameters to which a surrogate is enlarged to satisfy `FINEST`."""
 
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """Consecutive layers of a split model: sizes, and the work of their passes."""
+    """Consecutive layers of a split model: their sizes, and the work of their passes."""
 
     first: str
     """Name of the first layer."""
@@ -41,9 +43,11 @@ class ChunkShape:
     """Shapes of the trained tensors."""
     shares: PassShares
     sends: float
-    """Elements of the outputs for one sample, which travel to the next chunk; 0 for the last chunk."""
+    """Number of elements of the outputs for one sample, which the chunk sends to the next chunk; 0 for the last
+    chunk.
+    """
     holds: float
-    """Elements of the outputs of all layers for one sample, which the backward pass needs."""
+    """Number of elements of the outputs of all layers for one sample, which the backward pass needs."""
 
     @property
     def parameters(self) -> int:
@@ -53,7 +57,7 @@ class ChunkShape:
 
 @dataclass(frozen=True)
 class SplitShape:
-    """A model as a pipeline cuts it, with the number of samples in a batch."""
+    """A model as a pipeline cuts it, together with the number of samples in a batch."""
 
     pipeline: Pipeline
     chunks: tuple[ChunkShape, ...]
@@ -70,15 +74,17 @@ class SplitShape:
         return tuple(shape for part in self.parts for chunk in part for shape in chunk.tensors)
 
     def elements(self, least: int) -> int:
-        """Number of parameters of a surrogate: at least `least`, more if activations would be rounded to few
-        elements.
+        """Return the number of parameters of a surrogate: at least `least`, more if activations would otherwise have
+        only a few elements.
         """
         sends = [chunk.sends * self.batch / self.pipeline.microbatches for chunk in self.chunks if chunk.sends]
         whole = sum(chunk.parameters for chunk in self.chunks)
         return max(least, min(LARGEST, math.ceil(FINEST * whole / min(sends)))) if sends else least
 
     def activation_bytes(self, dtype: str) -> float:
-        """Bytes of activations, and of their gradients, that the workers of a replica send in a step, encoded."""
+        """Return the encoded bytes of activations and of their gradients that the workers of a replica send in a
+        step.
+        """
         samples = self.batch / self.pipeline.microbatches
         total = 0.0
         for chunk in self.chunks:
@@ -88,7 +94,7 @@ class SplitShape:
         return total
 
     def model(self, engine: SurrogateEngine) -> PipelineModel:
-        """Return the surrogate `engine`, whose tensors are those of this shape, cut into parts."""
+        """Return the surrogate `engine`, whose tensors have the shapes of this model, cut into parts."""
         counts = [sum(len(chunk.tensors) for chunk in part) for part in self.parts]
         entries, sizes = list(engine.schema.entries), []
         for count in counts:
@@ -181,8 +187,8 @@ def _shares(chunk: Sequence[Layer], number: int, total: float, count: int, batch
 
 
 class SurrogatePart(ModelPart):
-    """One part of a surrogate: passes send arrays of the sizes of activations, and have the gradient of the
-    surrogate.
+    """One part of a surrogate: its passes send arrays with the sizes of activations, and return the surrogate's
+    gradient.
     """
 
     def __init__(self, engine: SurrogateEngine, shape: SplitShape, group: PartGroup):

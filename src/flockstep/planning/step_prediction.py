@@ -1,4 +1,6 @@
-"""Prediction of one strategy on a cluster: its own program in virtual time, extrapolated for many workers."""
+"""Predicts the cost of a step of one strategy on a cluster: by the strategy's program in virtual time, extrapolated to
+many workers.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,27 @@ from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
 ALONE = "one worker"
-"""Name of plain training on one worker, without a strategy."""
+"""Name of plain training on one worker, which needs no strategy."""
 FEW = 16
-"""Largest number of workers that a rehearsal includes."""
+"""Largest number of workers that a rehearsal simulates."""
 SIZES = (4, 8, 16)
-"""Numbers of workers from which larger numbers are extrapolated."""
+"""Numbers of workers that are rehearsed to extrapolate to larger numbers."""
 SPREAD = 0.01
-"""Share of a gradient that the slowest worker has to be late for stragglers to count."""
+"""Delay of the slowest worker, as a share of a gradient, above which stragglers count."""
 SLIGHT = 0.03
-"""Difference between drawn and expected times, as a share of a step, below which exposure is not measured."""
+"""Difference between drawn and expected times, as a share of a step, below which the exposure to stragglers is not
+measured.
+"""
 WIDE = 2.0
 """Largest accepted ratio of the step times of the two halves of a rehearsal."""
 FACTOR, EVERY = 5.0, 4
-"""Slowdown of a slow gradient, and number of steps per slow gradient, when a strategy is tested for stragglers on a
-cluster without any.
+"""FACTOR: slowdown of a slow gradient. EVERY: number of steps per slow gradient. Both are used to test a strategy for
+stragglers on a cluster that has none.
 """
 LEAST = 1e-12
 """Seconds assumed for a step in which a worker computes and sends nothing."""
 DECADE = 10.0
-"""Base of the rehearsed ratios of size and bandwidth: 1/10, 1 and 10, and beyond them every second power of ten."""
+"""Base of the rehearsed ratios of size and bandwidth: 1/10, 1 and 10; beyond these, every second power of ten."""
 
 _known = lru_cache(maxsize=4096)(rehearse)
 """`rehearse` with a cache: tables, scaling and crossovers need the same rehearsals."""
@@ -54,7 +58,7 @@ _known = lru_cache(maxsize=4096)(rehearse)
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Predicted means of a strategy in seconds and bytes per step; a step is one gradient of each worker."""
+    """Predicted means of a strategy, in seconds and bytes per step; a step is one gradient of each worker."""
 
     name: str
     strategy: Strategy | None
@@ -62,23 +66,25 @@ class StepPrediction:
     workers: int
     seconds: float
     utilization: float
-    """Share of its time that a worker computes."""
+    """Share of the time in which a worker computes."""
     sent_bytes: float
     """Bytes that a worker sends per step."""
     server_bytes: float
-    """Bytes per step through the busiest server."""
+    """Bytes per step that the busiest server sends and receives."""
     staleness: float | None
-    """Mean staleness of updates in versions; None if there are no versions."""
+    """Mean staleness of updates in versions; None if the strategy has no versions."""
     staleness_most: int | None
     """Largest staleness of an update in the rehearsal, in versions."""
     samples_per_second: float
     memory: float
-    """Bytes on a worker: parameters, gradient, optimizer, the strategy's state, and activations if they are known."""
+    """Bytes of memory on a worker: parameters, gradient, optimizer, the strategy's state, and activations if they are
+    known.
+    """
     source: Literal["rehearsal", "extrapolation"]
-    """Origin of the figures: a rehearsal or an extrapolation."""
+    """How the figures were obtained: by a rehearsal or by an extrapolation."""
     notes: tuple[str, ...] = ()
     updates: bool = True
-    """Whether the rehearsal recorded any update, without which the number of samples needed is unknown."""
+    """Whether the rehearsal recorded any update; without updates, the number of samples needed is unknown."""
 
     @property
     def lossless(self) -> bool:
@@ -96,7 +102,7 @@ class StepPrediction:
 
 
 def alone(site: Site) -> StepPrediction:
-    """Prediction for one worker on the fastest machine, without messages."""
+    """Return the prediction for one worker on the fastest machine, which sends no messages."""
     task = site.task
     mean = mean_of(site.compute(1)) if site.seconds is None else site.seconds
     fastest = max(group.speed for group in site.cluster.groups)
@@ -108,22 +114,24 @@ def alone(site: Site) -> StepPrediction:
 
 
 def held_bytes(task: JobProfile) -> float:
-    """Bytes that a worker holds without the state of its strategy: parameters, gradient, optimizer and activations."""
+    """Return the bytes that a worker holds in addition to the state of its strategy: parameters, gradient, optimizer
+    and activations.
+    """
     return task.nbytes * (2.0 + task.slots) + task.activations
 
 
 class Unpredictable(ConfigurationError):
-    """A strategy whose step times vary so much that their mean says little."""
+    """Error: the step times of a strategy vary so much that their mean says little."""
 
 
 def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> StepPrediction:
-    """Predict a strategy; a rehearsal has `steps` steps (None: as many as needed).
+    """Predict the cost of a strategy's step; a rehearsal has `steps` steps (None: as many as needed).
 
-    Steps of more than 16 workers are extrapolated from rehearsals with fewer workers, with every link as slow as the
-    slowest.
+    Steps of more than 16 workers are extrapolated from rehearsals with fewer workers in which every link is as slow as
+    the slowest.
 
     Raises:
-        ConfigurationError: the strategy cannot run on that number of workers, or nothing determines the cost.
+        ConfigurationError: the strategy cannot run with this number of workers, or the cost of a step is unknown.
         Unpredictable: one half of a rehearsal takes more than twice as long as the other.
     """
     strategy.check(workers)
@@ -140,10 +148,11 @@ def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
-    """The configuration of a run in virtual time, with the costs of links, gradients, messages and steps on a cluster.
+    """Return the configuration of a run in virtual time with the costs of links, gradients, messages and steps on a
+    cluster.
 
     Raises:
-        ConfigurationError: the cluster cannot have that number of workers.
+        ConfigurationError: the cluster cannot have this number of workers.
     """
     site = Site(task_of(config.job, config.batch), shape)
     strategy, partition = Strategy.parse(config.strategy), Partition.parse(config.partition or "none")
@@ -176,8 +185,8 @@ def rehearsed(
 ) -> Rehearsal:
     """Rehearse a strategy in virtual time on the site's machines and links, with the costs of messages and steps.
 
-    `law` is another compute model; `quick`: use a small surrogate for the model; `even`: make every link as slow as the
-    slowest; `ratio`: factor on the time that the model takes over links.
+    `law` replaces the compute model; `quick` uses a small surrogate for the model; `even` makes every link as slow as
+    the slowest; `ratio` is a factor on the time that the model takes over links.
     """
     task, coding = site.task, 1.0
     network = Link(site.link[1], site.link[0]) if even else site.cluster.network(workers)
@@ -209,7 +218,7 @@ def rehearsed(
 def rehearsed_split(
     strategy: Strategy, site: Site, workers: int, shape: SplitShape, law: ComputeModel, steps: int | None = None
 ) -> Rehearsal:
-    """Rehearse a strategy between replicas that are split as `shape` says, with the costs that `on_cluster` counts.
+    """Rehearse a strategy whose replicas are split as `shape` says, with the costs of `on_cluster`.
 
     `law` is the compute model of the gradients of the whole model. A rehearsal of a given number of `steps` uses a
     small surrogate.
@@ -280,7 +289,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
 
 
 def has_versions(strategy: Strategy) -> bool:
-    """Whether staleness counts versions of one model, rather than steps of replicas that differ."""
+    """Return whether staleness counts versions of one model, rather than steps of replicas that differ."""
     return strategy.traits.delivery == "synchronous" or strategy.traits.server_optimizer
 
 
@@ -313,10 +322,10 @@ def _through_server(strategy: Strategy, found: Rehearsal) -> float:
 
 
 def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
-    """Extrapolate a value to `workers` workers by fitting the terms of which costs of collectives and servers consist.
+    """Extrapolate a value to `workers` workers by a fit of the terms that make up the costs of collectives and servers.
 
-    Least squares with nonnegative coefficients of 1, log n, n - 1 and 1 - 1/n: latencies along a tree, all workers'
-    messages through one card, and the share of a model that is not a worker's own.
+    The fit is least squares with nonnegative coefficients of 1, log n (latencies along a tree), n - 1 (messages of all
+    workers through one card) and 1 - 1/n (the share of a model that belongs to other workers).
     """
     if not any(values):
         return 0.0
@@ -337,18 +346,18 @@ def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
 
 @dataclass(frozen=True)
 class Moved:
-    """Cost of a step under other circumstances than the circumstances of the plan."""
+    """Cost of a step under conditions that differ from those of the plan."""
 
     seconds: float
     samples_per_second: float
-    """Samples per second of all workers."""
+    """Samples per second of all workers together."""
     sent_bytes: float
     staleness: float | None
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Dependence of a strategy's step on workers, bandwidth, model and stragglers, from short rehearsals.
+    """Models how a strategy's step time depends on workers, bandwidth, model and stragglers, from short rehearsals.
 
     The rehearsals have constant gradient times; `exposure` times the mean delay of the slowest worker is added. Steps
     of more than 16 workers are extrapolated, and steps between two ratios of size and bandwidth are interpolated.
@@ -356,13 +365,13 @@ class Pace:
 
     strategy: Strategy
     site: Site
-    """The site of the plan."""
+    """The task and the cluster of the plan."""
     found: StepPrediction | None = None
-    """The prediction for the site of the plan; None if the site was not rehearsed."""
+    """The prediction for the plan's task and cluster; None if they were not rehearsed."""
 
     @cached_property
     def exposure(self) -> float:
-        """Share of the slowest worker's delay that all workers take on: about 1 with a barrier, about 0 without."""
+        """Share of the slowest worker's delay that all workers suffer: about 1 with a barrier, about 0 without."""
         whole = self.found is not None and self.found.workers <= FEW
         count = self.site.cluster.workers if self.found is None else self.found.workers
         few = min(SIZES[-2], count)
@@ -385,11 +394,11 @@ class Pace:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of workers from which larger numbers are extrapolated."""
+        """Numbers of workers that are rehearsed to extrapolate to larger numbers."""
         return [n for n in SIZES if self._runs(n)]
 
     def grown(self, measure: Callable[[Rehearsal], float], workers: int) -> float:
-        """Extrapolate a measure of rehearsals with few workers to `workers` workers."""
+        """Extrapolate a figure of rehearsals with few workers to `workers` workers."""
         return grown(self.sizes, [measure(self._rehearsed(n, even=True)) for n in self.sizes], workers)
 
     @property
@@ -398,10 +407,10 @@ class Pace:
         return self._rehearsed(self.sizes[-1], even=True).updates
 
     def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> Moved:
-        """Cost of a step of `workers` workers on a site of another model size or bandwidth.
+        """Return the cost of a step of `workers` workers for another model size or bandwidth.
 
         Raises:
-            ConfigurationError: the strategy, or the cluster, cannot have that number of workers.
+            ConfigurationError: the strategy or the cluster cannot have this number of workers.
         """
         found, here = self._moved(site, workers, law), self.found
         if here is None or workers != here.workers or here.source != "rehearsal":
@@ -478,7 +487,7 @@ def _places(at: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Hiccups(ComputeModel):
-    """Slow gradients in rotation: every `every` steps the next worker's gradient takes `factor` times as long."""
+    """A compute model in which every `every` steps the next worker's gradient takes `factor` times as long."""
 
     base: ComputeModel
     factor: float
@@ -500,11 +509,11 @@ class Hiccups(ComputeModel):
 
 
 def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
-    """The cluster with `factor` times the bandwidth on every link."""
+    """Return the cluster with `factor` times the bandwidth on every link."""
     return replace(cluster, wires=tuple(replace(wire, bandwidth=wire.bandwidth * factor) for wire in cluster.wires))
 
 
 def as_steady(law: ComputeModel) -> ComputeModel:
-    """The compute model with its mean as a constant for all workers."""
+    """Return a compute model in which every gradient takes the mean of the given model."""
     steady = ConstantTime(mean_of(law))
     return replace(law, base=steady) if isinstance(law, SharedCores) else steady

@@ -1,7 +1,7 @@
-"""The surrogate for a model in a rehearsal: arrays in the model's shapes, with nothing to compute.
+"""The surrogate of a model for rehearsals: arrays in the model's shapes, without computation.
 
-A small model stands for itself. For a larger model, matrices shrink to smaller matrices, every byte of payload counts
-for many, and the sizes in a strategy's settings shrink accordingly.
+A small model needs no surrogate. For a larger model, the surrogate has smaller matrices, every byte of payload counts
+as many bytes, and the sizes in a strategy's settings shrink accordingly.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
-"""Number of bytes of an element → dtype."""
+"""Number of bytes of an element → name of the dtype."""
 BATCHES = 16
-"""Number of batches of each worker if the job's samples are not known."""
+"""Number of batches that each worker is assumed to have if the job's samples are unknown."""
 
 C = TypeVar("C", bound=Component)
 
 
 @dataclass(frozen=True)
 class SurrogateBatches:
-    """Facts about a job's samples that a rehearsal needs."""
+    """What a rehearsal must know about a job's samples."""
 
     batch: int = 1
     samples: int | None = None
@@ -45,7 +45,9 @@ class SurrogateBatches:
 
 
 class SurrogateEngine(NumpyEngine):
-    """The engine of a rehearsal; `factor` is the number of bytes of the model for each byte of the surrogate."""
+    """The engine of a rehearsal; `factor` is the number of bytes of the model for which each byte of the surrogate
+    stands.
+    """
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class SurrogateEngine(NumpyEngine):
         replica: int,
         step: int,
     ) -> float:
-        """Compute a gradient, and pack it with factors that are zero."""
+        """Compute a gradient, and pack it together with factors that are zero."""
         dense = np.empty_like(params)
         loss = self.gradient(params, indices, dense, replica, step)
         empty = [
@@ -117,7 +119,7 @@ class SurrogateEngine(NumpyEngine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Compute the gradient; the teachers' outputs cost no virtual time."""
+        """Compute the gradient; the teachers' predictions take no virtual time."""
         return self.gradient(params, indices, out, replica, step)
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
@@ -126,11 +128,11 @@ class SurrogateEngine(NumpyEngine):
 
 
 class Unrehearsed(ConfigurationError):
-    """Error of a strategy whose cost no rehearsal can predict."""
+    """Error: no rehearsal can predict the cost of the strategy."""
 
 
 class Shrunk(Unrehearsed):
-    """Error of a surrogate that is smaller than the model and cannot predict the cost of the model itself."""
+    """Error: a surrogate is smaller than the model, and cannot predict the model's cost."""
 
 
 class _Bowl(Model):
@@ -184,7 +186,7 @@ def _smaller(shape: Shape, share: float) -> Shape:
 
 
 def scaled(component: C, factor: float) -> C:
-    """The component with the sizes in its settings, and in the settings of its parts, divided by `factor`."""
+    """Return the component with the sizes in its settings, and in the settings of its parts, divided by `factor`."""
     if factor == 1:
         return component
     changed: dict[str, Any] = {}
@@ -200,10 +202,10 @@ def scaled(component: C, factor: float) -> C:
 
 
 def longest_cycle(component: Component, most: int) -> int:
-    """The largest setting up to `most` that may count steps, in a component and its parts: an upper bound of its
-    period.
+    """Return the largest setting, up to `most`, that may count steps, in a component and its parts: an upper bound of
+    its period.
 
-    A larger bound does no harm. Settings that count elements or pieces are ignored.
+    A bound that is too large does no harm. Settings that count elements or pieces are ignored.
     """
     found = 1
     for one in dataclasses.fields(component):  # type: ignore[arg-type]

@@ -19,11 +19,13 @@ from flockstep.frameworks.base import Data
 from flockstep.planning.trials import Trial, TrialContext
 
 FILE = "trials.jsonl"
-"""Name of the file with the trials in a given folder: the settings on the first line, then one trial per line."""
+"""Name of the file with the trials in a folder: the settings on the first line, then one trial on each line."""
 
 
 def trial_settings(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
-    """Settings that must be equal for a trial to have the same result, besides the settings in the trial itself."""
+    """Return the settings that must be equal for a trial to have the same result, in addition to the settings of the
+    trial itself.
+    """
     site, task, job = context.site, context.site.task, context.job(seed)
     return {
         "flockstep": __version__,
@@ -48,7 +50,7 @@ def trial_settings(context: TrialContext, workers: int, target: float, seed: int
 
 
 def digest(data: Data) -> str:
-    """Digest of all samples and labels, numpy or torch: shapes, dtypes and every byte."""
+    """Return the digest of all samples and labels, from numpy or torch: shapes, dtypes and every byte."""
     whole = hashlib.sha256()
     for values in (data.train_x, data.train_y, data.test_x, data.test_y):
         if hasattr(values, "detach"):
@@ -100,8 +102,8 @@ class TrialStore:
         return len(self._known)
 
     def find(self, strategy: str, lr: float, within: float | None) -> Trial | None:
-        """Return the result of an equal trial from an earlier run; None if there is none, or if it had less time than
-        `within`.
+        """Return the result of an equal trial of an earlier search; None if there is none, or if the trial was limited
+        to less time than `within`.
         """
         trial, had = self._known.get((strategy, lr), (None, 0.0))
         short = trial is not None and trial.end == "time" and had < _seconds(within)

@@ -1,6 +1,4 @@
-"""Trials: runs in virtual time with real gradients that end at the target, for questions that a plan cannot answer
-without them.
-"""
+"""Trials: runs in virtual time with real gradients that end at the target, for questions that a plan cannot answer."""
 
 from __future__ import annotations
 
@@ -35,16 +33,16 @@ from flockstep.workloads.split import Split
 
 End = Literal["target", "steps", "time", "diverged"]
 FINE = 200
-"""Smallest number of evaluations in a run that takes all its steps; one per step if there are fewer steps."""
+"""Least number of evaluations in a run that takes all its steps; one per step if the run has fewer steps."""
 DEAR = 2
-"""Training samples per test sample between two evaluations, to limit the real time of evaluations."""
+"""Number of training samples per test sample between two evaluations, which limits the real time of evaluations."""
 LEFT_OUT = (
     "in trials, adding received arrays and the computations of servers take no time",
     "in trials, a sender encodes the whole model at every gradient",
     "if workers have different models, a trial ends with averaging the models once, over the slowest link",
     "no node fails in a trial, and each trial has one set of random times",
 )
-"""Effects that the virtual seconds of a trial ignore."""
+"""Sentences about effects that the virtual seconds of a trial ignore."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Trial:
     seed: int
     target: float
     end: End
-    """Reason for which the trial ended: the target, the last step, the time limit, or divergence."""
+    """Why the trial ended: the target, the last step, the time limit, or divergence."""
     seconds_to_target: float | None
     """Virtual seconds to target, including one averaging of the replicas if they differ; None if the target
     was missed.
@@ -65,13 +63,13 @@ class Trial:
     seconds: float
     """Virtual seconds at the end of the trial."""
     steps: float
-    """Mean steps of a worker until the evaluation that reached the target, or until the last evaluation if none reached
-    the target.
+    """Mean number of steps of a worker until the evaluation that reached the target; until the last evaluation if none
+    reached the target.
     """
     sent_bytes: float
-    """Bytes sent until the evaluation at which `steps` is counted."""
+    """Bytes sent until the evaluation to which `steps` refers."""
     metric: float | None
-    """Metric of the evaluation at which `steps` is counted; None if it is not finite or there was no evaluation."""
+    """Metric of the evaluation to which `steps` refers; None if the metric is not finite or there was no evaluation."""
     best: float | None
     """Best metric of all evaluations of the trial."""
 
@@ -82,8 +80,8 @@ class Trial:
 
 @dataclass
 class TrialContext:
-    """The data and the engine that the trials of a job share; the engine is shared only if gradients leave no state
-    behind.
+    """The data and the engine that the trials of a job share; they share the engine only if gradients change no state
+    in it.
     """
 
     site: Site
@@ -91,10 +89,10 @@ class TrialContext:
     _engines: dict[int, Engine] = field(default_factory=dict)
 
     def job(self, seed: int) -> Job:
-        """The job of a run; its data is read once.
+        """Return the job of a run, whose data is read only once.
 
         Raises:
-            ConfigurationError: the task has sizes only.
+            ConfigurationError: only the sizes of the task are known.
         """
         if seed not in self._jobs:
             make = self.site.task.job
@@ -109,7 +107,9 @@ class TrialContext:
         return self._jobs[seed]
 
     def engine(self, job: Job, seed: int) -> Engine:
-        """The engine for gradients; a new engine if replicas have buffers, which an earlier trial has changed."""
+        """Return the engine for gradients: a new engine if replicas have buffers, which an earlier trial has
+        changed.
+        """
         if seed not in self._engines:
             limit_threads(1)
             engine = make_engine(job, seed)
@@ -142,10 +142,9 @@ def trial(
         site: the task and the cluster.
         strategy: the strategy; None for one worker alone.
         workers: number of workers.
-        target: metric to reach; None for the job's own.
-        lr: learning rate; None for the job's own.
+        target: metric to reach; None for the job's target. lr: learning rate; None for the job's learning rate.
         seed: seed of data order and random draws.
-        steps: largest number of steps of a worker; None for those of one worker alone in the job's epochs.
+        steps: largest number of steps of a worker; None for the number that one worker alone takes in the job's epochs.
         within: virtual seconds after which the trial ends.
         split: how the data is split over the workers.
         every: steps between two evaluations; None for few evaluations.
@@ -156,7 +155,7 @@ def trial(
             raises ends the trial without a result.
 
     Raises:
-        ConfigurationError: the task has no data or no target, or the strategy cannot run on that number of workers.
+        ConfigurationError: the task has no data or no target, or the strategy cannot run with this number of workers.
     """
     context = context or TrialContext(site)
     job = context.job(seed)
@@ -185,7 +184,7 @@ def trial(
 
 
 def goal_of(job: Job, target: float | None) -> float:
-    """The value of the metric that a trial has to reach.
+    """Return the value of the metric that a trial has to reach.
 
     Raises:
         ConfigurationError: neither the job nor the caller has a target, or the target is not a valid accuracy.
@@ -203,14 +202,16 @@ def goal_of(job: Job, target: float | None) -> float:
 
 
 def law_of(site: Site, strategy: Strategy | None, workers: int) -> ComputeModel:
-    """The compute model of gradients, including the worker's optimizer step, encoding and decoding."""
+    """Return the compute model of gradients, in which the worker's optimizer step, encoding and decoding are
+    included.
+    """
     if strategy is None:
         return Longer(_fastest(site), site.task.elements / site.rate("optimizer", site.optimizer))
     return Longer(site.compute(workers), site.work(strategy, workers).step)
 
 
 def averaging(site: Site, workers: int) -> tuple[float, float]:
-    """Seconds and bytes per worker that one averaging of the replicas takes over the slowest link."""
+    """Return the seconds and the bytes per worker that one averaging of the replicas takes over the slowest link."""
     latency, bandwidth = site.link
     if workers == 1 or bandwidth == math.inf:
         return 0.0, 0.0

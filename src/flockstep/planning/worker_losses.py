@@ -1,4 +1,4 @@
-"""Predicts the number of workers lost during a run, and the probability that a strategy does not survive the losses."""
+"""Predicts how many workers a run loses, and the probability that a strategy does not survive the losses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report import formatting
 
 HOUR, DAY = 3600.0, 86400.0
-"""Seconds of an hour and of a day; a run is assumed to last a day if neither the user nor the job determines its
+"""Seconds of an hour and of a day; a run is assumed to last a day if neither the user nor the job specifies its
 length.
 """
 SELDOM, NEVER = 0.01, 1e-9
-"""Probabilities below which a risk is given as one run in a large number of runs (SELDOM), and as none (NEVER)."""
+"""Probabilities below which a risk is stated as one run in many (SELDOM) or as none (NEVER)."""
 RISK = 0.05
-"""Largest accepted probability that a run ends early, on clusters whose workers come and go."""
+"""Largest accepted probability that a run ends early, on clusters whose workers join and leave."""
 
 
 def length(found: StepPrediction, outlook: Outlook) -> float:
-    """Predicted duration of a run in seconds: given by the user, or the job's steps times their predicted duration."""
+    """Return the predicted duration of a run in seconds: given by the user, or the job's steps times their predicted
+    duration.
+    """
     if outlook.length is not None:
         return outlook.length
     return DAY if outlook.steps is None else outlook.steps * found.seconds
@@ -32,7 +34,7 @@ def length(found: StepPrediction, outlook: Outlook) -> float:
 def deaths(found: StepPrediction, outlook: Outlook) -> list[float]:
     """Return the probabilities P(k workers die during the run), for k = 0 … n.
 
-    A machine fails at its rate, at most once, and takes all its workers down; no worker joins to replace a dead one.
+    A machine fails at its rate, at most once, and all its workers die; no worker joins to replace a dead worker.
     """
     lasts, odds = length(found, outlook), np.ones(1)
     for group, size in outlook.site.cluster.placed(found.workers):
@@ -44,12 +46,14 @@ def deaths(found: StepPrediction, outlook: Outlook) -> list[float]:
 
 
 def risk(found: StepPrediction, outlook: Outlook) -> float:
-    """Probability that more workers die during the run than the strategy survives; servers are assumed not to fail."""
+    """Return the probability that more workers die during the run than the strategy survives; servers are assumed not
+    to fail.
+    """
     return min(1.0, math.fsum(deaths(found, outlook)[_survived(found) + 1 :]))
 
 
 def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None:
-    """Reason why a strategy is unsuitable for workers that come and go; None if it is suitable."""
+    """Return why a strategy is unsuitable for workers that join and leave; None if it is suitable."""
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "stops when a worker is lost"
     if not outlook.site.cluster.failures:
@@ -64,7 +68,7 @@ def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None
 
 
 def sentence(found: StepPrediction, outlook: Outlook) -> str:
-    """Sentence about the workers that the run is predicted to lose, and the consequence."""
+    """Return a sentence about the workers that the run is predicted to lose, and about the consequence."""
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
     return (

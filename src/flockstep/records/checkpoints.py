@@ -1,7 +1,7 @@
 """The checkpoints of a run on disk: a folder for each, with a file of arrays for each node, and a manifest.
 
 Every file is written under another name, synchronized with the disk, and then renamed. The manifest is written last, so
-a checkpoint without one is incomplete; it holds the hash of every other file, and its own.
+a checkpoint without a manifest is incomplete. The manifest holds the hash of every other file, and its own hash.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     node: int
     file: str
     step: int
-    """Steps of a worker that the state includes; 0 for a server."""
+    """Number of steps of a worker that the state includes; 0 for a server."""
     nbytes: int
     sha256: str
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A snapshot not yet evaluated at the checkpoint; its path is the name of a file in the checkpoint's folder."""
+    """A snapshot that had not been evaluated at the checkpoint; its path is the name of a file in the checkpoint's
+    folder.
+    """
 
     snapshot: Snapshot
     sha256: str
@@ -61,7 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: str
     """SHA-256 of the run's configuration as TOML, in hexadecimal digits."""
     seconds: float
-    """Seconds of the run at which all nodes were stopped."""
+    """Seconds from the start of the run until all nodes had stopped."""
     shards: tuple[Shard, ...]
     pending: tuple[Pending, ...] = ()
     sha256: str = ""
@@ -73,26 +75,28 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {shard.node: shard.step for shard in self.shards if shard.node >= 0}
 
     def unevaluated(self, evaluated: Collection[float]) -> list[Snapshot]:
-        """The snapshots that are to be evaluated; `evaluated`: seconds of the evaluations in the record."""
+        """Return the snapshots that must still be evaluated; `evaluated` holds the times of the evaluations in the
+        record, in seconds.
+        """
         items, ticks = [one.snapshot for one in self.pending], dict[float | None, float]()
         for item in items:
             ticks[item.tick] = max(item.seconds, ticks.get(item.tick, 0.0))
         return [item for item in items if ticks[item.tick] not in evaluated]
 
     def digest(self) -> str:
-        """SHA-256 of everything but the digest itself, in hexadecimal digits."""
+        """SHA-256 of everything except the digest itself, in hexadecimal digits."""
         return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, sha256=""))).hexdigest()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, all of whose files are undamaged."""
+    """A complete checkpoint whose files are all undamaged."""
 
     folder: Path
     manifest: Manifest
 
     def arrays(self, node: Address) -> dict[str, FlatArray]:
-        """The arrays of a node's state.
+        """Return the arrays of a node's state.
 
         Raises:
             ConfigurationError: the file is damaged.
@@ -126,7 +130,7 @@ class Checkpoint:
 
 
 def digest_of(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits.
+    """Return the SHA-256 of a file, in hexadecimal digits.
 
     Raises:
         OSError: the file cannot be read.
@@ -138,8 +142,7 @@ def digest_of(file: Path) -> str:
 def keep_pending(folder: Path, snapshots: Iterable[Snapshot]) -> tuple[Pending, ...]:
     """Synchronize the files of snapshots in the folder of a checkpoint with the disk, and return their hashes.
 
-    Raises:
-        OSError: the disk does not take a file.
+    Raises: OSError: a file cannot be written to the disk.
     """
     found = []
     for item in snapshots:
@@ -150,7 +153,7 @@ def keep_pending(folder: Path, snapshots: Iterable[Snapshot]) -> tuple[Pending, 
 
 
 def shard_file(node: Address) -> str:
-    """Name of the file with a node's state."""
+    """Return the name of the file with a node's state."""
     return f"{node_name(node).replace(' ', '-')}.safetensors"
 
 
@@ -158,7 +161,7 @@ def write_shard(folder: Path, node: Address, step: int, arrays: Mapping[str, Fla
     """Write a node's state to the folder of a checkpoint.
 
     Raises:
-        OSError: the disk is full, or does not take the file.
+        OSError: the disk is full, or the file cannot be written.
     """
     name, found = shard_file(node), list[tuple[int, str]]()
 
@@ -199,8 +202,8 @@ class ArrivingShard:
         """Complete the file after its last part.
 
         Raises:
-            ProtocolError: the bytes are not those that the node has written.
-            OSError: the disk does not take the file.
+            ProtocolError: the bytes differ from those that the node has written. OSError: the file cannot be written to
+                the disk.
         """
         if (self._nbytes, self._digest.hexdigest()) != (self._shard.nbytes, self._shard.sha256):
             raise ProtocolError(f"{self._shard.file} did not arrive as {node_name(self._shard.node)} has written it")
@@ -213,7 +216,7 @@ class ArrivingShard:
         reach("shard.renamed")
 
     def drop(self) -> None:
-        """Close and remove an incomplete file; a complete one stays."""
+        """Close and remove an incomplete file; a complete file stays."""
         self._file.close()
         self._half.unlink(missing_ok=True)
 
@@ -222,7 +225,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes the checkpoint complete.
 
     Raises:
-        OSError: the disk is full, or does not take the file.
+        OSError: the disk is full, or the file cannot be written.
     """
     whole = msgspec.structs.replace(manifest, sha256=manifest.digest())
     data = msgspec.json.format(msgspec.json.encode(whole), indent=1)
@@ -260,7 +263,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def keep_config(record: Path, digest: str, text: str) -> None:
-    """Store a configuration of a run whose number of workers changes, beside the run's checkpoints.
+    """Store a configuration of a run whose number of workers changes beside the run's checkpoints.
 
     Raises:
         OSError: the disk is full.
@@ -269,7 +272,7 @@ def keep_config(record: Path, digest: str, text: str) -> None:
 
 
 def kept_config(record: Path, digest: str) -> str | None:
-    """The stored configuration with that SHA-256; None if there is none."""
+    """Return the stored configuration with the given SHA-256; None if there is none."""
     try:
         text = (record / CHECKPOINTS / f"{digest}.toml").read_bytes()
     except OSError:
@@ -278,13 +281,13 @@ def kept_config(record: Path, digest: str) -> str | None:
 
 
 def folders(record: Path) -> list[Path]:
-    """The folders of all checkpoints of a run, complete or not, oldest first; other folders are not checkpoints."""
+    """Return the folders of all checkpoints of a run, complete or not, oldest first; other folders are ignored."""
     found = [path for path in (record / CHECKPOINTS).glob("[0-9]*") if _NUMBER.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name))
 
 
 def new_folder(record: Path, last: Path | None = None) -> Path:
-    """Create the folder of the next checkpoint, which has not the name of `last`: it may be written to after its
+    """Create the folder of the next checkpoint. Its name differs from `last`, to which nodes may still write after its
     removal.
 
     Raises:
@@ -299,7 +302,7 @@ def new_folder(record: Path, last: Path | None = None) -> Path:
 
 
 def newest(record: Path) -> Checkpoint:
-    """The newest complete checkpoint of a run, after all its files were read and checked.
+    """Return the newest complete checkpoint of a run, after reading and checking all its files.
 
     Raises:
         ConfigurationError: there is no complete checkpoint, or a file is damaged.
@@ -315,7 +318,7 @@ def newest(record: Path) -> Checkpoint:
 
 
 def prune(record: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep` complete ones."""
+    """Remove all checkpoints except the newest `keep` complete checkpoints."""
     complete = [folder for folder in folders(record) if (folder / MANIFEST).exists()]
     for folder in folders(record):
         if folder not in complete[-keep:]:
@@ -323,7 +326,7 @@ def prune(record: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; one whose removal is interrupted is incomplete."""
+    """Remove a checkpoint; if the removal is interrupted, the rest counts as an incomplete checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -358,7 +361,7 @@ def _write_durably(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def half_of(path: Path) -> Path:
-    """The path of a file while it is incomplete."""
+    """Return the path under which a file is written until it is complete."""
     return path.with_name(path.name + HALF)
 
 

@@ -63,7 +63,7 @@ KEEP = 2
 
 @dataclass(frozen=True)
 class CheckpointInterval:
-    """Steps of each worker, or seconds, between two checkpoints."""
+    """Interval between two checkpoints, in steps of each worker or in seconds."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -85,7 +85,7 @@ class CheckpointInterval:
         )
 
     def due(self, steps: int, seconds: float) -> bool:
-        """Whether a checkpoint is due so many steps, and seconds, after the last one."""
+        """Return whether a checkpoint is due after this many steps, and seconds, since the last checkpoint."""
         return steps >= self.steps if self.steps else seconds >= self.seconds
 
 
@@ -93,7 +93,7 @@ class CheckpointInterval:
 class RunConfig:
     """The configuration of one run. Components are stored as text (`ps(consistency=ssp(3))`).
 
-    None stands for the job's own value.
+    None stands for the job's value.
     """
 
     kind: Kind
@@ -114,9 +114,9 @@ class RunConfig:
     """Local steps per worker; takes precedence over epochs."""
     epochs: float | None = None
     batch: int | None = None
-    """Samples per worker and step."""
+    """Number of samples per worker and step."""
     lr: float | None = None
-    """Learning rate that replaces the learning rate of the job's optimizer."""
+    """Learning rate, which replaces that of the job's optimizer."""
     schedule: str | None = None
     """Schedule of learning rate and batch size over the steps, as factors on `lr` and `batch`."""
     split: str = "iid"
@@ -129,7 +129,7 @@ class RunConfig:
     model.
     """
     faults: tuple[str, ...] = ()
-    """Faults injected into the run; a real run takes wrong gradients only."""
+    """Faults that are injected into the run; in a real run, only wrong gradients."""
     on_bad_gradient: BadGradientAction = "stop"
     """What happens to a gradient that is not finite or too large."""
     max_gradient_norm: float | None = None
@@ -141,7 +141,7 @@ class RunConfig:
     """Display name of the job's metric."""
     higher_is_better: bool = True
     target: float | None = None
-    """Metric value that time-to-target refers to."""
+    """Value of the metric to which time-to-target refers."""
     until_target: bool = False
     """Whether the run ends at the first evaluation that reaches the target."""
     threads: int | None = None
@@ -149,37 +149,41 @@ class RunConfig:
     heartbeat: float | None = None
     """Seconds without an answer after which a node counts as lost."""
     link_timeout: float | None = None
-    """Seconds for which the connection between two hosts may be away before a node counts as lost; None: 60."""
+    """Seconds for which the connection between two hosts may be interrupted before a node counts as lost; None stands
+    for 60.
+    """
     step_timeout: float | None = None
-    """Seconds a worker may take for one step, or for joining the run, before the run ends; None: no limit."""
+    """Seconds a worker may take for one step, or for joining the run, before the run ends; None for no limit."""
     checkpoint_every: str | None = None
-    """Interval of the checkpoints: a number of steps, or minutes such as "5min"; None: only at a signal."""
+    """Interval of the checkpoints: a number of steps, or minutes such as "5min"; None for a checkpoint only at a
+    signal.
+    """
     min_workers: int | None = None
-    """Smallest number of workers with which the run continues when workers leave or are lost; None: workers may not
+    """Smallest number of workers with which the run continues when workers leave or are lost; None if workers may not
     leave.
     """
     max_workers: int | None = None
-    """Largest number of workers with which the run continues when workers join; None: workers may not join."""
+    """Largest number of workers with which the run continues when workers join; None if workers may not join."""
     park: float | None = None
-    """Seconds for which workers whose coordinator is killed wait for flockstep resume; None: they end at once."""
+    """Seconds for which workers whose coordinator is killed wait for `flockstep resume`; None if they end at once."""
     keep: int | None = None
-    """Number of complete checkpoints that are kept; None: `KEEP`."""
+    """Number of complete checkpoints that are kept; None stands for `KEEP`."""
     arguments: tuple[str, ...] = ()
     """Arguments of a launched script."""
     module: bool | None = None
     """True if `job` is the name of a module, as with python -m; None for a script."""
     output: OutputRanks | None = None
-    """Ranks of a launched script whose output is shown; None: all."""
+    """Ranks of a launched script whose output is shown; None for all ranks."""
     prefix: bool | None = None
     """True if each line of a launched script's output begins with the rank of its worker; None if not."""
     rank_output: str | None = None
-    """Folder for the output of each rank of a launched script; None: no files."""
+    """Folder for the output of each rank of a launched script; None if no files are written."""
     imports: tuple[str, ...] = ()
     """Python files that register custom components; they are executed before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Package → version in use during the run; `same_run` does not compare versions."""
+    """Package → version that the run used; `same_run` does not compare versions."""
     facts: dict[str, str] = field(default_factory=dict)
-    """Values that must be equal if the run is repeated, for example a hash of the data."""
+    """Values that must be equal when the run is repeated, for example a hash of the data."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -218,7 +222,7 @@ class RunConfig:
 
     @property
     def checkpoint_interval(self) -> CheckpointInterval | None:
-        """Interval of the checkpoints; None: only at a signal."""
+        """Interval of the checkpoints; None for a checkpoint only at a signal."""
         return None if self.checkpoint_every is None else CheckpointInterval.parse(self.checkpoint_every)
 
     @property
@@ -260,12 +264,14 @@ class RunConfig:
         return shlex.join(["flockstep", self.kind, self.job, "--strategy", self.title, *options])
 
     def to_toml(self) -> str:
-        """This configuration as a TOML document; settings that are None or empty are left out."""
+        """Return this configuration as a TOML document; settings that are None or empty are left out."""
         data = {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}
         return tomli_w.dumps(data)
 
     def with_files_of(self, other: RunConfig) -> RunConfig:
-        """This configuration with the job and the imported files of another one, as they are called on its host."""
+        """Return this configuration with the job and the imported files of another configuration, with their names on
+        its host.
+        """
         return dataclasses.replace(self, job=other.job, imports=other.imports)
 
     @property
@@ -302,7 +308,7 @@ class RunConfig:
 
 
 def same_run(a: RunConfig, b: RunConfig) -> bool:
-    """Whether both configurations describe the same run: all settings but `versions` are equal."""
+    """Return whether both configurations describe the same run: all settings except `versions` are equal."""
     return dataclasses.replace(a, versions={}) == dataclasses.replace(b, versions={})
 
 

@@ -29,7 +29,7 @@ class StepEvent(msgspec.Struct, tag="step", frozen=True, forbid_unknown_fields=T
 class UpdateEvent(msgspec.Struct, tag="update", frozen=True, forbid_unknown_fields=True):
     """`count` updates of worker `source` took effect on `node`; a `source` of None stands for every other worker.
 
-    `weight`: multiple of the learning rate at which each of these gradients was applied (1/n under `bsp`, 1 under
+    `weight` is the factor on the learning rate with which each of these gradients was applied (1/n under `bsp`, 1 under
     `asynchronous`); None if no server applied the updates, and in older records.
     """
 
@@ -57,7 +57,7 @@ class ClockEvent(msgspec.Struct, tag="clock", frozen=True, forbid_unknown_fields
     """A node has compared its host's clock with the supervisor's clock, on which all times of a real run are
     recorded.
 
-    `offset_seconds`: seconds added to the node's clock; `uncertainty_seconds`: largest error of that offset.
+    `offset_seconds` is added to the node's clock; `uncertainty_seconds` is the largest error of this offset.
     """
 
     seconds: float
@@ -67,9 +67,9 @@ class ClockEvent(msgspec.Struct, tag="clock", frozen=True, forbid_unknown_fields
 
 
 class HostsEvent(msgspec.Struct, tag="hosts", frozen=True, forbid_unknown_fields=True):
-    """The run is on several hosts.
+    """The run uses several hosts.
 
-    `hosts` holds the ranks of each host's workers, with hosts in the order of their lowest rank.
+    `hosts` holds the ranks of each host's workers; the hosts are in the order of their lowest ranks.
     """
 
     seconds: float
@@ -81,9 +81,9 @@ class EvaluationEvent(msgspec.Struct, tag="evaluation", frozen=True, forbid_unkn
 
     Evaluating takes no time on the run's clock.
 
-    `step`: mean local steps per worker; `samples`: samples used by all workers; `sent_bytes`: mean bytes sent per
-    worker so far; `divergence`: root mean square distance of the replicas from their mean, None if not all replicas are
-    known.
+    `step` is the mean number of local steps per worker; `samples`, the samples used by all workers; `sent_bytes`, the
+    mean bytes sent per worker so far; `divergence`, the root mean square distance of the replicas from their mean, or
+    None if not all replicas are known.
     """
 
     seconds: float
@@ -105,7 +105,7 @@ class ReplicaEvent(msgspec.Struct, tag="replica", frozen=True, forbid_unknown_fi
 
 
 class NodeEvent(msgspec.Struct, tag="node", frozen=True, forbid_unknown_fields=True):
-    """Totals of one node at the end of its program; `hash` is the hash of its final parameters."""
+    """Totals of one node at the end of its program; `hash` is the hash of the node's final parameters."""
 
     node: int
     seconds: float
@@ -134,8 +134,8 @@ class LostEvent(msgspec.Struct, tag="lost", frozen=True, forbid_unknown_fields=T
 class PromotedEvent(msgspec.Struct, tag="promoted", frozen=True, forbid_unknown_fields=True):
     """A backup took the place of server `node`, whose process was lost; its process has the address `process`.
 
-    `epoch`: number of times that this has happened to the server. `push_seconds`: seconds until the first message with
-    an array arrived afterwards; None if none did.
+    `epoch` is the number of times that a backup has replaced this server. `push_seconds` are the seconds until the
+    first message with an array arrived afterwards; None if no such message arrived.
     """
 
     seconds: float
@@ -172,7 +172,9 @@ class ScalarEvent(msgspec.Struct, tag="scalar", frozen=True, forbid_unknown_fiel
 
 
 class ResultEvent(msgspec.Struct, tag="result", frozen=True, forbid_unknown_fields=True):
-    """result.npy holds the run's model at `seconds`; `step`: mean local steps of its `workers` workers."""
+    """result.npy holds the run's model at `seconds`; `step` is the mean number of local steps of its `workers`
+    workers.
+    """
 
     seconds: float
     step: float
@@ -196,4 +198,4 @@ Event = (
     | ResultEvent
 )
 HELD_BACK = (StepEvent, UpdateEvent, SpanEvent)
-"""Types of frequent events, which a writer may buffer before writing them."""
+"""Types of frequent events, which a writer may buffer before it writes them."""

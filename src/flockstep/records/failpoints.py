@@ -1,4 +1,4 @@
-"""Named points of the code at which a test may end the process."""
+"""Failpoints: named points of the code at which a test may end the process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 hooks: list[Callable[[str], None]] = []
 """Functions that a test adds; each is called with the name of every point that is reached.
 
-Points of every message or step call them in place, because `reach` would be one more call.
+Points that every message or step reaches call the hooks directly, to save the call of `reach`.
 """
 
 
 def reach(point: str) -> None:
-    """Call the hooks: the process has reached `point`."""
+    """Call the hooks, because the process has reached `point`."""
     for hook in hooks:
         hook(point)

@@ -30,7 +30,7 @@ Kind = Literal["send", "receive", "wait", "step"]
 
 
 class FlightEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An event of one process: it sent or received a message, began to wait for one, or finished a step."""
+    """An event of one process: it sent or received a message, began to wait for a message, or finished a step."""
 
     seconds: float
     """Seconds from the start of the run to the event."""
@@ -39,13 +39,13 @@ class FlightEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The other node of a message; None for the launcher, for steps, and if any node may send the awaited message."""
     tag: str
     step: int
-    """Steps of this node so far."""
+    """Number of steps that this node has taken so far."""
     nbytes: int = 0
     """Size of the message's array in bytes."""
 
 
 class FlightRecorder:
-    """The last events of one process."""
+    """Recorder of the last events of one process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         """`clock` returns the seconds that `taken` converts."""
@@ -53,7 +53,7 @@ class FlightRecorder:
         self._events: deque[tuple[float, Kind, Address | None, str, int, int]] = deque(maxlen=KEPT)
 
     def note(self, kind: Kind, peer: Address | None, tag: str, step: int, nbytes: int = 0) -> None:
-        """Keep an event, in place of the oldest one if `KEPT` are kept."""
+        """Store an event; if `KEPT` events are stored, the new event replaces the oldest."""
         self._events.append((self._clock(), kind, peer, tag, step, nbytes))
 
     def taken(self, convert: Callable[[float], float] = lambda seconds: seconds) -> list[FlightEvent]:
@@ -66,7 +66,7 @@ class FlightRecorder:
 
 
 def encoded(events: list[FlightEvent]) -> Iterable[bytes]:
-    """The events as the payloads of messages."""
+    """Return the events as payloads of messages."""
     for start in range(0, len(events), MOST):
         yield msgspec.msgpack.encode(events[start : start + MOST])
 
@@ -84,7 +84,7 @@ def decoded(payload: bytes | memoryview) -> list[FlightEvent]:
 
 
 def flight_file(record: Path, node: Address | None) -> Path:
-    """Path of the flight recorder of a node; None stands for the launcher."""
+    """Return the path of the flight recorder's file of a node; None stands for the launcher."""
     name = "launcher" if node is None else node_name(node).replace(" ", "-")
     return record / FLIGHT / f"{name}.jsonl"
 
@@ -92,8 +92,7 @@ def flight_file(record: Path, node: Address | None) -> Path:
 def append(record: Path, node: Address | None, events: list[FlightEvent]) -> None:
     """Append events to the flight recorder of a node.
 
-    Raises:
-        OSError: the disk does not take them.
+    Raises: OSError: the events cannot be written to the disk.
     """
     if events:
         file = flight_file(record, node)
@@ -121,7 +120,7 @@ def read_flight(record: Path) -> dict[str, list[FlightEvent]]:
 
 
 def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> list[str]:
-    """Sentences on a lost node: which node received its last message, and which nodes waited for it when it was
+    """Sentences about a lost node: which node received its last message, and which nodes waited for it when it was
     declared lost.
     """
     before = {name: [one for one in events if one.seconds <= lost.seconds] for name, events in flights.items()}

@@ -51,7 +51,7 @@ T = TypeVar("T")
 FUNCTION = "function"
 """Name of the subfolder that holds the program and the results of a launched function."""
 ENDED = ("finished", "diverged")
-"""Statuses of a run that does not have to be repeated."""
+"""Statuses of a run that need not be repeated."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 _TYPES: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
 """Value of `type` in an event → class of the event."""
@@ -59,7 +59,7 @@ _TYPES: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind
 
 @dataclass(frozen=True)
 class Record:
-    """The whole record of a run, from which tables, reports and tests are made: configuration, summary and events."""
+    """The whole record of a run: configuration, summary and events, from which tables, reports and tests are made."""
 
     config: RunConfig
     summary: Summary
@@ -99,8 +99,8 @@ class EventWriter:
     def flush(self) -> None:
         """Write the buffered events to the file; if the disk is full, drop them with a warning.
 
-        If part of a line was written, the rest of that line is kept and tried again first: otherwise the later events
-        could not be read.
+        If part of a line was written, the rest of this line is kept and written first at the next attempt; otherwise
+        later events could not be read.
         """
         try:
             while self._buffer:
@@ -130,7 +130,7 @@ class EventWriter:
         return False
 
     def close(self) -> None:
-        """Flush and close the file; closing it again has no effect."""
+        """Flush and close the file; closing the file again has no effect."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -144,7 +144,7 @@ class EventWriter:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The record of one run on disk. Creating this object reads and writes nothing."""
+    """The record of one run on disk. Creating a `RunFolder` reads and writes nothing."""
 
     path: Path
 
@@ -212,9 +212,9 @@ class RunFolder:
     @contextlib.contextmanager
     def resumed(self, seconds: float, held: bool = False) -> Iterator[int]:
         """Context manager that owns the folder of a run that continues from its state at `seconds`; yields the number
-        of steps that were recorded after that time, and whose events are dropped.
+        of steps that were recorded after this time, whose events are dropped.
 
-        `held`: the caller owns the folder already.
+        `held` says that the caller already owns the folder.
         """
         with contextlib.nullcontext() if held else owned(self.path):
             events = self.read_events()
@@ -232,7 +232,7 @@ class RunFolder:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the folder holds no finished run, so that the run has to be repeated."""
+        """Return whether the folder holds no finished run, so that the run must be repeated."""
         return self._status() not in ENDED and not _gone(self.summary_file)
 
     def check_whole(self, nodes: Iterable[Address | None] = ()) -> None:
@@ -249,12 +249,12 @@ class RunFolder:
                 )
 
     def holds_finished(self, config: RunConfig) -> bool:
-        """Whether the folder holds a finished run with this configuration, which need not be repeated."""
+        """Return whether the folder holds a finished run with this configuration, which need not be repeated."""
         return self.config_file.exists() and not self.unfinished and same_run(self.read_config(), config)
 
     @property
     def begun(self) -> int | None:
-        """Time at which the run in the folder was begun, in nanoseconds; None without a run."""
+        """Time at which the run in the folder was started, in nanoseconds; None if there is no run."""
         return self.config_file.stat().st_mtime_ns if self.config_file.exists() else None
 
     def write_config(self, config: RunConfig) -> None:
@@ -274,12 +274,12 @@ class RunFolder:
         )
 
     def node_events_file(self, node: Address | None) -> Path:
-        """Path of the events file of one node of a real run; None stands for the launcher."""
+        """Return the path of the events file of one node of a real run; None stands for the launcher."""
         name = "launcher" if node is None else node_name(node).replace(" ", "-")
         return self.path / "events" / f"{name}.jsonl"
 
     def read_events(self) -> list[Event]:
-        """All events on disk, sorted by time; an empty list if there is no file yet."""
+        """Return all events on disk, sorted by time; an empty list if no file exists yet."""
         if self.events_file.is_file():
             files: Iterable[Path] = [self.events_file]
         else:
@@ -325,14 +325,14 @@ class RunFolder:
             ) from None
 
     def read(self) -> Record:
-        """The whole record: configuration, summary and events."""
+        """Return the whole record: configuration, summary and events."""
         return Record(self.read_config(), self.read_summary(), self.read_events(), read_flight(self.path))
 
     def write_result(self, params: FlatArray, schema: Schema) -> None:
         """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
 
         Raises:
-            SchemaMismatch: `params` does not have the table's size and dtype.
+            SchemaMismatch: `params` does not have the size and dtype of the schema.
         """
         _require(params, schema, "the result")
         replace(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
@@ -342,8 +342,8 @@ class RunFolder:
         """Read the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
 
         Raises:
-            ConfigurationError: the run left no result, or a file of it is damaged.
-            SchemaMismatch: the two files do not belong together.
+            ConfigurationError: the run left no result, or a file of the result is damaged. SchemaMismatch: the
+                parameters and the schema do not belong together.
         """
         for file in (self.result_file, self.path / "schema.json"):
             if _gone(file):
@@ -405,7 +405,7 @@ class RunFolder:
 
 
 def no_run(folder: Path, wanted: str = "the folder of a run") -> ConfigurationError:
-    """The error for a folder that does not contain the run that it must contain."""
+    """Return the error for a folder that does not contain the run that it should contain."""
     if not folder.exists():
         return ConfigurationError(f"there is no folder {folder}; name {wanted}")
     return ConfigurationError(f"{folder} contains no run: config.toml is missing; name {wanted}")
@@ -470,10 +470,10 @@ def _may_go(file: Path) -> bool:
 
 
 def read_event_file(path: Path) -> list[Event]:
-    """The events in one file, in the order in which they were written; an incomplete last line is skipped.
+    """Return the events in one file, in the order in which they were written; an incomplete last line is skipped.
 
     Raises:
-        ConfigurationError: a line before the last is broken.
+        ConfigurationError: a line other than the last is not a valid event.
     """
     data = path.read_bytes()
     whole, _, rest = data.rpartition(b"\n")
@@ -485,10 +485,9 @@ def read_event_file(path: Path) -> list[Event]:
 
 
 def decode_events(lines: bytes, path: Path) -> list[Event]:
-    """The events in whole lines of the file `path`.
+    """Return the events in complete lines of the file `path`.
 
-    Raises:
-        ConfigurationError: a line is broken.
+    Raises: ConfigurationError: a line is not a valid event.
     """
     try:
         return _decoder.decode_lines(lines)

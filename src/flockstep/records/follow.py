@@ -1,4 +1,4 @@
-"""The events of a run while the run writes them."""
+"""Reads the events of a run while the run writes them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from flockstep.records.folder import RunFolder, decode_events
 from flockstep.records.owner import in_use
 
 SECONDS = 0.5
-"""Seconds between two readings of a run that has not ended."""
+"""Seconds between two reads of the events of a run that has not ended."""
 Key = tuple[type[Event], int | None]
 
 
 def follow(record: RunFolder, pause: Callable[[], None] = lambda: time.sleep(SECONDS)) -> Iterator[list[Event]]:
-    """Yield the events in the folder, then the events that are added, until the run has ended; call `pause` in
-    between.
+    """Yield the events in the folder, then the events that are added, until the run has ended; call `pause` in between.
 
-    The events of one node come in order, those of different nodes do not. A run that has ended, or was killed, is
-    yielded at once.
+    The events of one node are in order; events of different nodes are not. If the run has ended or was killed, its
+    events are yielded at once.
 
     Raises:
-        ConfigurationError: a file holds a line that is no event.
+        ConfigurationError: a file holds a line that is not an event.
     """
     read: Counter[Path] = Counter()
     yielded: Counter[Key] = Counter()

@@ -1,4 +1,4 @@
-"""Write whole files; if the disk is full, write them to another folder."""
+"""Writes whole files; if the disk is full, writes them to another folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 
 HALF = ".half"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a full disk. The run continues without the data that the disk did not take."""
+"""Error numbers that mean a full disk. The run continues without the data that could not be written."""
 _kept: dict[tuple[Path, Path], Path] = {}
 """(folder, parent of the substitute folder) → substitute folder in which this process stores the folder's files."""
 
@@ -36,7 +36,7 @@ def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
 
     If the disk is full, write it to the temporary folder or the home folder and print where it is.
 
-    The original place then gets a symbolic link, for which a full disk has room.
+    In its original place, a symbolic link is created, for which a full disk has room.
 
     Raises:
         OSError: none of the folders takes the file.
@@ -76,7 +76,7 @@ def _keep(place: Path, path: Path, data: bytes | Callable[[IO[bytes]], object]) 
 
 
 def say_full(path: Path, error: OSError, how: str) -> None:
-    """Print to standard error which file the full disk did not take, and the consequence."""
+    """Print to standard error which file could not be written to the full disk, and the consequence."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"flockstep: {path} could not be written: {error.strerror}; {how}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""A folder has one owner at a time: the process that holds a lock on a file in it and writes the record."""
+"""Gives a folder one owner at a time: the process that holds a lock on a file in the folder and writes the record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from flockstep.errors import ConfigurationError, RunError
 OWNER = ".owner"
 """Name of the file that the owner of a folder holds locked; the file contains the owner's process id."""
 LEADERS = "leaders"
-"""Name of the folder with a file for each process that has coordinated the run; the greatest number leads."""
+"""Name of the folder with one file for each process that has coordinated the run; the process with the highest number
+leads.
+"""
 _held: dict[Path, IO[str]] = {}
 _leading: dict[Path, int] = {}
 
@@ -41,7 +43,7 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def check(folder: Path) -> None:
-    """Check that a folder owned by this process has not been replaced.
+    """Check that a folder owned by this process is still in place.
 
     Raises:
         RunError: the folder was removed, another folder is in its place, or another process coordinates the run.
@@ -56,20 +58,20 @@ def check(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is in place; False only if this process owned the folder and the folder was removed or
-    replaced, or if another process coordinates the run in the folder now.
+    """Return False only if this process owned the folder and the folder was removed or replaced, or if another process
+    now coordinates the run in the folder.
     """
     file = _held.get(_place(folder))
     return not _superseded(folder) and (file is None or _is_at(folder, file))
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process owns the folder; the system releases the folder of a process that dies."""
+    """Return whether a process owns the folder; if a process dies, the system releases its folder."""
     return is_locked(folder / OWNER)
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a process holds the lock on a file."""
+    """Return whether a process holds the lock on a file."""
     import fcntl
 
     try:
@@ -83,13 +85,13 @@ def is_locked(file: Path) -> bool:
 
 
 def lead(folder: Path) -> None:
-    """Become the only coordinator of the run in a folder: take the next number, by creating a file that must not exist.
+    """Become the only coordinator of the run in a folder by taking the next number: create a file that must not exist.
 
-    Where locks do not work, as between the hosts of some network file systems, a coordinator that had led before finds
-    the greater number at its next `check`, and stops.
+    Where locks do not work, as on some network file systems, a former coordinator finds the higher number at its next
+    `check`, and stops.
 
     Raises:
-        ConfigurationError: another process has taken the number just now.
+        ConfigurationError: another process has taken the same number at the same time.
     """
     place, number = folder / LEADERS, newest_leader(folder) + 1
     place.mkdir(exist_ok=True)
@@ -103,12 +105,12 @@ def lead(folder: Path) -> None:
 
 
 def newest_leader(folder: Path) -> int:
-    """Number of the newest coordinator of the run in a folder; 0 if none has taken a number."""
+    """Return the number of the newest coordinator of the run in a folder; 0 if no process has taken a number."""
     return max((int(file.name) for file in (folder / LEADERS).glob("[0-9]*")), default=0)
 
 
 def leader(folder: Path) -> int:
-    """Number that this process has taken; 0 if it has taken none."""
+    """Return the number that this process has taken; 0 if it has taken none."""
     return _leading.get(_place(folder), 0)
 
 

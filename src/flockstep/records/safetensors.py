@@ -1,7 +1,7 @@
 """Files of arrays in the format safetensors: the size of a JSON header, the header, then the arrays' bytes.
 
-The format is described at https://huggingface.co/docs/safetensors. Arrays are written from where they lie, without a
-copy, and with a hash of the whole file; a file is checked completely before an array of it is returned.
+The format is described at https://huggingface.co/docs/safetensors. Arrays are written without being copied in memory,
+and a hash of the whole file is returned. A file is checked completely before any of its arrays is returned.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def read_arrays(path: Path, digest: str) -> dict[str, FlatArray]:
 
 
 def arrays_in(data: FlatArray) -> dict[str, FlatArray]:
-    """The arrays in the bytes of a file, as parts of `data`, uint8 (bytes,).
+    """Return the arrays in `data`, the bytes of a file as uint8 (bytes,), as views of `data`.
 
     Raises:
-        ValueError: `data` is not in the format.
+        ValueError: `data` is not in the format safetensors.
     """
     size = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or size > min(len(data) - 8, _LARGEST_HEADER):

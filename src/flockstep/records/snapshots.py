@@ -1,4 +1,4 @@
-"""Model snapshots that nodes send in, stored in files beside the record: no process has to hold several models in
+"""Stores the model snapshots that nodes send in files beside the record, so that no process holds several models in
 memory.
 
 The supervisor writes the files as the parameters arrive; the evaluating process reads them.
@@ -22,8 +22,8 @@ from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
 
 LAST = -1.0
-"""Tick of a node's most recent parameters, sent from time to time and when a run fails; each snapshot replaces the
-previous one.
+"""Tick of a node's most recent parameters, which are sent from time to time and when a run fails; each such snapshot
+replaces the previous one.
 """
 SNAPSHOTS = "snapshots"
 _HALF = ".half"
@@ -41,7 +41,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     dtype: str
     size: int
     buffers: int
-    """Size of the buffers in bytes; they follow the parameters in the file."""
+    """Size of the buffers in bytes; the file holds them after the parameters."""
     seconds: float
     step: int
     sent_bytes: int
@@ -67,7 +67,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         return read
 
     def read_buffers(self) -> FlatArray:
-        """Read the buffers of the snapshot, as bytes."""
+        """Read the buffers of the snapshot from the file, as bytes."""
         self._require_whole()
         return np.fromfile(self.path, np.uint8, self.buffers, offset=self.nbytes)
 
@@ -84,7 +84,9 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class WholeSnapshot(Snapshot, frozen=True):
-    """The snapshots of all parts of a replica, in the order of the parts, as one snapshot of the whole model."""
+    """The snapshots of all parts of a replica, in the order of the parts, treated as one snapshot of the whole
+    model.
+    """
 
     pieces: tuple[Snapshot, ...]
 
@@ -131,7 +133,7 @@ class SnapshotJoiner:
         """Replica → part → newest snapshot of the part that was not sent for an evaluation."""
 
     def add(self, item: Snapshot) -> list[Snapshot]:
-        """Return the snapshots of nodes that are complete with a snapshot of a worker or server."""
+        """Add the snapshot of a worker or server; return the snapshots that are now complete."""
         if self._parts == 1 or item.address < 0:
             return [item]
         replica, part = divmod(item.address, self._parts)
@@ -151,19 +153,19 @@ class SnapshotJoiner:
 
 
 def snapshot_folders(record: Path, run: str) -> list[Path]:
-    """Folders in which a run's snapshots may be stored: beside the record, otherwise in a temporary folder."""
+    """Folders in which a run's snapshots may be stored: beside the record or, if that fails, in a temporary folder."""
     others = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - another file system; the folder is private
     return [record / SNAPSHOTS, *(place / f"flockstep-{run}" for place in others if place.is_dir())]
 
 
 def file_name(address: Address, tick: float) -> str:
-    """Name of the file that holds a node's parameters at a tick."""
+    """Return the name of the file that holds a node's parameters at a tick."""
     when = {LAST: "last", math.inf: "final"}.get(tick) or f"{tick:g}"
     return f"{node_name(address).replace(' ', '-')}.{when}"
 
 
 class SnapshotWriter:
-    """Writes an arriving snapshot, parameters and buffers, to a file part by part; no part is kept in memory."""
+    """Writes an arriving snapshot (parameters and buffers) to a file, part by part; no part is kept in memory."""
 
     def __init__(self, folders: Sequence[Path], address: Address, note: Fields, largest: int):
         """Open a file in the first of the folders that accepts one.
@@ -202,7 +204,7 @@ class SnapshotWriter:
 
         Raises:
             ProtocolError: the part is longer than the rest of the file.
-            RunError: no folder accepts the part.
+            RunError: the part cannot be written to any folder.
         """
         self._missing -= part.nbytes
         if self._missing < 0:

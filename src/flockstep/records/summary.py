@@ -30,7 +30,7 @@ from flockstep.records.events import (
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
-"""Statuses of runs whose final model must not be relied on."""
+"""Statuses of runs whose final model is not reliable."""
 _IDENTITY = (
     "job", "strategy", "system", "workers", "seed", "network", "compute", "cluster", "clock", "metric",
     "higher_is_better", "target", "lr",
@@ -41,7 +41,7 @@ _COUNTS = ("sent_bytes", "received_bytes", "messages_sent", "messages_received")
 
 
 class GradientWeight(msgspec.Struct, frozen=True):
-    """The weights at which servers applied one worker's gradients, as multiples of the learning rate."""
+    """The factors on the learning rate with which servers applied one worker's gradients."""
 
     count: int
     """Number of gradients applied, counted at every server that applied them."""
@@ -62,17 +62,19 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compute_seconds: float
     """Seconds from the request of a gradient until the worker had the gradient."""
     wait_seconds: float
-    """Seconds blocked for messages; in virtual time, only for messages that had not been sent yet."""
+    """Seconds in which the worker waited for messages; in virtual time, only until the messages were sent."""
     comm_seconds: float
-    """Seconds of sending, receiving, adding and optimizer steps; in virtual time, blocked for messages in transit."""
+    """Seconds of sending, receiving, adding and optimizer steps; in virtual time, seconds in which the worker waited
+    for messages in transit.
+    """
     sent_bytes: int
-    """Bytes of the payloads of sent messages."""
+    """Payload bytes of the messages that the worker sent."""
     received_bytes: int
-    """Bytes of the payloads of received messages."""
+    """Payload bytes of the messages that the worker received."""
     messages_sent: int
-    """Number of sent messages."""
+    """Number of messages that the worker sent."""
     messages_received: int
-    """Number of received messages."""
+    """Number of messages that the worker received."""
     header_bytes: int
     """Bytes of message headers, which the payload bytes do not include."""
     completeness: float | None = None
@@ -88,8 +90,8 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     not finite.
     """
     gradient_weight: GradientWeight | None = None
-    """Weights at which servers applied this worker's gradients, as multiples of the learning rate (1/n under `bsp`, 1
-    under `asynchronous`): `count`, `mean`, `min` and `max`; None if no weight is on the record.
+    """Factors on the learning rate with which servers applied this worker's gradients (1/n under `bsp`, 1 under
+    `asynchronous`): `count`, `mean`, `min` and `max`; None if the record has no weights.
     """
 
     refused: int = 0
@@ -97,19 +99,19 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def seconds(self) -> float:
-        """Accounted seconds: computing plus waiting plus communicating."""
+        """Seconds that the record accounts for: computing plus waiting plus communicating."""
         return self.compute_seconds + self.wait_seconds + self.comm_seconds
 
     @property
     def utilization(self) -> float | None:
-        """Share of the accounted time spent computing; None if no time is accounted."""
+        """Share of the accounted seconds in which the worker computed; None if no seconds are accounted for."""
         return self.compute_seconds / self.seconds if self.seconds > 0 else None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run in figures. Seconds are seconds of `clock`; bytes are payload bytes.
 
-    "per worker" is the mean over all workers.
+    "per worker" means the mean over all workers.
     """
 
     job: str
@@ -125,7 +127,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model.
     """
     clock: ClockKind
-    """Kind of the seconds: `real` if they were measured, `virtual` if they were modeled."""
+    """Kind of the seconds in the record: `real` if they were measured, `virtual` if they were modeled."""
     metric: str
     higher_is_better: bool
     target: float | None
@@ -136,7 +138,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     of a script's worker are not finite.
     """
     error: str | None
-    """Reason why the run did not finish, or why its model must not be relied on."""
+    """Reason why the run did not finish, or why its final model is not reliable."""
     seconds: float
     """Seconds from the start of the run to its last event."""
     seconds_to_target: float | None
@@ -144,8 +146,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     does, or there is no target.
     """
     seconds_to_target_range: tuple[float, float] | None = None
-    """Time of the last evaluation before the target was reached, or 0, and time of the evaluation that reached it, in
-    seconds; of medians over seeds the shortest and the longest time to the target. None if the target was not reached.
+    """Times, in seconds, of the last evaluation before the target was reached (or 0) and of the evaluation that reached
+    it; for medians over seeds, the shortest and the longest time to the target. None if the target was not reached.
     """
     samples_to_target: int | None
     """Samples used by all workers together up to the evaluation that reaches the target."""
@@ -162,17 +164,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sent_bytes_per_worker: float
     received_bytes_per_worker: float
     messages_per_worker: float
-    """Messages sent plus messages received, mean over the workers."""
+    """Number of messages sent plus messages received, mean over the workers."""
     header_bytes_per_worker: float
-    """Bytes of message headers, which the payload bytes do not include."""
+    """Bytes of message headers, which the payload bytes do not include, mean over the workers."""
     staleness_mean: float | None
-    """Mean staleness of all updates whose staleness is on the record; an event of `count` updates counts `count` times.
-    """
+    """Mean staleness of all updates whose staleness is recorded; an event of `count` updates counts `count` times."""
     staleness_max: int | None
     staleness_counts: dict[int, int]
     """Staleness → number of updates."""
     utilization: float | None
-    """Mean over workers of computing ÷ (computing + waiting + communicating)."""
+    """Mean over the workers of computing ÷ (computing + waiting + communicating), in seconds."""
     divergence: float | None
     """Root mean square distance of the replicas from their mean at the last evaluation. If that is unknown: 0 if all
     workers ended with equal parameters, otherwise None.
@@ -182,13 +183,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Where servers record updates: updates applied by servers ÷ steps of all workers ÷ number of servers, equal for all
     workers. Otherwise, where workers record updates: updates of other workers that took effect ÷ steps of other
-    workers, both summed over the workers. None if no update is on the record, or no other worker made a step. The value
-    is never clipped: more than 1 is a mistake in a strategy's accounting.
+    workers, both summed over the workers. None if the record has no updates, or no other worker made a step. The value
+    is never clipped: a value above 1 shows an error in the strategy's accounting.
     """
     effective_rate: float | None = None
-    """Sum of the weights of all gradients ÷ number of servers ÷ mean steps per worker: the multiple of the learning
-    rate at which one gradient of each worker together was applied; 1 under `bsp`, n under `asynchronous`, less if
-    gradients were dropped. None if no weight is on the record.
+    """Sum of the weights of all gradients ÷ number of servers ÷ mean steps per worker: the factor on the learning rate
+    with which one gradient of each worker was applied in total; 1 under `bsp`, n under `asynchronous`, less if
+    gradients were dropped. None if the record has no weights.
     """
     replicas_agree: bool | None
     """Whether all workers ended with equal parameters; None if a worker recorded no hash."""
@@ -197,12 +198,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     per_worker: list[WorkerTotals]
     """Totals of each worker, in order of rank."""
     lost: list[LostEvent]
-    """First report of each node that died or stopped responding."""
+    """First report on each node that died or stopped responding."""
     result_step: float | None = None
-    """Mean local steps of the workers whose model is in result.npy; `result_seconds` is the time of that model."""
+    """Mean number of local steps of the workers whose model is in result.npy; `result_seconds` is the time of that
+    model.
+    """
     result_seconds: float | None = None
     notes: list[str] = []
-    """Sentences about the missing parts of the record, with the reasons."""
+    """Sentences about parts that the record lacks, with the reasons."""
     scalars: dict[str, float] = {}
     """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
     `rejected_connections`, if there are any, counts the connections that the nodes refused, and `device_bytes` the
@@ -211,7 +214,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def refusals(self) -> list[str]:
-        """For each worker whose gradients were refused, a sentence with the worker and the number."""
+        """Sentences on the workers whose gradients were refused, with the number of refused gradients."""
         return [
             f"{node_name(each.rank)}: {each.refused} bad gradient{'s' if each.refused > 1 else ''} refused, zeros used "
             "instead"
@@ -221,7 +224,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def useful(self) -> bool:
-        """Whether the final model of the run may be relied on."""
+        """Whether the final model of the run is reliable."""
         return self.status not in USELESS
 
     @property
@@ -236,7 +239,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def time_of(event: Event) -> float:
-    """Time at which an event was complete, in seconds."""
+    """Return the time at which an event was complete, in seconds."""
     return event.end if isinstance(event, SpanEvent) else event.seconds
 
 
@@ -302,7 +305,9 @@ def summarize(
 
 
 def trained_apart(summary: Summary) -> str | None:
-    """Sentence on the workers that exchanged nothing according to the record; None if all workers exchanged data."""
+    """Return a sentence if some workers exchanged nothing according to the record; None if all workers exchanged
+    data.
+    """
     return _apart(summary.per_worker, summary.replicas_agree)
 
 
@@ -371,7 +376,7 @@ def _quality(config: RunConfig, snapshots: Sequence[EvaluationEvent]) -> _Qualit
 
 
 def reaches(config: RunConfig, metric: float) -> bool:
-    """Whether a metric reaches the target of the run; False if the run has no target."""
+    """Return whether a metric reaches the target of the run; False if the run has no target."""
     if config.target is None:
         return False
     return metric >= config.target if config.higher_is_better else metric <= config.target

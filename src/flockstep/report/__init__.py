@@ -1,1 +1,1 @@
-"""Tables, figures and one self-contained HTML page from the records of runs."""
+"""Reports: tables, figures and one self-contained HTML page, made from the records of runs."""

@@ -1,4 +1,4 @@
-"""Figures of the use of time: per step, per worker, and on a timeline of the first steps."""
+"""Figures of how runs spend their time: per step, per worker, and on a timeline of the first steps."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _MANY_RUNS = 5
 _MOST_SPANS = 600
 _ROW_PX = 17
 NARROW_LINE = 44
-"""Number of characters of a line of a run's name above its bar on a narrow page."""
+"""Number of characters in a line of a run's name, above the run's bar on a narrow page."""
 _TITLE_PX = 34
 
 
 def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
     """Figure with one bar per run: mean milliseconds per local step that a worker computed, communicated and waited.
 
-    Names stand beside the bars, or above them if `narrow`.
+    The runs' names are beside the bars, or above them if `narrow` is set.
     """
     shown = [one for one in series if one.record.summary.steps]
     names = [f"{SQUARE.format(color=one.color)} {one.title(46)}" for one in shown]

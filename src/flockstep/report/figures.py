@@ -20,11 +20,11 @@ _MOST_BARS = 40
 
 
 def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
-    """Figure of six plots: metric and loss (rows) against seconds, bytes and samples (columns); below each other if
-    `narrow`.
+    """Figure of six plots: metric and loss (rows) against seconds, bytes and samples (columns); one below the other if
+    `narrow` is set.
 
-    The vertical axes begin where the curves differ. A ring marks where a run reached the target. A trace's legendgroup
-    is its run's place, for the page's own legend.
+    The vertical axes begin where the curves differ. A ring marks the point at which a run reached the target. A trace's
+    legendgroup is the rank of its run, which the legend of the page uses.
     """
     first = series[0].record.summary
     data: list[dict[str, Any]] = []
@@ -148,7 +148,7 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges of an axis; the ranges of a logarithmic axis are powers of ten."""
+    """Two ranges of an axis; for a logarithmic axis, they are exponents of ten."""
 
     whole: list[float]
     """The range of an axis that shows all values."""
@@ -183,7 +183,7 @@ def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
 
 
 def zooms(series: Sequence[Series]) -> bool:
-    """Whether `progress` shows a part of the whole range."""
+    """Return whether `progress` shows only a part of the whole range."""
     return any(one.ends != one.whole for one in ranges(series).values())
 
 
@@ -202,7 +202,7 @@ def _ends(runs: Sequence[Sequence[float]], aim: Sequence[float], high: bool) -> 
 
 
 def staleness(series: Sequence[Series], narrow: bool = False) -> Figure | None:
-    """A histogram of staleness for each run whose record has staleness; None if no run has."""
+    """Return a histogram of staleness for each run with recorded staleness; None if no run has any."""
     shown = [one for one in series if one.record.summary.staleness_counts]
     if not shown:
         return None

@@ -1,5 +1,5 @@
-"""The findings of a comparison as sentences: the fastest run, the reasons, and the questions that the record leaves
-open.
+"""Writes the findings of a comparison as sentences: the fastest run, the reasons, and the questions that the record
+leaves open.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Hit:
 
 
 def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
-    """Findings as plain unescaped sentences, the most important first.
+    """Return the findings as plain sentences, not escaped for HTML, most important first.
 
     `series` is in order of rank; each series is the median of `seeds` runs.
     """

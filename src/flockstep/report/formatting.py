@@ -1,4 +1,6 @@
-"""Numbers as text, in the same form everywhere: "12.3 s", "4.1 MB", "83 %", a dash for an unknown value; and lines."""
+"""Formats numbers in the same way everywhere ("12.3 s", "4.1 MB", "83 %", a dash for an unknown value), and breaks text
+into lines.
+"""
 
 from __future__ import annotations
 
@@ -69,24 +71,22 @@ def times(value: float) -> str:
 
 
 def staleness(summary: Summary) -> str:
-    """Format mean and maximum staleness of a run."""
+    """Format the mean and the maximum staleness of a run."""
     if summary.staleness_mean is None:
         return NONE
     return f"{number(summary.staleness_mean, 2)}/{summary.staleness_max}"
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of `text` that stay whole if the text is broken into lines; a part ends behind a space, "(", "," or
-    "=".
-    """
+    """Return the parts of `text` within which no line may be broken; a part ends after a space, "(", "," or "="."""
     return re.findall(r"[^\s(,=]*[(,=]+\s*|[^\s(,=]+\s*|\s+", text)
 
 
 def lines(text: str, width: int) -> list[str]:
     """Break `text` into lines of at most `width` characters, never inside a word.
 
-    Lines end behind spaces; within an expression without spaces only if the expression is longer than `width`. A word
-    that is longer than `width` has a line to itself.
+    Lines end after spaces; an expression without spaces is broken only if it is longer than `width`. A word longer than
+    `width` has its own line.
     """
     broken = []
     for line in text.split("\n"):

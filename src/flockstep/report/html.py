@@ -1,4 +1,4 @@
-"""The HTML page that compares runs."""
+"""Writes the HTML page that compares runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write_report(
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[RepeatedRuns], Sequence[RepeatedRuns]] | None = None,
 ) -> Path:
-    """Write the page that compares runs to `path`, create its folder if it is missing, and return the path."""
+    """Write the page that compares runs to `path`, whose folder is created if it is missing, and return the path."""
     return write(render(records, predictions, spread), path)
 
 
@@ -79,8 +79,8 @@ def render(
     Args:
         records: the runs, in any order.
         predictions: one for each record, in the same order; None for a run without a prediction.
-        spread: groups of runs that differ in their seed only, and the groups whose learning rate is ranked. Each ranked
-            group stands in `records` as one record, whose summary is the group's median.
+        spread: groups of runs that differ only in their seed, and the groups whose learning rate is ranked. `records`
+            has one record for each ranked group, whose summary is the group's median.
 
     Raises:
         ConfigurationError: the runs cannot be compared, or the list of runs is empty.

@@ -1,4 +1,6 @@
-"""A model layer by layer: the rows of a table, their summary in sentences, a figure, and an HTML page of all three."""
+"""Shows a model layer by layer: rows of a table, sentences that summarize them, a figure, and an HTML page of all
+three.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from flockstep.report.style import COLORS, Figure, axis, key, layout, ref, safe
 
 DATA, SPLIT = COLORS[0], COLORS[1]
 MANY = 60
-"""Number of layers above which the figure shows layers with parameters only."""
+"""Number of layers above which the figure shows only layers with parameters."""
 HEADINGS = (
     "layer",
     "kind",
@@ -35,7 +37,7 @@ HEADINGS = (
     "cheaper",
 )
 PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
-"""Title of each plot of the figure → vertical range of the plot, as shares of the plotting area."""
+"""Title of each plot of the figure → vertical range of the plot, as fractions of the plotting area."""
 CAPTION = (
     "Layers from the input (left) to the output (right); if there are many layers, only every second or third is "
     "named. Multiply-adds are those of the forward pass of one sample. Work W is the number of floating-point "
@@ -69,13 +71,13 @@ class WorkerShare:
 
     @classmethod
     def of(cls, share: Concurrency) -> WorkerShare:
-        """Return the three figures of a share."""
+        """Return W, D and W/D of a worker's share."""
         return cls(share.work, share.depth, share.parallelism)
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer at a given batch size and number of workers; sizes in bytes, work in floating-point operations."""
+    """One layer at a given batch size and number of workers; sizes are in bytes, work in floating-point operations."""
 
     layer: str
     kind: str
@@ -94,10 +96,10 @@ class LayerRow:
     split_bytes: float | None
     """Bytes sent per worker if the layer is split over the workers; None if the layer has no gradient to save."""
     pipeline_bytes: float
-    """Bytes over the link behind the layer, in both directions, if a stage of a pipeline ends with it."""
+    """Bytes per step on the link after the layer, in both directions, if a stage of a pipeline ends with the layer."""
     cheaper: str | None
     break_even_batch: float | None
-    """Samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
+    """Number of samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
     concurrency: dict[str, WorkerShare]
     """Kind of parallelism ("data", "model", "pipeline") → the share of one worker in a step over the samples of all
     workers.
@@ -105,7 +107,7 @@ class LayerRow:
 
 
 def rows(model: ModelShape, batch: int, workers: int) -> list[LayerRow]:
-    """One row for each layer of `model`, with `batch` samples per worker.
+    """Return one row for each layer of `model`, for `batch` samples per worker.
 
     Raises:
         ConfigurationError: batch or workers are below 1.
@@ -174,7 +176,7 @@ def _pipeline(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
 
 
 def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
-    """The totals of the table in sentences."""
+    """Return the totals of the table as sentences."""
     require_scale(batch, workers)
     first = (
         f"{model.name}: {model.parameters:,} parameters, {amount(model.multiply_adds)} multiply-adds per sample in "
@@ -235,7 +237,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def cells(row: LayerRow) -> tuple[str, ...]:
-    """The texts of a row, in the order of `HEADINGS`."""
+    """Return the texts of a row, in the order of `HEADINGS`."""
     marks = {"formula": "", "torch": " (counted by torch)", "jax": "", "unknown": " (unknown)"}
     missing = row.counted == "unknown"
     return (
@@ -263,8 +265,8 @@ def _share_cells(share: WorkerShare, missing: bool) -> tuple[str, ...]:
 
 
 def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
-    """The texts of the total row; the last text is the number of bytes sent if each layer is split in the cheaper of
-    the two ways.
+    """Return the texts of the total row; the last text is the number of bytes sent if each layer is exchanged in the
+    cheaper way.
     """
     return (
         "total",
@@ -286,7 +288,7 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
 
 def picture(model: ModelShape, batch: int, workers: int) -> Figure:
     """Figure of three plots, one above the other, with one column per layer: parameters, work divided by depth (W/D),
-    and bytes sent per worker if the data, or the layer, are split.
+    and bytes sent per worker if the data are divided and if the layer is split.
     """
     shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
     if len(shown) > MANY:

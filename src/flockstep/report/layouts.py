@@ -1,4 +1,4 @@
-"""Figure 14 of Langer et al. (2020) redrawn: lower bounds of the communication delay of a step, by parameter layout.
+"""Redraws figure 14 of Langer et al. (2020): lower bounds of the communication delay of a step, by parameter layout.
 
 One line for each of the eight layouts, over the number of workers and over the link speed, with one panel per model.
 """
@@ -32,7 +32,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model, described by its size in bytes."""
+    """A model that is described only by its size in bytes."""
 
     name: str
     parameters: int
@@ -54,12 +54,12 @@ class Delays:
             raise ConfigurationError(f"layouts need 1 to {MOST} models, got {len(self.models)}; give for example vgg-a")
 
     def seconds(self, model: ModelSize, name: str) -> float:
-        """Seconds per step of the layout `name` for one model."""
+        """Return the seconds per step of the layout `name` for one model."""
         return LAYOUTS[name](self.workers, Times.of(model.nbytes, self.bandwidth))
 
     @property
     def link(self) -> str:
-        """The link's bandwidth as text, for example "1 Gbit/s"."""
+        """Bandwidth of the link as text, for example "1 Gbit/s"."""
         return speed(self.bandwidth)
 
     def document(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _over_workers(delays: Delays, model: ModelSize) -> Listing:
 
 
 def picture(delays: Delays) -> Figure:
-    """Return the figure: two rows of panels, one column per model, one line per layout."""
+    """Return the figure: two rows of panels, one column for each model, one line for each layout."""
     count = len(delays.models)
     width = (1 - 0.06 * (count - 1)) / count
     height = 2 * PANEL_PX + GAP_PX

@@ -1,4 +1,4 @@
-"""Runs of one strategy that differ in seed or learning rate: medians, ranges, and the best learning rate."""
+"""Combines runs of one strategy that differ in seed or learning rate: medians, ranges, and the best learning rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPREAD = ("strategy", "lr", "runs", "seconds to target", "final metric", "at tar
 
 @dataclass(frozen=True)
 class RepeatedRuns:
-    """The runs of one strategy at one learning rate, one run for each seed."""
+    """The runs of one strategy at one learning rate, one for each seed."""
 
     runs: tuple[Summary, ...]
 
@@ -37,12 +37,14 @@ class RepeatedRuns:
         return [run for run in self.runs if run.useful]
 
     def spread(self, name: str) -> tuple[float, float, float] | None:
-        """Minimum, median and maximum of a summary field over the runs that have a value; None if no run has one."""
+        """Return minimum, median and maximum of a summary field over the runs that have a value; None if no run has a
+        value.
+        """
         found = [value for run in self.useful if (value := getattr(run, name)) is not None]
         return (min(found), statistics.median(found), max(found)) if found else None
 
     def nearest(self) -> Summary:
-        """The run nearest to the medians, by time to target, then final metric; a useful run if most runs are
+        """The run nearest to the medians, first by time to target, then by final metric; a useful run if most runs are
         useful.
         """
         time, metric = self._medians()
@@ -108,7 +110,7 @@ def _apart(one: float | None, other: float | None) -> float:
 
 
 def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[str]:
-    """Sentences about the questions that medians and chosen learning rates leave open."""
+    """Sentences about the questions that remain open when medians or the best learning rates are compared."""
     said = []
     if len(groups) > len(chosen):
         said.append(
@@ -156,20 +158,21 @@ def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns) -> list[str]:
 
 
 def best(groups: Sequence[RepeatedRuns]) -> RepeatedRuns:
-    """The group whose medians rank first: by time to target, then by final metric."""
+    """Return the group whose medians rank first, by time to target, then by final metric."""
     medians = [group.median() for group in groups]
     return groups[medians.index(rank(medians)[0])]
 
 
 def title(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> str:
-    """Title of the table of ranges."""
+    """Return the title of the table of ranges."""
     seeds = max(len(group.runs) for group in groups)
     over = f"Medians over {seeds} seeds [smallest to largest value]" if seeds > 1 else "Every learning rate"
     return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
 
 
 def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[list[str]]:
-    """Rows of the table of ranges, in the order of `SPREAD`.
+    """Return the rows of the table of ranges, in the order of `SPREAD`. If there are several learning rates, a star
+    marks the ranked rate.
 
     A star marks the learning rate that is ranked if there are several.
     """
@@ -186,7 +189,7 @@ def _row(group: RepeatedRuns, starred: bool) -> list[str]:
 
 
 def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> TextTable:
-    """The terminal table of every learning rate of every strategy with its ranges over seeds."""
+    """Return the terminal table with every learning rate of every strategy and the ranges over seeds."""
     ranks = (0, 1, 3, 0, 0, 2, 4)
     columns = [TableColumn(one, one == "strategy", rank) for one, rank in zip(SPREAD, ranks, strict=True)]
     return TextTable(columns, rows(groups, chosen), title(groups, chosen))

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: styles, scripts and data are inlined, so that a page works without a network."""
+"""Self-contained HTML pages, with styles, scripts and data included, so that a page works without a network."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Drawing:
     """A plot with a heading and a caption that explains its axes and symbols."""
 
     name: str
-    """Identifier of the plot in the page."""
+    """Identifier of the plot within the page."""
     heading: str
     caption: str
     figure: Figure
     narrow: Figure | None = None
-    """The figure for pages too narrow for `figure`, with equal data; None to scroll `figure` sideways."""
+    """A figure with the same data for narrow pages; None if narrow pages scroll `figure` sideways."""
 
     @property
     def drawn(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Listing:
     styles: Mapping[int, str] = field(default_factory=dict)
     """Row number → style of a highlighted row: chosen, split or total, as the template defines them."""
     left: Sequence[int] = (0,)
-    """Numbers of the columns that hold text and are aligned left."""
+    """Numbers of the columns that contain text and are aligned left."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Page:
     listings: Sequence[Listing] = ()
 
     def render(self) -> str:
-        """The page as HTML text."""
+        """Return the page as HTML text."""
         return filled("page.html.j2", page=self)
 
     def write(self, path: Path | str) -> Path:
-        """Write the page to `path`, create its folder if it is missing, and return the path."""
+        """Write the page to `path`, whose folder is created if it is missing, and return the path."""
         return write(self.render(), path)
 
 
 def filled(template: str, **values: Any) -> str:
-    """Fill in a template of this folder; values are escaped, and a missing value is an error."""
+    """Fill in a template of this folder; values are escaped, and a missing value raises an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -87,7 +87,7 @@ def filled(template: str, **values: Any) -> str:
 
 
 def write(page: str, path: Path | str) -> Path:
-    """Write a page to `path`, create its folder if it is missing, and return the path."""
+    """Write a page to `path`, whose folder is created if it is missing, and return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")

@@ -19,14 +19,14 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Mean step of a worker, predicted and measured, in seconds and in bytes sent."""
+    """Duration and sent bytes of a mean step of a worker, both predicted and measured."""
 
     seconds: float
     measured: float
     sent_bytes: float
     measured_sent_bytes: float
     source: str
-    """Source of the prediction: a closed form or a rehearsal, and the machines that it describes."""
+    """How the prediction was obtained (closed form or rehearsal), and for which machines."""
 
     @property
     def error(self) -> float:
@@ -34,6 +34,6 @@ class Prediction:
         return self.seconds / self.measured - 1 if self.measured else 0.0
 
     def cells(self, label: str) -> list[str]:
-        """The texts of a table row, in the order of `HEADINGS`."""
+        """Return the texts of a table row, in the order of `HEADINGS`."""
         took = [formatting.seconds(self.seconds), formatting.seconds(self.measured), f"{self.error:+.1%}"]
         return [label, *took, f"{self.sent_bytes / 1e6:.4g}", f"{self.measured_sent_bytes / 1e6:.4g}", self.source]

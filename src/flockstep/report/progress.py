@@ -1,4 +1,4 @@
-"""Callbacks with which functions that take long report their current task and their progress."""
+"""Callbacks with which long-running functions report their current task and their progress."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class ProgressCallback(Protocol):
 
 
 def silent(what: str, done: float = 0, total: float = 0) -> None:
-    """Ignore the progress, for callers that show no progress."""
+    """Ignore a progress report, for callers that show no progress."""

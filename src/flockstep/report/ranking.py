@@ -1,4 +1,4 @@
-"""Ranking of runs, and labels that tell runs apart."""
+"""Ranks runs, and labels them so that they can be told apart."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MUST_AGREE = {"clock": "clocks", "job": "jobs", "metric": "metrics", "target": 
 
 
 def rank(summaries: Sequence[Summary]) -> list[Summary]:
-    """Sort runs, the best first: by time to target (runs that reach the target first), then final metric, then bytes
-    per worker.
+    """Sort runs, best first: runs that reach the target before those that do not, by time to target; then by final
+    metric, then by bytes per worker.
 
-    Runs that failed or diverged come last, because their final model must not be relied on.
+    Runs that failed or diverged come last, because their final models are not reliable.
 
     Raises:
         ConfigurationError: the runs cannot be compared: their clocks, jobs, metrics or targets differ.
@@ -26,14 +26,14 @@ def rank(summaries: Sequence[Summary]) -> list[Summary]:
 
 
 def order(summaries: Sequence[Summary]) -> list[int]:
-    """Positions in `summaries`, in order of rank."""
+    """Return the indices into `summaries`, in order of rank."""
     return sorted(range(len(summaries)), key=lambda index: _key(summaries[index]))
 
 
 def places(ranked: Sequence[Summary]) -> list[str]:
-    """The place of each run of a ranking, from "1"; runs that tie share a place, which then ends in "=".
+    """Return the place of each run of a ranking, from "1"; runs that tie share a place, which then ends in "=".
 
-    Runs tie with the best run of a place if the times between which they reached the target overlap.
+    A run ties with the best run of a place if the intervals of time in which the two runs reached the target overlap.
     """
     found, best = list[int](), 0
     for index, summary in enumerate(ranked):
@@ -53,7 +53,7 @@ def _overlap(best: Summary, other: Summary) -> bool:
 
 
 def require_comparable(summaries: Sequence[Summary]) -> None:
-    """Raise `ConfigurationError` unless times and metrics of these runs have the same meaning."""
+    """Raise `ConfigurationError` unless the times and the metrics of these runs are comparable."""
     for name, plural in _MUST_AGREE.items():
         found = {str(getattr(summary, name)) for summary in summaries}
         if len(found) > 1:
@@ -64,7 +64,9 @@ def require_comparable(summaries: Sequence[Summary]) -> None:
 
 
 def labels(summaries: Sequence[Summary]) -> list[str]:
-    """A short, unique label for each run: its strategy, and the settings in which runs of equal strategy differ."""
+    """Return a short, unique label for each run: its strategy, and the settings in which runs of the same strategy
+    differ.
+    """
     names = [summary.system or summary.strategy for summary in summaries]
     for setting in ("workers", "cluster", "network", "compute", "lr", "seed"):
         values = [getattr(summary, setting) for summary in summaries]

@@ -1,4 +1,4 @@
-"""Shared style of all figures: color, dash and symbol of each run, fonts, axes, and grids of panels."""
+"""The common style of all figures: color, dash and symbol of each run, fonts, axes, and grids of panels."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ ACTIVITIES = {
 SQUARE = '<span style="color:{color}">■</span>'
 """Character that is drawn in a run's color before the run's name."""
 NARROW = 22
-"""Number of characters of a line of a panel's title on a narrow page."""
+"""Number of characters in a line of a panel's title on a narrow page."""
 WIDE = 100.0
-"""Ratio of an axis's ends above which only powers of ten are ticks."""
+"""Ratio of an axis's ends above which ticks are only at powers of ten."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
 
 
@@ -70,17 +70,17 @@ class Series:
 
     @property
     def name(self) -> str:
-        """The label, escaped for plotly."""
+        """The label of the run, escaped for plotly."""
         return safe(self.label)
 
     def title(self, width: int) -> str:
-        """The label, escaped for plotly and broken into lines of at most `width` characters."""
+        """Return the label of the run, escaped for plotly and broken into lines of at most `width` characters."""
         return wrapped(self.label, width)
 
 
 def title_px(titles: Sequence[str]) -> int:
-    """Height in pixels of the strip above each panel, which holds the panel's title, one of `titles`, and the labels of
-    the axis above.
+    """Return the height in pixels of the strip above each panel, which holds the panel's title (one of `titles`) and
+    the labels of the axis of the panel above.
     """
     return 24 + 16 * max(title.count("<br>") + 1 for title in titles)
 
@@ -96,7 +96,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:
-    """The layout that all figures share; `more` holds further keys of plotly's layout."""
+    """Return the layout that all figures share; `more` contains further keys of plotly's layout."""
     return {
         "height": height,
         "font": {"family": FONT, "size": 13, "color": INK},
@@ -109,7 +109,7 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    """A thin axis with light grid lines; `more` holds further keys of plotly's axis."""
+    """Return a thin axis with light grid lines; `more` contains further keys of plotly's axis."""
     made: dict[str, Any] = {
         "gridcolor": GRID,
         "zeroline": False,
@@ -126,8 +126,8 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def decades(values: Sequence[float], said: Callable[[float], str], unit: float = 1.0) -> dict[str, Any]:
-    """Keys of `axis` for ticks at powers of ten of `unit` in the range of `values`; in a narrow range also at 2 and
-    5.
+    """Return the keys of `axis` for ticks at powers of ten of `unit`, within the range of `values`; in a narrow range,
+    also at 2 and 5.
     """
     low, high = (math.log10(end / unit) for end in (min(values), max(values)))
     steps = (1.0,) if 10**high > WIDE * 10**low else (1.0, 2.0, 5.0)
@@ -137,12 +137,12 @@ def decades(values: Sequence[float], said: Callable[[float], str], unit: float =
 
 
 def key(letter: str, index: int) -> str:
-    """plotly's name of the index-th axis in a layout: xaxis, xaxis2, and so on."""
+    """Return plotly's name of the axis number `index` in a layout: xaxis, xaxis2, and so on."""
     return f"{letter}axis{index + 1 if index else ''}"
 
 
 def ref(letter: str, index: int) -> str:
-    """plotly's name of the index-th axis in a trace: x, x2, and so on."""
+    """Return plotly's name of the axis number `index` in a trace: x, x2, and so on."""
     return f"{letter}{index + 1 if index else ''}"
 
 
@@ -173,7 +173,7 @@ class Panels:
         return self.plot_px + self.bottom_px + 30
 
     def domain(self, index: int) -> tuple[list[float], list[float]]:
-        """x range and y range of panel `index`, as shares of the plotting area."""
+        """Return the x range and the y range of panel `index`, as fractions of the plotting area."""
         row, column = divmod(index, self.columns)
         width = (1 - self.gap_x * (self.columns - 1)) / self.columns
         left = column * (width + self.gap_x)
@@ -181,23 +181,23 @@ class Panels:
         return [left, min(left + width, 1.0)], [max(top - self.panel_px / self.plot_px, 0.0), top]
 
     def heading(self, index: int, text: str, color: str) -> dict[str, Any]:
-        """The title of panel `index`, as an annotation."""
+        """Return the title of panel `index` as an annotation."""
         (left, _), (_, top) = self.domain(index)
         return heading(text, left, top, color)
 
 
 def heading(text: str, left: float, top: float, color: str) -> dict[str, Any]:
-    """An annotation above a plot, aligned left, after a square in the run's color; `text` must be escaped."""
+    """Return an annotation above a plot, aligned left, after a square in the run's color; `text` must be escaped."""
     marked = f"{SQUARE.format(color=color)} {text}"
     return {**above(marked, left, top), "align": "left", "font": {"size": 12, "color": INK}}
 
 
 def above(text: str, left: float, top: float) -> dict[str, Any]:
-    """An annotation above a plot, aligned left; `text` must be escaped."""
+    """Return an annotation above a plot, aligned left; `text` must be escaped."""
     paper = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     return {"text": text, "x": left, "y": top, **paper, "showarrow": False}
 
 
 def by_rank(records: Sequence[tuple[str, Record]]) -> list[Series]:
-    """Series of labeled records that are sorted by rank."""
+    """Return a series for each of the labeled records, which are sorted by rank."""
     return [Series(label, record, place) for place, (label, record) in enumerate(records)]

@@ -15,7 +15,7 @@ _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "fai
 
 
 def columns(summary: Summary) -> tuple[TableColumn, ...]:
-    """The columns of the ranked table; all rows share the clock and the metric of `summary`."""
+    """Return the columns of the ranked table; all rows have the clock and the metric of `summary`."""
     metric, goal = summary.metric, f"{summary.metric} {summary.target:g}" if summary.target is not None else None
     reached = f"seconds to {goal}: until the first evaluation that reached the target; > if no evaluation reached it."
     return (
@@ -42,7 +42,9 @@ _APPLIED = (
 
 
 def cells(place: str, label: str, summary: Summary) -> list[str]:
-    """One row as text, in the order of `columns`; a run that missed the target shows its whole time."""
+    """Return one row as text, in the order of `columns`; for a run that missed the target, the row shows the run's
+    total time.
+    """
     return [
         place if summary.useful else formatting.NONE,
         label,
@@ -67,7 +69,7 @@ def _time(summary: Summary) -> str:
 
 
 def apart(ranked: Sequence[Summary]) -> list[str]:
-    """Sentences on runs whose workers did not train together."""
+    """Sentences about runs whose workers did not train together."""
     return [
         f"{label}: {sentence[:1].lower()}{sentence[1:]}"
         for label, sentence in zip(labels(ranked), map(trained_apart, ranked), strict=True)
@@ -76,7 +78,7 @@ def apart(ranked: Sequence[Summary]) -> list[str]:
 
 
 def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
-    """Sentences on how certain the order of ranked runs is; `seeds` is the number of runs of each strategy."""
+    """Sentences about how certain the order of ranked runs is; `seeds` is the number of runs of each strategy."""
     said = []
     if any("=" in place for place in places(ranked)):
         why = (
@@ -94,9 +96,9 @@ def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
 
 
 def modeled(summaries: Sequence[Summary]) -> str:
-    """The cluster or the compute model that all simulated runs share, for a heading.
+    """Return the cluster or the compute model that all simulated runs share, for a heading.
 
-    Models that differ are named in the runs' labels.
+    If the runs differ, their labels name the models.
     """
     clusters = {summary.cluster for summary in summaries}
     if clusters != {None}:
@@ -106,8 +108,8 @@ def modeled(summaries: Sequence[Summary]) -> str:
 
 
 def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
-    """Sentences about simulations that could not compute the gradients of several workers in one call, and about
-    gradients that the parts of a split model compute at earlier weights.
+    """Sentences about simulations that could not batch the gradients of several workers, and about gradients that parts
+    of a split model compute with earlier weights.
     """
     configs = list(configs)
     delays = {Partition.parse(config.partition).delays for config in configs if config.partition} - {None}
@@ -119,7 +121,7 @@ def gradient_notes(configs: Iterable[RunConfig]) -> list[str]:
 
 
 def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
-    """The terminal table of ranked runs; without runs the table is empty.
+    """Return the terminal table of ranked runs; without runs, the table is empty.
 
     Raises:
         ConfigurationError: the runs cannot be compared.
@@ -141,7 +143,7 @@ def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
 
 
 def heading(summaries: Sequence[Summary]) -> str:
-    """Title of the table: job, workers, and the clock by which the seconds are measured."""
+    """Return the title of the table: job, number of workers, and the clock that measured the seconds."""
     first = summaries[0]
     clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {modeled(summaries)}"
     counts = " and ".join(str(n) for n in sorted({summary.workers for summary in summaries}))

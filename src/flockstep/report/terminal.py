@@ -1,4 +1,4 @@
-"""Tables for a terminal that fit its width: words stay whole, and columns that are left out are named."""
+"""Tables that fit the width of a terminal: words stay whole, and columns that are left out are named."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.text import Text
 from flockstep.report.formatting import lines, pieces
 
 ROOMY, NARROW = 24, 14
-"""Widths in characters below which columns are left out before text is broken into shorter lines: of a text column of
-rank 0 (ROOMY), and of other text columns (NARROW).
+"""Widths in characters of a text column. Before a text column of rank 0 becomes narrower than ROOMY, or another text
+column narrower than NARROW, other columns are left out.
 """
 GAP = 2
 """Number of blank characters between two columns of a table."""
@@ -28,19 +28,21 @@ class TableColumn:
     heading: str
     text: bool = False
     """Whether the column holds text, which is aligned left and may be broken between words; other columns hold
-    figures.
+    numbers.
     """
     rank: int = 0
-    """Columns of the highest rank are left out first where the terminal is narrow; columns of rank 0 always stay."""
+    """Rank of the column: in a narrow terminal, columns of the highest rank are left out first; columns of rank 0
+    always stay.
+    """
     note: str = ""
-    """Sentence on the meaning of the column, printed below the table if the column is shown."""
+    """Sentence that explains the column, printed below the table if the column is shown."""
 
 
 @dataclass(frozen=True)
 class TextTable:
     """A table that fits the width of the console that prints it.
 
-    Words and figures are never broken. If the columns do not fit, the columns of the highest rank are left out, and a
+    Words and numbers are never broken. If the columns do not fit, the columns of the highest rank are left out, and a
     line below the table names them.
     """
 
@@ -57,7 +59,7 @@ class TextTable:
     """Sentences that are printed below the table."""
 
     def shown(self, width: int) -> list[int]:
-        """Numbers of the columns that fit into `width` characters."""
+        """Return the numbers of the columns that fit into `width` characters."""
         kept = list(range(len(self.columns)))
         while self._needs(kept, roomy=True) > width:
             last = max(reversed(kept), key=lambda place: self.columns[place].rank)
@@ -67,7 +69,7 @@ class TextTable:
         return kept
 
     def left_out(self, width: int) -> str | None:
-        """Sentence that names the columns that do not fit into `width` characters; None if all columns fit."""
+        """Return a sentence that names the columns that do not fit into `width` characters; None if all columns fit."""
         kept = self.shown(width)
         names = [one.heading for place, one in enumerate(self.columns) if place not in kept]
         return f"Left out to fit {width} columns: {', '.join(names)}." if names else None

@@ -1,4 +1,4 @@
-"""The contract of a schedule."""
+"""The interface of a schedule."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 
 ROUNDING = 1e-9
-"""Relative tolerance, with which a product such as 0.6 × 300 that misses an integer by rounding alone does not cost a
-step.
-"""
+"""Relative tolerance within which a product such as 0.6 × 300 counts as the integer that it misses only by rounding."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The facts of a run that a schedule uses: the passes of all workers together over the data, and the number of
-    workers.
-    """
+    """What a schedule knows of a run: the passes of all workers together over the data, and the number of workers."""
 
     epochs: float
     workers: int
 
     def reached(self, share: float, epoch: float) -> bool:
-        """Whether the fraction `share` of the run has passed at `epoch`."""
+        """Return whether the fraction `share` of the run has passed at `epoch`."""
         return epoch >= (share - ROUNDING) * self.epochs
 
 
 class Schedule(Component):
-    """The change of learning rate and batch size in the course of a run, as factors of the job's own.
+    """The change of learning rate and batch size in the course of a run, as factors on the job's learning rate and
+    batch size.
 
     Epochs count passes of all workers together, as fractions from 0; a schedule has no state.
     """
@@ -37,12 +34,12 @@ class Schedule(Component):
     noun: ClassVar[str] = "schedule"
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return the factor of the job's learning rate in the step that begins at `epoch`."""
+        """Return the factor on the job's learning rate in the step that begins at `epoch`."""
         return 1.0
 
     @property
     def stages(self) -> tuple[tuple[float, float], ...]:
-        """Return pairs (fraction of the run's samples, factor of the job's batch size from there on); the first
+        """Return pairs (fraction of the run's samples, factor on the job's batch size from this fraction on); the first
         fraction is 0.
         """
         return ((0.0, 1.0),)

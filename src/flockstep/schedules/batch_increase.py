@@ -1,4 +1,4 @@
-"""A schedule that enlarges the batch instead of reducing the learning rate."""
+"""A schedule that increases the batch size instead of reducing the learning rate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class BatchIncrease(Schedule):
     """A growing batch (Smith et al. 2018, section 4): `growth` times the batch where step decay divides the rate.
 
     Both divide the noise of SGD, about lr × samples / (batch (1 - momentum)), by the same factor and use the same
-    number of samples; a larger batch makes fewer updates. After the first `increases` of the fractions `at` of the run
-    (None: all), the learning rate falls instead, for batches that cannot grow further (section 5.1). `scale` multiplies
-    the learning rate throughout.
+    number of samples; a larger batch makes fewer updates. The batch grows only at the first `increases` of the
+    fractions `at` (None: at all); at the others, the learning rate falls, for batches that cannot grow further (section
+    5.1). `scale` multiplies the learning rate throughout.
     """
 
     growth: float = 5.0
@@ -33,12 +33,14 @@ class BatchIncrease(Schedule):
             )
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return scale / growth^(fractions reached after the last increase)."""
+        """Return the factor on the learning rate: scale / growth^(number of fractions reached after the last
+        increase).
+        """
         falls = () if self.increases is None else self.at[self.increases :]
         return self.scale / self.growth ** sum(run.reached(share, epoch) for share in falls)
 
     @property
     def stages(self) -> tuple[tuple[float, float], ...]:
-        """Return the stages: the factor of the batch size is growth^i from the i-th fraction on."""
+        """Return the stages: from the i-th fraction on, the factor on the batch size is growth^i."""
         shares = (0.0, *self.at[: self.increases])
         return tuple((share, self.growth**i) for i, share in enumerate(shares))

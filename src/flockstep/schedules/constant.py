@@ -1,4 +1,4 @@
-"""A learning rate that does not change."""
+"""A schedule whose learning rate does not change."""
 
 from __future__ import annotations
 

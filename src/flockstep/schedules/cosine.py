@@ -1,4 +1,4 @@
-"""A learning rate that follows half a period of a cosine."""
+"""A schedule whose learning rate follows half a period of a cosine."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class Cosine(Schedule):
             raise ConfigurationError(f"floor of cosine must be in [0, 1], got {self.floor}; use 0 to end at 0")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return the cosine, or scale × floor after the end of the planned run."""
+        """Return the cosine factor on the learning rate; scale × floor after the end of the planned run."""
         share = min(epoch / run.epochs, 1.0)
         return self.scale * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * share)) / 2)

@@ -1,4 +1,4 @@
-"""Linear scaling of the learning rate with a gradual warm-up."""
+"""A schedule with linear scaling of the learning rate and a gradual warm-up."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class Goyal(Schedule):
     by the same amount at every step; with gradual=False it is 1 during the warm-up, then k at once (the paper's
     "constant warm-up"); with warmup=0 it is k from the start. After the fractions `at` of the run (epochs 30, 60 and 80
     of 90) it falls by `decay`. Gradients are means over a worker's batch and over the workers, so they are normalized
-    by the whole batch of k n.
-
-    Momentum correction in the sense of Goyal et al. (remark 2: if v contains the rate, v is scaled by the ratio of the
-    new rate to the old one) is not needed: `sgd` keeps the learning rate out of its velocity. The momentum correction
-    of Lin et al. 2018 is a different one, for what a codec drops; see the feedback momentum.
+    by the whole batch of k n. The momentum correction of Goyal et al. (remark 2: if v contains the rate, v is scaled by
+    the ratio of the new rate to the old rate) is not needed, because the velocity of `sgd` does not contain the
+    learning rate. Lin et al. 2018 use the same name for a different correction, of values that a codec drops; see the
+    feedback momentum.
     """
 
     workers: int | None = None
@@ -39,7 +38,7 @@ class Goyal(Schedule):
         check_shares(self.at, "goyal")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return the factor of the warm-up times the factors of the decays."""
+        """Return the factor on the learning rate: the factor of the warm-up times the factors of the decays."""
         k = run.workers if self.workers is None else self.workers
         scale = float(k)
         if epoch < self.warmup:

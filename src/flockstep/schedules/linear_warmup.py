@@ -1,4 +1,4 @@
-"""A linear warm-up of the learning rate."""
+"""A schedule with a linear warm-up of the learning rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class LinearWarmup(Schedule):
         check_positive("linear_warmup", start=self.start)
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return the linear ramp, then the factor of `then`, whose epochs count from the beginning of the run."""
+        """Return the factor on the learning rate: the linear ramp, then the factor of `then`, whose epochs count from
+        the start of the run.
+        """
         target = self.then.factor(epoch, run)
         return self.start + (target - self.start) * epoch / self.warmup if epoch < self.warmup else target
 

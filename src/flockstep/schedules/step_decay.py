@@ -1,4 +1,4 @@
-"""A learning rate that falls by a factor at given fractions of the run."""
+"""A schedule whose learning rate falls by a factor at given fractions of the run."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class StepDecay(Schedule):
         check_shares(self.at, "step_decay")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return scale × decay^(fractions reached)."""
+        """Return the factor on the learning rate: scale × decay^(number of fractions reached)."""
         return self.scale * self.decay ** sum(run.reached(share, epoch) for share in self.at)

@@ -1,4 +1,4 @@
-"""A schedule laid out over the steps of a run."""
+"""A schedule applied to the steps of a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Timetable:
     """Learning rate and batch size of every step of a worker, as functions of the step alone, so that a restart needs
     no state.
 
-    `lr` and `batch` are the job's own, `batch` per worker; `epochs` are the passes of all workers together over
-    `train_size` samples that the schedule lasts.
+    `lr` is the job's learning rate, and `batch` the job's batch size per worker. The schedule lasts `epochs` passes of
+    all workers together over `train_size` samples.
     """
 
     schedule: Schedule
@@ -30,7 +30,7 @@ class Timetable:
     def over_steps(
         cls, schedule: Schedule, lr: float, batch: int, workers: int, train_size: int, steps: int
     ) -> Timetable:
-        """Return the timetable that lasts `steps` steps of each worker."""
+        """Return the timetable for `steps` steps of each worker."""
         stages = _stages(schedule, batch)
         ends = [*[share for share, _ in stages[1:]], 1.0]
         per_sample = sum((end - share) / size for (share, size), end in zip(stages, ends, strict=True))
@@ -38,7 +38,7 @@ class Timetable:
 
     @property
     def steps(self) -> int:
-        """Number of steps of each worker until the schedule ends, which is smaller if batches grow."""
+        """Number of steps of each worker until the schedule ends; growing batches make the number smaller."""
         return self._starts[-1]
 
     @property
@@ -47,22 +47,22 @@ class Timetable:
         return len({batch for _, batch in self._stages}) > 1
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of the step after `step` steps."""
+        """Return a worker's learning rate after `step` steps."""
         return self.lr * self.schedule.factor(self.epoch_at(step), Extent(self.epochs, self.workers))
 
     def batch_at(self, step: int) -> int:
-        """Return the number of samples of a worker's batch in the step after `step` steps."""
+        """Return the number of samples in a worker's batch after `step` steps."""
         return self._stages[self._stage_at(step)][1]
 
     def samples_at(self, step: int) -> int:
-        """Return the number of samples of a worker in its first `step` steps."""
+        """Return the number of samples that a worker uses in its first `step` steps."""
         now = self._stage_at(step)
         ends = [*self._starts[1 : now + 1], step]
         pieces = zip(self._starts[: now + 1], ends, self._stages[: now + 1], strict=True)
         return sum((end - start) * batch for start, end, (_, batch) in pieces)
 
     def epoch_at(self, step: int) -> float:
-        """Return the number of passes of all workers together in their first `step` steps."""
+        """Return the number of passes over the data that all workers together make in their first `step` steps."""
         return self.samples_at(step) * self.workers / self.train_size
 
     @cached_property

@@ -19,9 +19,8 @@ Memory = dict[str, FlatArray]
 
 
 class WrongGradient(Fault):
-    """A worker whose gradients are wrong from gradient number `begin` on, counted from 0, up to and without `end`.
-
-    `end` 0 means forever.
+    """A worker whose gradients are wrong from gradient number `begin` (inclusive, from 0) to `end` (exclusive); 0 for
+    `end` means forever.
     """
 
     real = True
@@ -43,12 +42,12 @@ class WrongGradient(Fault):
             )
 
     def active(self, step: int) -> bool:
-        """Whether gradient number `step` is wrong."""
+        """Return whether gradient number `step` is wrong."""
         return self.begin <= step < (self.last or math.inf)
 
     def after(self, steps: int, worker: int) -> WrongGradient | None:
-        """The fault `steps` gradients later, counted from there, of the worker that is now called `worker`; None if the
-        fault is over.
+        """Return the same fault as seen `steps` gradients later, for the worker whose rank is now `worker`; None if the
+        fault has ended.
         """
         end, component = self.last, cast("Any", self)  # a data class, as every component is
         if end and end <= steps:
@@ -60,7 +59,7 @@ class WrongGradient(Fault):
 
     @property
     def last(self) -> int:
-        """Number of the first gradient after the fault; 0: the fault lasts forever."""
+        """Number of the first gradient after the fault; 0 if the fault lasts forever."""
         return self.end
 
     @abstractmethod
@@ -69,17 +68,17 @@ class WrongGradient(Fault):
 
         Args:
             gradient: the part, of shape (part.stop - part.start,).
-            memory: kept between two gradients.
+            memory: the state that is kept between two gradients.
             part: the slice of the flat array; parts of one gradient come from the end to the start.
         """
 
     def watch(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
-        """Take note of a gradient before it is changed."""
+        """Record a gradient before it is changed."""
 
 
 @dataclass(frozen=True)
 class FlipsSign(WrongGradient):
-    """A worker sends -`factor` times its gradient: sign flip (Karimireddy et al. 2021), or a reversed gradient."""
+    """A worker sends -`factor` times its gradient: a sign flip (Karimireddy et al. 2021), or a reversed gradient."""
 
     worker: int
     factor: float = 1.0
@@ -115,9 +114,9 @@ class Enlarges(WrongGradient):
 class LittleIsEnough(WrongGradient):
     """A worker sends mu - `z` sigma: "a little is enough" (Baruch, Baruch & Goldberg 2019, algorithm 3).
 
-    mu and sigma, mean and standard deviation of each element over the workers, are those of this worker's own
-    gradients, averaged over about 10 steps: no attacker sees the gradients of others. All attackers deviate in the same
-    direction. The paper uses z = 1.5 for most networks.
+    mu and sigma stand for the mean and the standard deviation of each element over the workers. They are estimated from
+    this worker's own gradients of about 10 steps, because no attacker sees the gradients of others. All attackers
+    deviate in the same direction. The paper uses z = 1.5 for most networks.
     """
 
     worker: int
@@ -145,9 +144,10 @@ class LittleIsEnough(WrongGradient):
 
 @dataclass(frozen=True)
 class Miscomputes(WrongGradient):
-    """A worker computes NaN in place of element `element` of its gradient number `begin`, or of several up to `end`.
+    """A worker computes NaN in place of element `element` of its gradient number `begin`, or of all gradients from
+    `begin` to `end` (exclusive).
 
-    The worker is faulty, not hostile: its own checks see the gradient. `end` 0 means that one gradient alone.
+    The worker is faulty, not hostile: its own checks see the wrong gradient. With `end` 0, only one gradient is wrong.
     """
 
     hostile = False

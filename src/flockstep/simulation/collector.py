@@ -1,4 +1,6 @@
-"""Python's garbage collector during a simulation: collections are rare, and its settings are restored."""
+"""Controls Python's garbage collector during a simulation: collections are rare, and the former settings are restored
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class _Inside:
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Context manager: collect garbage less often in the `with` block; restore the thresholds when the last such block
+    """Context manager in which garbage is collected less often; the thresholds are restored when the last such block
     ends.
 
     A simulation keeps its nodes until its end, and reference counts free almost everything else. With 1,024 workers

@@ -1,7 +1,7 @@
 """Compute models: how long gradients take in virtual time. All durations are in seconds.
 
-Each worker draws from a random stream of its own: the k-th duration of worker r depends only on (seed, r, k), not on
-the number of workers, on other workers or on the strategy. Strategies are therefore compared on the same draws (common
+Each worker draws from a separate random stream: the k-th duration of worker r depends only on (seed, r, k), not on the
+number of workers, on other workers or on the strategy. Strategies are therefore compared on the same draws (common
 random numbers).
 """
 
@@ -37,27 +37,28 @@ class Clock(ABC):
     """Computes when gradients end, for all workers of one run. All calls are made in order of time."""
 
     fixed: bool
-    """Whether the end of a gradient is known when the gradient begins, whatever begins later."""
+    """Whether the end of a gradient is known when the gradient begins, whichever gradients begin later."""
 
     @abstractmethod
     def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
-        """Begin a gradient of worker `rank` at time `t`, which takes `stretch` times the worker's next draw."""
+        """Start a gradient of worker `rank` at time `t`; it takes `stretch` times the worker's next random duration."""
 
     @abstractmethod
     def due(self, rank: int, t: float, share: float = 1.0) -> float:
-        """Return when the given share of the worker's last gradient is complete, if no other gradient begins after `t`.
+        """Return the time at which the given share of the worker's last gradient is complete, if no other gradient
+        begins after `t`.
 
         The share is counted from the end of the flat array. The result is at most `t` if the share is complete.
         """
 
     @abstractmethod
     def drop(self, rank: int, t: float) -> None:
-        """Cancel the gradient that runs on worker `rank`."""
+        """Cancel the current gradient of worker `rank`."""
 
 
 def portion(share: float) -> float:
-    """Return the part of a gradient's time after which the given share of it, counted from the end of the flat array,
-    is complete.
+    """Return the fraction of a gradient's time after which the given share of the gradient, counted from the end of the
+    flat array, is complete.
     """
     return FORWARD + (1 - FORWARD) * share
 
@@ -69,7 +70,7 @@ class ComputeModel(Component):
 
     @abstractmethod
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Infinite iterator over the durations of one worker's gradients, in seconds."""
+        """Return an infinite iterator over the durations of one worker's gradients, in seconds."""
 
     @property
     def sharing(self) -> int | None:
@@ -78,12 +79,12 @@ class ComputeModel(Component):
 
     @property
     def turns(self) -> bool:
-        """Whether workers that share cores share them evenly at every moment, instead of waiting for one core."""
+        """Whether workers that share cores share them evenly at every moment, instead of queueing for a core."""
         return False
 
     @property
     def spells(self) -> int:
-        """Number of `SlowSpells` in this model; each draws from a random stream of its own."""
+        """Number of `SlowSpells` in this model; each has a separate random stream."""
         return 0
 
     def start(self, workers: int, seed: int) -> Clock:
@@ -107,7 +108,7 @@ class ComputeModel(Component):
         return [self.stream(seed, rank) for rank in range(workers)]
 
     def clock(self, streams: list[Iterator[float]]) -> Clock:
-        """Create a clock of workers with these durations, which share cores as this model says."""
+        """Create a clock for workers with these durations, which share cores as this model says."""
         if self.sharing is None:
             return _OwnCores(streams)
         return (_Turns if self.turns else _SharedCores)(streams, self.sharing)
@@ -249,7 +250,7 @@ class _Random(ComputeModel):
 class Normal(_Random):
     """Normally distributed durations with a standard deviation of `std` seconds, or of `cv` times the mean.
 
-    A draw that is not positive is repeated (truncation from below). This raises the true mean above `mean`: by less
+    A draw that is not positive is repeated (truncation from below), which raises the true mean above `mean`: by less
     than 0.1 % for cv <= 0.3, by 29 % for cv = 1.
     """
 
@@ -320,7 +321,8 @@ class Pareto(_Random):
 
 @dataclass(frozen=True)
 class Empirical(ComputeModel):
-    """Measured durations: `quantiles` from the smallest to the largest, each interval with equal probability.
+    """Durations that follow measured `quantiles`, from the smallest to the largest; each interval has the same
+    probability.
 
     Between two quantiles the durations are uniformly distributed, so the mean is the mean of the intervals' midpoints.
     """
@@ -383,7 +385,7 @@ class Speeds(_Wrapper):
             _above(factor, 0, "a speed's factor", "2 stands for twice as slow")
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of `base`, times the factor of the worker's rank."""
+        """Return the durations of `base`, multiplied by the factor of the worker's rank."""
         return map(float(self.factors[rank % len(self.factors)]).__mul__, self.base.stream(seed, rank))
 
 
@@ -391,8 +393,8 @@ class Speeds(_Wrapper):
 class SlowSpells(_Wrapper):
     """A worker is occasionally slow for several steps at a time.
 
-    Outside a slow spell each step begins one with `probability`; the `length` steps of a spell take `factor` times as
-    long. The share of slow steps is p L / (p L + 1 - p).
+    Outside a slow spell, each step begins a spell with probability `probability`; the `length` steps of a spell take
+    `factor` times as long. The share of slow steps is p L / (p L + 1 - p).
     """
 
     probability: float
@@ -410,11 +412,11 @@ class SlowSpells(_Wrapper):
 
     @property
     def spells(self) -> int:
-        """Number of spells in the wrapped model, plus one."""
+        """Number of `SlowSpells` in the wrapped model, plus one."""
         return self.base.spells + 1
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of `base`, with slow spells."""
+        """Return the durations of `base`, with slow spells."""
         random = _generator(seed, _SPELLS + self.base.spells, rank)
         durations, left = self.base.stream(seed, rank), 0
         while True:
@@ -429,7 +431,7 @@ class SlowSpells(_Wrapper):
 class SharedCores(_Wrapper):
     """Worker r computes on core r mod `cores`; a core computes one gradient at a time, in order of arrival.
 
-    With `turns` the gradients that run at the same time share all cores evenly, as under an operating system.
+    With `turns`, all gradients in progress share all cores evenly, as under an operating system.
     """
 
     cores: int
@@ -448,5 +450,5 @@ class SharedCores(_Wrapper):
         return self.cores
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of `base`, without the time spent waiting for a core."""
+        """Return the durations of `base`, without the time spent waiting for a core."""
         return self.base.stream(seed, rank)

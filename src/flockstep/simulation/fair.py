@@ -1,5 +1,5 @@
-"""Fair links: messages that a node sends at the same time share its card, as TCP connections do, and queue at the
-receiver.
+"""Fair links: messages that leave a node at the same time share its network card, as TCP connections do, and queue at
+the receiver.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ BACKLOG, SECONDS = 65536.0, 0.01
 these bytes leave. Linux limits both for TCP.
 """
 CLOSE = 1e-3
-"""Tolerance with which a message counts as ended, as a share of the message's bytes."""
+"""Share of a message's bytes up to which the message counts as complete."""
 _TAG = int.from_bytes(b"fair", "big")
 
 
 @dataclass(frozen=True)
 class FairLink(Network):
-    """As `Link`, but messages that leave a node at the same time share its card instead of waiting for each other.
+    """A network like `Link`, except that messages that leave a node at the same time share its card instead of waiting
+    for each other.
 
-    The shares are as on a host whose connections take turns packet by packet. They are uneven by a factor drawn for
-    each message: lognormal with sigma `spread`; 0 gives equal shares. Up to `backlog` bytes of a message wait in the
-    card's queue, at most the bytes of 10 ms and at most as many as have left; they leave before the first byte of a
-    message to another node that is sent later. Arriving bytes queue in their order of arrival, mixed from several
-    senders. Between two nodes messages keep their order. Durations are exact to one thousandth.
+    The shares are those of connections that take turns packet by packet, times a random factor for each message:
+    lognormal with sigma `spread`; with 0, the shares are equal. Up to `backlog` bytes of a message wait in the card's
+    queue, at most the bytes of 10 ms and at most as many as have left; they leave before the first byte of a message to
+    another node that is sent later. At the receiver, bytes from several senders queue in order of arrival. Between two
+    nodes messages keep their order. Durations are exact to one thousandth.
     """
 
     bandwidth: str | float
@@ -96,7 +97,7 @@ class _Stream:
 
 
 class Shared(Fabric):
-    """A network of routes of two hops, of which messages share the first, as on `FairLink`, and queue at the second.
+    """The routes of a `FairLink`, with two hops each: messages share the first hop, and queue at the second.
 
     Bytes flow between events; a message is checked again at the earliest time at which it can have left.
     """

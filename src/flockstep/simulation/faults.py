@@ -1,4 +1,4 @@
-"""Faults in virtual time: nodes that die, messages that are lost, workers and links that slow down."""
+"""Faults in virtual time: nodes die, messages are lost, workers and links slow down."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Fault(Component):
 
     noun: ClassVar[str] = "fault"
     real: ClassVar[bool] = False
-    """Whether the fault can also be injected into a real run of a declared job."""
+    """Whether the fault can also be injected into real runs of a declared job."""
     split: ClassVar[bool] = False
-    """Whether the fault can also be injected into a run of a split model."""
+    """Whether the fault can also be injected into runs of a split model."""
 
     @abstractmethod
     def check(self, cluster: Cluster) -> None:
@@ -51,7 +51,7 @@ class Dies(Fault):
 
 @dataclass(frozen=True)
 class Drops(Fault):
-    """The `nth` message with a payload from one node to another is lost; 1 is the first."""
+    """Message number `nth` with a payload from one node to another is lost, counted from 1."""
 
     source: int
     to: int
@@ -68,7 +68,9 @@ class Drops(Fault):
 
 @dataclass(frozen=True)
 class Slows(Fault):
-    """A worker is slow: gradients begun in [at, until) seconds take `factor` times as long; `until` 0 means forever."""
+    """A worker is slow: gradients that begin in [at, until) seconds take `factor` times as long; `until` 0 means
+    forever.
+    """
 
     split: ClassVar[bool] = True
 
@@ -90,7 +92,7 @@ class Slows(Fault):
         _takes_part(self.worker, cluster)
 
     def stretch(self, rank: int, t: float) -> float:
-        """Factor on the duration of a gradient that worker `rank` begins at second t."""
+        """Return the factor on the duration of a gradient that worker `rank` begins at second t."""
         until = units.duration(self.until) or math.inf
         return self.factor if rank == self.worker and units.duration(self.at) <= t < until else 1.0
 
@@ -100,7 +102,7 @@ class Narrows(Fault):
     """A node's own link has 1/`factor` of its bandwidth in both directions in [at, until) seconds; `until` 0 means
     forever.
 
-    A message in transit when the fault begins or ends keeps its pace.
+    A message that is in transit when the fault begins or ends is not affected.
     """
 
     split: ClassVar[bool] = True
@@ -125,7 +127,7 @@ class Narrows(Fault):
         _takes_part(self.node, cluster)
 
     def active(self, t: float) -> bool:
-        """Whether the link is narrow at second t."""
+        """Return whether the link is narrow at second t."""
         until = units.duration(self.until) or math.inf
         return units.duration(self.at) <= t < until
 

@@ -1,5 +1,5 @@
-"""Time that nodes spend on messages and steps besides gradients: handling, encoding, decoding, adding, the
-optimizer.
+"""Models the time that nodes spend on messages and steps in addition to gradients: handling, encoding, decoding,
+adding, optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flockstep.simulation.network import Fabric, Network, Transit
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds that a node spends on messages and steps besides gradients."""
+    """Seconds that a node spends on messages and steps, in addition to gradients."""
 
     message: float = 0.0
     """Seconds per message, at the sender and at the receiver."""
@@ -26,12 +26,12 @@ class Overheads:
     serve: float = 0.0
     """Seconds per byte of payload that a server receives."""
     step: float = 0.0
-    """Seconds per step of a worker besides the gradient, for the optimizer and encoding."""
+    """Seconds per step of a worker in addition to the gradient, for the optimizer and for encoding."""
 
 
 @dataclass(frozen=True)
 class Longer(ComputeModel):
-    """Adds `extra` seconds to each gradient, for example for the optimizer and encoding."""
+    """A compute model that adds `extra` seconds to each gradient, for example for the optimizer and for encoding."""
 
     base: ComputeModel
     extra: float
@@ -57,7 +57,7 @@ class Longer(ComputeModel):
 
 @dataclass(frozen=True)
 class Handled(Network):
-    """A network whose nodes handle messages one after another, and whose payloads have `factor` times their bytes.
+    """A network whose nodes handle messages one after another, and in which a byte of payload counts as `factor` bytes.
 
     A node spends `message` seconds on each message that it sends or receives. In addition, a worker spends `receive`
     seconds, and a server `serve` seconds, on each byte of payload that it receives.
@@ -76,7 +76,7 @@ class Handled(Network):
             raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor:g}; leave it out for 1")
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Return the network's own hops, between the processors of two nodes."""
+        """Return the hops of the wrapped network, between the processors of two nodes."""
         return _Handled(self.network.start(cluster), self)
 
     def hosts(self, workers: int) -> Hosts:

@@ -1,4 +1,4 @@
-"""Expected values of a compute model without a simulation: the mean, and the delay of the slowest worker."""
+"""Computes expected values of a compute model without a simulation: the mean, and the delay of the slowest worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUNDS = 100
 
 
 def mean_of(law: ComputeModel) -> float:
-    """Mean seconds of a gradient over all workers, without the time spent waiting for a core."""
+    """Return the mean seconds of a gradient over all workers, without the time spent waiting for a core."""
     if isinstance(law, SharedCores):
         return mean_of(law.base)
     if isinstance(law, Speeds):
@@ -55,13 +55,14 @@ def _truncated(mean: float, deviation: float) -> float:
 
 
 def late_of(law: ComputeModel, workers: int) -> float:
-    """Mean seconds by which the slowest worker's gradient of a step exceeds the mean over the workers."""
+    """Return the mean seconds by which the slowest worker's gradient in a step exceeds the mean over the workers."""
     return drawn(law, workers, max(ROUNDS, DRAWS // workers))[1]
 
 
 @lru_cache(maxsize=512)
 def drawn(law: ComputeModel, workers: int, rounds: int, first: int = 0) -> tuple[float, float]:
-    """Mean seconds of a gradient, and mean delay of the slowest worker of a step, over the rounds of a run with seed 0.
+    """Return the mean seconds of a gradient, and the mean delay of the slowest worker in a step, from random draws with
+    seed 0.
 
     Time spent waiting for a core is not included.
     """

@@ -38,8 +38,8 @@ from flockstep.simulation import units
 class Hop:
     """A shared resource of the network.
 
-    `bandwidth`: bytes per second, reduced from `full` by a fault; `free`: time at which everything accepted has been
-    served; `passed`: time at which the last message began to leave.
+    `bandwidth` is in bytes per second, which a fault may reduce from `full`; `free` is the time at which all accepted
+    messages have been served; `passed`, the time at which the last message began to leave.
     """
 
     __slots__ = ("bandwidth", "free", "full", "name", "passed")
@@ -55,7 +55,7 @@ class Hop:
 
 
 Gaps = tuple[tuple[float, float], ...]
-"""For each hop but the last: latency to the next hop, and the pace in bytes per second between the two."""
+"""For each hop except the last: latency to the next hop, and rate in bytes per second between the two hops."""
 
 Route = tuple[tuple[Hop, ...], Gaps]
 Routing = Callable[[Address, Address], Route]
@@ -64,11 +64,11 @@ _HERE: Route = ((), ())
 
 
 def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
-    """The gaps of a path of hops with these bandwidths.
+    """Return the gaps of a path of hops with these bandwidths.
 
-    Bytes leave at the smallest bandwidth so far. If all later hops are faster, the next hop can wait until it can send
-    the message without interruption, which does not delay the message: then bytes cross at the smallest bandwidth to
-    come.
+    Bytes leave a hop at the smallest bandwidth so far. If all later hops are faster, the next hop can wait until it can
+    send the message without interruption, without delaying the message: then bytes cross at the smallest bandwidth of
+    the later hops.
     """
     return tuple(
         (latency, max(min(bandwidths[: index + 1]), min(bandwidths[index + 1 :])))
@@ -92,13 +92,13 @@ class Transit(msgspec.Struct, eq=False, gc=False):
 
 
 class Fabric:
-    """The network of one run: the hops between each pair of nodes, and the times at which the hops are free."""
+    """The network of one run: the hops between each pair of nodes, and the times at which the hops become free."""
 
     def __init__(self, route: Routing) -> None:
         self._route = route
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
-        """Send a message at time `t` and reserve its first hop. Call this in order of time."""
+        """Send a message at time `t` and reserve its first hop. Calls must be in order of time."""
         hops, gaps = self._route(source, to)
         transit = Transit(source, to, nbytes, t, hops, gaps, not hops)
         if hops:
@@ -142,7 +142,7 @@ class Fabric:
 
 
 class Network(Component):
-    """The network that connects the nodes of a run."""
+    """A model of the network that connects the nodes of a run."""
 
     noun: ClassVar[str] = "network"
 
@@ -164,7 +164,7 @@ class Ideal(Network):
 
 
 def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[Address, Hop]]:
-    """Return the egress and ingress hops of every node, by address."""
+    """Return the egress hop and the ingress hop of every node, by address."""
     return (
         {address: Hop(f"egress of {node_name(address)}", bandwidth) for address in cluster.processes},
         {address: Hop(f"ingress of {node_name(address)}", bandwidth) for address in cluster.processes},
@@ -175,7 +175,8 @@ def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[
 class Link(Network):
     """Every node has a network card of `bandwidth` in each direction; the core between the cards never blocks.
 
-    `bandwidth`: text such as "1gbit", or bytes per second; `latency`: text such as "50us", or seconds.
+    `bandwidth` is a text such as "1gbit", or a number of bytes per second; `latency` is a text such as "50us", or a
+    number of seconds.
     """
 
     bandwidth: str | float
@@ -199,7 +200,9 @@ class Link(Network):
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """As `Link`, but all messages share one backbone in the middle; `latency` is the latency of the whole path."""
+    """A network like `Link`, except that all messages pass one common backbone; `latency` is the latency of the whole
+    path.
+    """
 
     bandwidth: str | float
     latency: str | float
@@ -225,7 +228,7 @@ class Switch(Network):
 
 @dataclass(frozen=True)
 class TwoTier(Network):
-    """Groups of `group` consecutive workers, the last of which may be smaller; server i is in group i mod groups.
+    """Groups of `group` consecutive workers; the last group may be smaller; server i is in group i mod groups.
 
     Every node has a card of `inner_bandwidth`. A message inside a group takes `inner_latency`. A message to another
     group also passes the uplink of the sender's group and the downlink of the receiver's group, of `outer_bandwidth`
@@ -249,7 +252,7 @@ class TwoTier(Network):
         units.duration(self.outer_latency, "outer_latency")
 
     def groups(self, cluster: Cluster) -> dict[Address, int]:
-        """Address of a node → number of its group."""
+        """Return address of a node → number of its group."""
         number = max(1, -(-cluster.workers // self.group))
         members = {rank: rank // self.group for rank in range(cluster.workers)}
         return members | {one: cluster.turn(one) % number for one in cluster.processes if one < 0}

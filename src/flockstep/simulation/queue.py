@@ -15,8 +15,8 @@ _NEVER = float("inf")
 class EventQueue(Generic[E]):
     """Events in order of time; events of equal time in the order in which they were scheduled.
 
-    `now` is the time of the last event taken, in virtual seconds; only `pop` and `run` advance it. Events are never
-    compared with each other, so they may be of any type.
+    `now` is the time of the last event that was removed, in virtual seconds; only `pop` and `run` advance `now`. Events
+    are never compared with each other, so they may be of any type.
     """
 
     __slots__ = ("_count", "_heap", "now")
@@ -36,7 +36,7 @@ class EventQueue(Generic[E]):
         """Schedule `event` at `time`, which may be the current time.
 
         Raises:
-            RunError: `time` lies in the past, is infinite or is not a number.
+            RunError: `time` is in the past, infinite or not a number.
         """
         if not self.now <= time < _NEVER:
             raise RunError(

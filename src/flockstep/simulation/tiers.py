@@ -1,4 +1,4 @@
-"""A network of machines in tiers, for clusters of different machines."""
+"""A network of machines in tiers, for clusters of machines that differ."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, gaps
 class Tiers(Network):
     """Machine m has `machines`[m] consecutive workers and belongs to tier `tiers`[m].
 
-    A message inside a machine takes the machine's link `inside`, on which every worker has a card of its own. A message
-    to another machine of the tier also passes the cards of both machines, which have the tier's link `among`. A message
-    to another tier also passes the link `between` the two tiers, whose latency is added. `between` holds the pairs of
-    tiers in order: (0, 1), (0, 2), (1, 2). A tuple of one link is used for all. Server i is on machine i mod m if that
-    machine has several workers, otherwise on a machine of its own in the same tier; where machines have several
-    workers, a server that belongs beside a worker is on the worker's machine.
-
-    Machines are the hosts by which collectives sum. With one tier `among` may be a `fair_link`: all messages that leave
-    a machine at the same time share its card, and do not pass `inside`.
+    A message inside a machine passes the machine's link `inside`, on which every worker has its own card. A message to
+    another machine of the tier also passes the cards of both machines, which have the tier's link `among`. A message to
+    another tier also passes the link `between` the two tiers, whose latency is added. `between` holds the pairs of
+    tiers in order: (0, 1), (0, 2), (1, 2). If a tuple has only one link, all use this link. Server i is on machine i
+    mod m if this machine has several workers, otherwise on a separate machine of the same tier; if machines have
+    several workers, a server that must run beside a worker is on the worker's machine. For collectives, machines are
+    hosts. With one tier, `among` may be a `fair_link`: all messages that leave a machine at the same time share its
+    card, and do not pass `inside`.
     """
 
     machines: tuple[int, ...]
@@ -60,7 +59,7 @@ class Tiers(Network):
 
     @property
     def cards(self) -> tuple[Link | FairLink, ...]:
-        """The links of `among`.
+        """Return the links of `among`.
 
         Raises:
             ConfigurationError: `among` contains a network that is not a link.
@@ -101,7 +100,7 @@ class Tiers(Network):
         return Shared(route, first.spread, first.backlog) if isinstance(first, FairLink) else Fabric(route)
 
     def hosts(self, workers: int) -> Hosts:
-        """The workers of each machine; the last machines may have fewer workers than they hold, or none."""
+        """Return the workers of each machine; the last machines may have fewer workers than they can hold, or none."""
         ends = [min(end, workers) for end in accumulate(self.machines, initial=0)]
         return tuple(tuple(range(*pair)) for pair in pairwise(ends) if pair[0] < pair[1])
 

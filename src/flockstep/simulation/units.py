@@ -1,4 +1,4 @@
-"""Bandwidths and durations written as text: "100mbit", "12.5MB/s", "50us"."""
+"""Reads bandwidths and durations written as text: "100mbit", "12.5MB/s", "50us"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6,
 
 
 def bandwidth(value: str | float, name: str = "bandwidth") -> float:
-    """Convert a bandwidth to bytes per second; a plain number is in bytes per second already.
+    """Convert a bandwidth to bytes per second; a plain number is already in bytes per second.
 
     Bits: "100mbit", "1gbit", "10Gbit/s", "10gbps" (any case). Bytes: "12.5MB/s", "1GiB/s" (capital B).
 
@@ -34,7 +34,7 @@ def bandwidth(value: str | float, name: str = "bandwidth") -> float:
 
 
 def duration(value: str | float, name: str = "duration") -> float:
-    """Convert a duration to seconds; a plain number is in seconds already. Units: ns, us, ms, s, min.
+    """Convert a duration to seconds; a plain number is already in seconds. Units: ns, us, ms, s, min.
 
     Raises:
         ConfigurationError: the value is not a duration, infinite, or negative; the message calls it `name`.

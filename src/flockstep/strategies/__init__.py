@@ -1,3 +1,3 @@
-"""Strategies: when nodes exchange, with whom, what they send, and how a node applies it. Each family of strategies has
-one file.
+"""Strategies: when nodes exchange messages, with whom, what they send, and how the receiver applies the arrays. Each
+family of strategies has one file.
 """

@@ -33,8 +33,8 @@ class ParameterVersion(Note, frozen=True):
 class Fresh(Note, frozen=True):
     """Note sent with parameters for a worker's copy.
 
-    The parameters are the parameters of `version` and include every gradient whose timestamp is below `clock`, and the
-    first `held` gradients of the receiving worker.
+    The parameters are those of `version`. They include every gradient whose timestamp is below `clock`, and the first
+    `held` gradients of the receiving worker.
     """
 
     version: int
@@ -76,10 +76,10 @@ class Access:
         raise NotImplementedError
 
     async def finish(self, me: Worker, state: PushState) -> None:
-        """Receive the messages that servers still send after the worker's last step; nothing by default."""
+        """Receive the messages that servers still send after the worker's last step; by default, there are none."""
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """Handle, on the server, the read that arrives with a worker's push."""
+        """Handle, on the server, the read request that comes with a worker's push."""
         raise NotImplementedError
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
@@ -99,7 +99,9 @@ class Access:
 
 @dataclass(frozen=True)
 class PushPull(Access):
-    """Every push also requests the parameters, and the worker waits until its read is admitted."""
+    """Access mode in which every push also requests the parameters, and the worker waits until the server admits the
+    read.
+    """
 
     async def exchange(
         self,
@@ -126,9 +128,10 @@ class PushPull(Access):
 
 @dataclass(frozen=True)
 class CancelStale(Access):
-    """Servers send new parameters at once, and a worker that computes on an older version cancels its gradient.
+    """Access mode in which servers send new parameters at once, and a worker that computes with an older version
+    cancels its gradient.
 
-    A straggler never waits for a second step, and a lost push or a lost answer costs no more than one late gradient.
+    A straggler is never late for a second step, and a lost push or a lost answer costs at most one late gradient.
     """
 
     async def gradient(self, me: Worker, state: PushState) -> FlatArray | None:
@@ -169,7 +172,7 @@ class CancelStale(Access):
             state.reads.append(read)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Send the parameters to the workers whose reads are admitted and to the workers computing on an older
+        """Send the parameters to the workers whose reads are admitted, and to the workers that compute with an older
         version.
         """
         ranks = [read.rank for read in admitted]
@@ -182,7 +185,9 @@ class CancelStale(Access):
 
 @dataclass(frozen=True)
 class CachedCopies(Access):
-    """A worker computes on a copy, adds its own steps to the copy, and requests a new copy when its copy is too old."""
+    """Access mode in which a worker computes with a copy, adds its own steps to the copy, and requests a new copy when
+    the copy is too old.
+    """
 
     slack: int
     """Number of clocks by which a worker's copy may lag behind the worker."""
@@ -196,8 +201,8 @@ class CachedCopies(Access):
         gradient: FlatArray,
         full_step: int,
     ) -> None:
-        """Push, step the copy, apply fresh parameters; wait for or request every shard that is older than the bound
-        allows.
+        """Push, step the copy, and apply fresh parameters; wait for, or request, every shard that is older than the
+        bound allows.
         """
         for to, data, note in pushes:
             me.send(to, "push", data, note)
@@ -228,7 +233,9 @@ class CachedCopies(Access):
         """Do nothing, because a push requests no parameters."""
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Answer each request with the parameters and the number of the worker's own gradients that they include."""
+        """Answer each request with the parameters, and with the number of the worker's own gradients that they
+        include.
+        """
         for read in admitted:
             me.reply(read.message, me.params, self._contents(me, state, read.rank))
         return []
@@ -240,8 +247,8 @@ class CachedCopies(Access):
 
 @dataclass(frozen=True)
 class EagerCopies(CachedCopies):
-    """Like `CachedCopies`, except that workers request nothing: when the slowest clock advances, the servers send every
-    worker a copy.
+    """Access mode like `CachedCopies`, except that workers request nothing: when the slowest clock advances, the
+    servers send every worker a copy.
     """
 
     async def _request_old(self, me: Worker, state: PushState, clock: int) -> None:
@@ -257,7 +264,7 @@ class EagerCopies(CachedCopies):
         await self._request_old(me, state, me.step)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Send the parameters to every live worker when the slowest clock has moved."""
+        """Send the parameters to every live worker when the slowest clock has advanced."""
         params = me.freeze(me.params) if moved else me.params
         for rank in state.clocks if moved else ():
             me.send(rank, FRESH, params, self._contents(me, state, rank))

@@ -23,16 +23,20 @@ from flockstep.strategies.overlap_trial import OverlapTrial
 from flockstep.strategies.resizing import Resizing
 
 SIZES = Bucketed(cap=8.0, first=1.0)
-"""Sizes of the buckets in which gradients travel while they are computed."""
+"""Sizes of the buckets in which gradients are sent while the backward pass runs."""
 
 
 @dataclass
 class AllReduceState:
-    """A worker's state: the memory of its error feedback, and whether gradients travel while they are computed."""
+    """A worker's state: the memory of its error feedback, and whether gradients are sent while the backward pass
+    runs.
+    """
 
     memory: Any = None
     overlaps: bool = True
-    """Whether gradients may travel while they are computed, since the script has changed none of them."""
+    """Whether gradients may be sent while the backward pass runs, because the script has not changed them
+    afterwards.
+    """
     trial: OverlapTrial = field(default_factory=OverlapTrial)
     """Times of steps with and without this overlap, from which the worker chooses the faster."""
 
@@ -46,10 +50,10 @@ class AllReduce(Strategy):
     codec during the reduction, with other codecs after every worker has received all n encodings, which takes n-1 times
     the bytes of one encoding.
 
-    In a script's own loop with PyTorch, where not all workers share memory, gradients without a codec travel in buckets
-    while the backward pass runs, from the second step on, or after it if that takes less time: the workers time both
-    ways, and exchange the same buckets either way, so that the bits do not depend on the choice. A script may still
-    change its gradients before `step()`: the workers then exchange them again, and from then on in `step()` alone.
+    In a script's own loop with PyTorch, if not all workers share memory, gradients without a codec are sent in buckets,
+    from the second step on, either while the backward pass runs or after it: the workers time both, and use the faster.
+    The buckets are the same in both cases, so the bits do not depend on the choice. A script may still change its
+    gradients before `step()`: the workers then exchange them again, and from then on only in `step()`.
     """
 
     collective: Collective = field(default_factory=ByHost)

@@ -1,4 +1,4 @@
-"""The contract of a strategy, and its place in the taxonomy of data-parallel training."""
+"""The interface of a strategy, and its place in the taxonomy of data-parallel training."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Strategy(Component):
 
     noun: ClassVar[str] = "strategy"
     notes: ClassVar[Notes] = {}
-    """Types of the notes sent beside arrays. A key is a message tag ("push", "push/channel") or "reply to TAG"; the
-    value is the `Note` class of all messages with that tag.
+    """Types of the notes that messages carry. A key is a message tag ("push", "push/channel") or "reply to TAG"; the
+    value is the `Note` class of all messages with this tag.
     """
     checks: ClassVar[frozenset[str]] = frozenset()
     """Tags of messages to servers that carry a gradient, which the program checks with `accepted`; the driver checks
@@ -94,13 +94,13 @@ class Strategy(Component):
         return 0
 
     def beside(self, workers: int) -> tuple[int, ...]:
-        """For each server, the rank of a worker on whose host the server runs; empty: servers run on the hosts in
-        turn.
+        """For each server, the rank of a worker on whose host the server runs; empty if servers are assigned to the
+        hosts in turn.
         """
         return ()
 
     def cluster(self, workers: int) -> Cluster:
-        """The nodes of a run with the given number of `workers`."""
+        """Return the nodes of a run with the given number of `workers`."""
         return Cluster(workers, self.servers_for(workers), self.beside(workers), self.replicas)
 
     @property
@@ -115,16 +115,16 @@ class Strategy(Component):
         return 0 if self.servers_for(workers) else 1 if self.coding is None or self.coding.linear else workers
 
     def held(self, workers: int, size: int) -> list[slice]:
-        """For each server, the slice of the `size` parameters that the server holds.
+        """Return, for each server, the slice of the `size` parameters that the server holds.
 
-        If several servers hold the same slice, the resulting model takes the slice of the first of them.
+        If several servers hold the same slice, the resulting model uses the first of them.
         """
         count = self.servers_for(workers)
         return slices(size, count) if count else []
 
     @property
     def sums(self) -> bool:
-        """Whether workers compute sums over all of them: the strategy, or a component of it, is given a collective."""
+        """Whether all workers compute sums together, because the strategy or one of its components has a collective."""
         return _has_collective(self)
 
     def check(self, workers: int) -> None:
@@ -136,7 +136,7 @@ class Strategy(Component):
 
     @property
     def resizing(self) -> Resizing:
-        """The rule for the states of the nodes when a run continues with another number of workers."""
+        """The rule from which nodes get their states when a run continues with another number of workers."""
         if self.traits.results[0] in ("best", "ensemble"):
             return Resizing(refused="each worker trains a model of its own, and no rule gives a new worker its model")
         return Resizing()
@@ -148,9 +148,10 @@ class Strategy(Component):
         return former.params, 1.0
 
     def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
-        """Give a worker of a run whose number of workers has changed what `resizing` says.
+        """Set the state of a worker, after the number of workers has changed, as `resizing` says.
 
-        `me` is as at the start of a run, with its new replica; `former` are the workers before the change, by rank.
+        `me` is a worker as at the start of a run, with its new replica; `former` are the workers before the change, by
+        rank.
         """
         rule = self.resizing
         if me.rank < len(former):
@@ -158,12 +159,14 @@ class Strategy(Component):
         keep(me.state, former[0].state, rule.common)
 
     def most_stale(self, workers: int) -> int | None:
-        """Largest staleness of an update on the record of a run of `workers` workers; None if there is no bound."""
+        """Return the largest staleness that an update may have in the record of a run of `workers` workers; None if
+        there is no bound.
+        """
         return 0 if self.traits.delivery == "synchronous" else None
 
     def mass(self, states: Iterable[Any], waiting: Iterable[Message]) -> tuple[int, int] | None:
-        """The mass of all workers' states and of the messages that are not read yet, and the mass that must be there;
-        None if the strategy conserves no mass.
+        """Return the mass (push-sum weight) of all workers' states and unread messages, and the mass that there must
+        be; None if the strategy conserves no mass.
         """
         return None
 
@@ -180,7 +183,7 @@ class Strategy(Component):
         """Run a worker's program until its last gradient has been used."""
 
     async def finish(self, me: Worker) -> None:
-        """Run after a worker's last gradient: send the updates that the worker still holds back, then leave the run."""
+        """Run after a worker's last gradient: send the updates that the worker has held back, then leave the run."""
         me.leave()
 
     async def master(self, me: Server) -> None:
@@ -189,7 +192,7 @@ class Strategy(Component):
 
 
 def check_replicas(replicas: int) -> None:
-    """Raise `ConfigurationError` unless servers may have that many backups."""
+    """Raise `ConfigurationError` unless servers may have the given number of backups."""
     if not 0 <= replicas <= MOST_REPLICAS:
         raise ConfigurationError(
             f"replicas must be >= 0 and <= {MOST_REPLICAS} backups of each server, got {replicas}; 1 survives the "

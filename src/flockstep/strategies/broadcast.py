@@ -15,14 +15,16 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 class StepCount(Note, frozen=True):
-    """Note sent with an update: the number of steps in it."""
+    """Note sent with an update: the number of steps that the update contains."""
 
     count: int = 1
 
 
 @dataclass
 class BroadcastState:
-    """The exact sum of all updates so far; None with one worker, where the order of additions is fixed."""
+    """A worker's state: the exact sum of all updates so far; None with one worker, where the order of additions is
+    fixed.
+    """
 
     exact_sum: ExactSum | None
 
@@ -68,7 +70,7 @@ class Broadcast(Strategy):
 
 
 def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: float) -> FlatArray:
-    """Take the optimizer's step, and return the update exactly as the receivers will add it."""
+    """Take an optimizer step, and return the update exactly as the receivers will add it."""
     before = copied(me.params)
     me.optimizer_step(gradient)
     if state.exact_sum is None and scale == 1.0:
@@ -83,7 +85,7 @@ def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: fl
 
 
 def absorb_arrived(me: Worker, state: BroadcastState) -> None:
-    """Add every update that has arrived."""
+    """Add every update that has arrived to this worker's replica."""
     messages = list(me.arrived("update"))
     for message in messages:
         _add(me, state, message)
@@ -92,7 +94,7 @@ def absorb_arrived(me: Worker, state: BroadcastState) -> None:
 
 
 async def drain(me: Worker, state: BroadcastState) -> None:
-    """Add every further update to this worker's replica, until all other workers have left."""
+    """Add every further update to this worker's replica until all other workers have left."""
     async for message in me.messages():
         if message.tag == "update":
             _add(me, state, message)

@@ -25,8 +25,8 @@ class Bucketed(Strategy):
     is complete, in order; the optimizer steps once all buckets are averaged. `accumulate` batches make one step (DDP's
     no_sync): their gradients are summed locally and averaged once. Buckets are cut by size alone, through tensors if
     necessary. In a script's own loop with PyTorch, buckets are sent while the backward pass runs: call `step()` after
-    every backward pass, and do not change the gradients between the two. Under `flockstep train` the whole gradient
-    exists before the first bucket is sent, so that buckets overlap with each other only.
+    every backward pass, and do not change the gradients between the two. Under `flockstep train`, the whole gradient
+    exists before the first bucket is sent, so that buckets overlap only with each other.
     """
 
     cap: float = field(default=25.0, metadata=SIZED)

@@ -25,8 +25,8 @@ class Codistillation(Strategy):
 
     Every worker trains its own model on its own part of the data, and sends a copy of the model to all other workers
     every `period` steps. From step `burn_in` on, a worker minimizes its loss plus `weight` times the distance between
-    its predictions and the mean prediction of the copies it holds, whatever their age; each copy costs one additional
-    forward pass. With weight 0, or with a period longer than the run, the strategy trains an ensemble.
+    its predictions and the mean prediction of the copies that it holds, whatever their age; each copy costs one
+    additional forward pass. With weight 0, or with a period longer than the run, the strategy trains an ensemble.
     """
 
     period: int = field(default=50, metadata=searched(1, 128))

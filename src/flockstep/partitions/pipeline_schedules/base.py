@@ -1,4 +1,4 @@
-"""The contract of a pipeline schedule, and the order that most schedules share."""
+"""The interface of a pipeline schedule, and the order of passes that most schedules share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 
 PassKind = Literal["forward", "backward", "input_backward", "weight_backward", "update"]
-"""`input_backward` and `weight_backward` are the two halves of `backward`."""
+"""Kinds of passes of a pipeline; `input_backward` and `weight_backward` are the two halves of `backward`."""
 Turn = tuple[PassKind, int, int]
-"""Kind of a pass, number of the micro-batch in its step, and number of the chunk."""
+"""One pass in a step: its kind, the number of its micro-batch in the step, and the number of its chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class PipelinePass:
 
     kind: PassKind
     step: int
-    """Number of the step whose batch the micro-batch belongs to."""
+    """Number of the step to whose batch the micro-batch belongs."""
     microbatch: int = 0
     """Number of the micro-batch in its step."""
     chunk: int = 0
@@ -35,16 +35,17 @@ class PipelineSchedule(Component):
     """The order in which each stage of a pipeline computes its passes, with the version of the weights of each pass.
 
     Symbols: K stages, stage s from 0 to K - 1, M micro-batches in a step. The model consists of v K chunks of
-    consecutive layers: stage s holds the chunks s, s + K, …, v of them, so that a micro-batch goes v times through all
-    stages. A pass waits for its input, never for anything else. A stage's update of a step takes the gradients of all
-    micro-batches of the step.
+    consecutive layers: stage s holds the v chunks s, s + K, …, so that a micro-batch passes v times through all stages.
+    A pass waits only for its input. A stage's update in a step uses the gradients of all micro-batches of the step.
     """
 
     noun: ClassVar[str] = "pipeline_schedule"
     synchronous: ClassVar[bool] = True
-    """Whether all passes of a step use the weights after the updates of all earlier steps, as without a pipeline."""
+    """Whether all passes of a step use the weights after the updates of all earlier steps, as in training without a
+    pipeline.
+    """
     one_forward_at_a_time: ClassVar[bool] = False
-    """Whether a micro-batch enters the first stage only after the one before has left the last stage."""
+    """Whether a micro-batch enters the first stage only after the previous micro-batch has left the last stage."""
 
     @property
     def chunks(self) -> int:
@@ -64,22 +65,24 @@ class PipelineSchedule(Component):
 
     @abstractmethod
     def in_flight(self, stage: int, stages: int, microbatches: int) -> int:
-        """Return the largest number of micro-batches of a chunk whose activations the stage holds at once."""
+        """Return the largest number of micro-batches of one chunk whose activations the stage stores at the same
+        time.
+        """
 
     def delay(self, stage: int, stages: int) -> int:
-        """Return the number of updates of the stage between the weights of a gradient and its own update, once the
-        pipeline is full.
+        """Return the delay of a gradient once the pipeline is full: the number of the stage's updates between the
+        weights of the gradient and its own update.
         """
         return 0
 
     def versions(self, stage: int, stages: int) -> int:
-        """Return the largest number of versions of its weights that the stage holds at once."""
+        """Return the largest number of versions of its weights that the stage stores at the same time."""
         return self.delay(stage, stages) + 1
 
     def source(self, work: PipelinePass, stage: int, stages: int) -> tuple[int, int] | None:
         """Return the stage and the chunk whose pass over the same micro-batch computes the input of `work`.
 
-        None if the input is data, or of the stage's own forward pass.
+        None if the input is data, or comes from the stage's own forward pass.
         """
         if work.kind == "forward":
             if stage > 0:
@@ -107,11 +110,11 @@ class PipelineSchedule(Component):
 
 
 class FlushedSchedule(PipelineSchedule):
-    """A synchronous schedule: the pipeline runs empty at the end of a step, before the update."""
+    """A synchronous schedule: the pipeline becomes empty at the end of a step, before the update."""
 
     @abstractmethod
     def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:
-        """Return the passes of a stage in one step."""
+        """Return the passes of a stage in one step, in order."""
 
     def passes(self, stage: int, stages: int, microbatches: int, steps: int) -> Iterator[PipelinePass]:
         turns = self.turns(stage, stages, microbatches)
@@ -122,7 +125,7 @@ class FlushedSchedule(PipelineSchedule):
 
 
 class UnflushedSchedule(PipelineSchedule):
-    """1F1B over all steps: the pipeline stays full, and gradients are of earlier weights."""
+    """1F1B across steps: the pipeline stays full, and gradients are computed with earlier weights."""
 
     synchronous: ClassVar[bool] = False
 
@@ -142,7 +145,9 @@ class UnflushedSchedule(PipelineSchedule):
 
 
 def alternating(ahead: int, count: int) -> Iterator[tuple[PassKind, int]]:
-    """Yield the 1F1B order of `count` micro-batches: `ahead` forward passes, then backward and forward in turn."""
+    """Yield the 1F1B order of `count` micro-batches: `ahead` forward passes, then one backward and one forward pass
+    alternately.
+    """
     ahead = min(ahead, count)
     for number in range(ahead):
         yield "forward", number

@@ -12,7 +12,7 @@ from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, Turn
 class GPipe(FlushedSchedule):
     """All forward passes of a step, then all its backward passes (Huang et al. 2019, section 2.3).
 
-    The stages idle for (K - 1) / (M + K - 1) of the time; each holds the activations of M micro-batches.
+    The stages idle for (K - 1) / (M + K - 1) of the time; each stage stores the activations of M micro-batches.
     """
 
     def turns(self, stage: int, stages: int, microbatches: int) -> Sequence[Turn]:

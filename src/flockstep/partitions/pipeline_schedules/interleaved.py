@@ -12,9 +12,10 @@ from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, Turn, 
 
 @dataclass(frozen=True)
 class Interleaved(FlushedSchedule):
-    """1F1B in which each stage holds v = `chunks` chunks of the model (Narayanan et al. 2021, section 2.2).
+    """Interleaved 1F1B, in which each stage holds v = `chunks` chunks of the model (Narayanan et al. 2021, section
+    2.2).
 
-    Micro-batches go through the chunks in groups of K. The stages idle for (K - 1) / (v M) of the time in which they
+    Micro-batches pass through the chunks in groups of K. The stages idle for (K - 1) / (v M) of the time in which they
     compute, v times less than in 1F1B, and send v times as many activations.
     """
 

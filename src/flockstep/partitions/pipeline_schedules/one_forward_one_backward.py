@@ -1,4 +1,4 @@
-"""1F1B: one forward pass and one backward pass in turn, with a flush at the end of a step."""
+"""1F1B: stages compute forward and backward passes alternately, with a flush at the end of a step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from flockstep.partitions.pipeline_schedules.base import FlushedSchedule, Turn, 
 
 @dataclass(frozen=True)
 class OneForwardOneBackward(FlushedSchedule):
-    """K - s forward passes at stage s, then backward and forward passes in turn (PipeDream-Flush, Narayanan et al.
-    2021).
+    """1F1B: stage s computes K - s forward passes, then one backward and one forward pass alternately (PipeDream-Flush,
+    Narayanan et al. 2021).
 
     The stages idle as long as in GPipe, but stage s holds the activations of min(K - s, M) micro-batches only.
     """

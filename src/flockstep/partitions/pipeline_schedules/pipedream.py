@@ -1,4 +1,4 @@
-"""PipeDream: a pipeline without flushes, whose stages keep earlier versions of their weights."""
+"""PipeDream: a pipeline without flushes, whose stages store earlier versions of their weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flockstep.partitions.pipeline_schedules.base import UnflushedSchedule, one_
 class PipeDream(UnflushedSchedule):
     """1F1B without flushes (Narayanan et al. 2019): the backward pass uses the weights of the forward pass.
 
-    Stage s updates its weights after every micro-batch, with a gradient of the weights K - 1 - s updates ago. With
-    `vertical_sync` every stage uses the version that the first stage uses, K - 1 updates ago.
+    Stage s updates its weights after every micro-batch, with a gradient computed with the weights of K - 1 - s updates
+    ago. With `vertical_sync` every stage uses the version that the first stage uses, K - 1 updates ago.
     """
 
     vertical_sync: bool = False

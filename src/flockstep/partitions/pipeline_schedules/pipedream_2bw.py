@@ -1,4 +1,4 @@
-"""PipeDream-2BW: a pipeline without flushes, whose stages keep two versions of their weights."""
+"""PipeDream-2BW: a pipeline without flushes, whose stages store two versions of their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flockstep.partitions.pipeline_schedules.base import UnflushedSchedule
 class PipeDream2BW(UnflushedSchedule):
     """1F1B without flushes, with gradients of M micro-batches accumulated (Narayanan et al. 2021, section 3.1).
 
-    Every stage computes the gradient of step t at the weights before the latest update: w(t+1) = w(t) - η ∇f(w(t-1)).
+    Every stage computes the gradient of step t with the weights before the latest update: w(t+1) = w(t) - η ∇f(w(t-1)).
     With M >= K micro-batches two versions are enough.
     """
 

@@ -1,4 +1,4 @@
-"""ZB-H1: gradients of weights fill the gaps between gradients of inputs."""
+"""ZB-H1: stages compute gradients of weights while they would otherwise wait for gradients of inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aggregations: how the vectors of several workers become one."""
+"""Aggregations: how the vectors of several workers are combined into one."""
 
 from flockstep.strategies.aggregations.base import Aggregation, Combined
 from flockstep.strategies.aggregations.mean import Mean, mean_of

@@ -1,4 +1,4 @@
-"""The contract of an aggregation."""
+"""The interface of an aggregation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ class Combined(NamedTuple):
     vector: FlatArray
     """The combined vector (K,)."""
     weights: Sequence[float] | None
-    """The coefficient of each vector in the result; None if the result is no combination with one coefficient per
-    vector.
+    """The coefficient of each vector in the result; None if the result is not a sum of vectors with one coefficient
+    each.
     """
 
 
 Combine = Callable[[Sequence[FlatArray]], FlatArray]
-"""Function that combines several vectors (K,): their mean, or the vector that an aggregation puts in place of the
-mean.
-"""
+"""Function that combines several vectors (K,) into one: into their mean, or as an aggregation does."""
 
 
 class Aggregation(Component):
-    """A function of the vectors (K,) of several workers, in place of their mean.
+    """A function that combines the vectors (K,) of several workers, used in place of their mean.
 
     The breakdown point of an aggregation is the share of workers that may send arbitrary vectors without moving the
     result arbitrarily far: 0 for the mean, at most 1/2 for any aggregation.
@@ -36,11 +34,9 @@ class Aggregation(Component):
 
     noun: ClassVar[str] = "aggregation"
     linear: ClassVar[bool] = False
-    """Whether the result is the mean, which can be computed for any number of vectors, and also for incomplete
-    vectors.
-    """
+    """Whether the result is the mean, which can be computed for any number of vectors, even from incomplete vectors."""
     coordinatewise: ClassVar[bool] = False
-    """Whether element k of the result depends on the elements k of the vectors alone, so that slices of the vectors can
+    """Whether element k of the result depends only on the elements k of the vectors, so that slices of the vectors can
     be combined separately.
     """
     remembers: ClassVar[bool] = False
@@ -54,14 +50,12 @@ class Aggregation(Component):
         """
 
     def least(self, n: int) -> int:
-        """Return the smallest number of vectors that are combined when some of `n` are missing: more than half. The
-        mean takes any number.
-        """
+        """Return the smallest number of vectors that may be combined when some of `n` are missing: more than half."""
         return n // 2 + 1
 
     @abstractmethod
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
-        """Combine vectors, which do not change.
+        """Combine vectors; the vectors do not change.
 
         Args:
             vectors: the vectors of different workers, each of shape (K,), all elements finite.
@@ -69,7 +63,7 @@ class Aggregation(Component):
         """
 
     def mix(self, own: FlatArray, others: Sequence[FlatArray], shares: Sequence[float]) -> FlatArray:
-        """Combine a worker's own model with those of its neighbors; by default without weights.
+        """Combine a worker's own model with the models of its neighbors; by default, weights are ignored.
 
         Args:
             own: the worker's model (K,).

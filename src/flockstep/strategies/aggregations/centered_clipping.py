@@ -1,4 +1,4 @@
-"""Centered clipping: differences from a center are clipped before they are averaged."""
+"""Centered clipping: clips the vectors' differences from a center, then averages them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from flockstep.strategies.aggregations.combination import (
 class CenteredClipping(Combination):
     """Centered clipping (Karimireddy, He & Jaggi 2021, algorithm 2): the mean of differences clipped to length tau.
 
-    v ← v + mean_i (v_i - v) min(1, tau / ||v_i - v||), `iterations` times (L in the paper). The center v begins as the
-    previous result, the first one as 0. An attacker moves the result by at most tau / n per iteration. `tau` is in
-    units of the gradient's norm: if tau is larger than all differences, the result is the mean; if tau is far smaller,
-    every step is short. Between neighbors the center is a worker's own model (He, Karimireddy & Jaggi 2022).
+    v ← v + mean_i (v_i - v) min(1, tau / ||v_i - v||), `iterations` times (L in the paper). The center v starts from
+    the previous result, or from 0 in the first step. An attacker moves the result by at most tau / n per iteration.
+    `tau` is in units of the gradient's norm: if tau is larger than all differences, the result is the mean; if tau is
+    far smaller, every step is short. Between neighbors the center is a worker's own model (He, Karimireddy & Jaggi
+    2022).
     """
 
     tau: float = field(default=10.0, metadata=SHOWN | searched(0.01, 100.0, whole=False))
@@ -55,7 +56,7 @@ class CenteredClipping(Combination):
         return weighted_sum(models, np.append(1 - factors.sum(), factors))
 
     def coefficients(self, gram: Gram) -> Weights:
-        """Return the coefficients of the vectors, and as the last element the coefficient of the center."""
+        """Return the coefficients of the vectors, followed by the coefficient of the center."""
         n = len(gram) - 1
         weights = np.append(np.zeros(n), 1.0)
         for _ in range(self.iterations):
@@ -65,5 +66,5 @@ class CenteredClipping(Combination):
 
 
 def clip_factors(distances: Weights, tau: float) -> Weights:
-    """Return min(1, tau / distance) for each distance."""
+    """Return the factor min(1, tau / distance) for each distance."""
     return np.minimum(1.0, tau / np.maximum(distances, np.finfo(np.float64).tiny))

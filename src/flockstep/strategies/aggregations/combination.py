@@ -14,18 +14,21 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.strategies.aggregations.base import Aggregation, Combined
 
 BLOCK, TENSOR_BLOCK = 1 << 15, 1 << 22
-"""Number of elements of each vector that are multiplied at once."""
+"""Number of elements of each vector that are multiplied at a time: of numpy arrays (BLOCK), and of tensors
+(TENSOR_BLOCK).
+"""
 FAR = 1e60
-"""A vector is out of reach if its squared norm exceeds this multiple of the median, or of 1: its inner products may
-overflow, and an iteration that begins at the mean would not come back from it."""
+"""A vector counts as out of reach if its squared norm exceeds this multiple of the median squared norm, or of 1: its
+inner products may overflow, and an iteration that starts at the mean would not return from there.
+"""
 Gram = npt.NDArray[np.float64]
-"""The inner products of n vectors, of shape (n, n)."""
+"""The inner products of n vectors, an array of shape (n, n)."""
 Weights = npt.NDArray[np.float64]
-"""A coefficient for each of n vectors, of shape (n,)."""
+"""A coefficient for each of n vectors, an array of shape (n,)."""
 
 
 class Combination(Aggregation):
-    """A sum of c_i v_i whose coefficients c depend on the inner products of the vectors alone.
+    """A sum of c_i v_i whose coefficients c depend only on the inner products of the vectors.
 
     The vectors are read twice, once for the inner products and once for the sum, however many iterations a method
     takes: the distance of v_i from any combination of the vectors follows from the inner products.
@@ -36,7 +39,7 @@ class Combination(Aggregation):
         """Return the coefficient of each vector.
 
         Args:
-            gram: the inner products (n, n) of the vectors; with a `previous` result, that is the last vector.
+            gram: the inner products (n, n) of the vectors; if there is a previous result, it is the last vector.
         """
 
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
@@ -64,7 +67,7 @@ def squared_distances(gram: Gram) -> Gram:
 
 
 def distances_from(gram: Gram, weights: Weights) -> Weights:
-    """Return ||v_i - sum_j c_j v_j|| for all i; infinite for a vector out of reach, which is left out of the sum."""
+    """Return ||v_i - sum_j c_j v_j|| for all i; infinite for a vector out of reach, which the sum leaves out."""
     squares = np.diag(gram)
     far = squares > FAR * max(1.0, float(np.median(squares)))
     if far.any():

@@ -17,8 +17,8 @@ class GeometricMedian(Combination):
     1/2.
 
     The result is the point z with the smallest sum of distances ||z - v_i||. From the mean, repeat beta_i = 1 / max(nu,
-    ||z - v_i||), z ← sum_i beta_i v_i / sum_i beta_i. The paper takes 3 iterations, because each is a round of messages
-    there; here `iterations` cost no pass over the vectors.
+    ||z - v_i||), z ← sum_i beta_i v_i / sum_i beta_i. The paper takes 3 iterations, because each of them is a round of
+    messages; here `iterations` may be larger, because no iteration reads the vectors.
     """
 
     nu: float = 1e-6

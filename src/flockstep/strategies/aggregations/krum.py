@@ -1,4 +1,4 @@
-"""Krum: the vector that is closest to its nearest neighbors."""
+"""Krum: selects the vector that is closest to its nearest neighbors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.strategies.aggregations.combination import Combination, Gram, Wei
 
 @dataclass(frozen=True)
 class Krum(Combination):
-    """Krum (Blanchard, El Mhamdi, Guerraoui & Stainer 2017, section 4): the one vector with the smallest score.
+    """Krum (Blanchard, El Mhamdi, Guerraoui & Stainer 2017, section 4): selects the vector with the smallest score.
 
     The score of v_i is the sum of the squared distances from v_i to its n - f - 2 nearest other vectors; of equal
     scores the smallest rank is chosen. Krum withstands `f` of n workers, where n >= 2f + 3. A step uses the gradient of
@@ -43,7 +43,7 @@ class Krum(Combination):
 
 
 def chosen(gram: Gram, f: int, m: int) -> Weights:
-    """Return 1/m for the m vectors with the smallest scores, and 0 for the other vectors."""
+    """Return the coefficients: 1/m for the m vectors with the smallest scores, and 0 for the other vectors."""
     n = len(gram)
     distances = squared_distances(gram)
     np.fill_diagonal(distances, np.inf)

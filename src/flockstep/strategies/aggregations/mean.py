@@ -1,4 +1,4 @@
-"""The mean: every vector counts the same."""
+"""The mean, to which every vector contributes equally."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Mean(Aggregation):
 
 
 def mean_of(gradients: Sequence[FlatArray]) -> FlatArray:
-    """Return the mean of the gradients, summed in this order; a single gradient is returned itself, not a copy."""
+    """Return the mean of the gradients, summed in the given order; a single gradient is returned without a copy."""
     if len(gradients) == 1:
         return gradients[0]
     mean: FlatArray = copied(gradients[0])

@@ -15,8 +15,8 @@ from flockstep.strategies.aggregations.order import by_order
 class Median(Aggregation):
     """Coordinate-wise median (Yin, Chen, Ramchandran & Bartlett 2018, definition 1): breakdown point 1/2.
 
-    Element k is the median of the n elements k, for even n the mean of the two in the middle. If workers' gradients are
-    skewed, the median is not the mean also without attackers.
+    Element k is the median of the n elements k, for even n the mean of the two in the middle. If the workers' gradients
+    are skewed, the median differs from the mean even without attackers.
     """
 
     coordinatewise = True

@@ -1,4 +1,4 @@
-"""Multi-Krum: the mean of the vectors with the smallest scores of Krum."""
+"""Multi-Krum: averages the vectors with the smallest scores of Krum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from flockstep.strategies.aggregations.krum import Krum, chosen
 
 @dataclass(frozen=True)
 class MultiKrum(Krum):
-    """Multi-Krum (Blanchard, El Mhamdi, Guerraoui & Stainer 2017, section 4): the mean of `m` vectors of small scores.
+    """Multi-Krum (Blanchard, El Mhamdi, Guerraoui & Stainer 2017, section 4): the mean of the `m` vectors with the
+    smallest scores.
 
     The scores are those of `krum`. `m=none` is n - f - 2, the largest number for which Damaskinos et al. (2019,
     theorem 1) prove that f attackers are withstood; m = 1 is Krum.
@@ -34,7 +35,7 @@ class MultiKrum(Krum):
             )
 
     def least(self, n: int) -> int:
-        """Return 2f + 3, or m + f + 2 if that is more."""
+        """Return the smallest number of vectors: 2f + 3, or m + f + 2 if that is more."""
         return max(super().least(n), (self.m or 0) + self.f + 2)
 
     def coefficients(self, gram: Gram) -> Weights:

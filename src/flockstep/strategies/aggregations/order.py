@@ -10,11 +10,13 @@ from flockstep.arrays.namespace import copied, empty, is_tensor, namespace
 from flockstep.arrays.schema import FlatArray
 
 BLOCK, TENSOR_BLOCK = 1 << 15, 1 << 22
-"""Number of elements that are sorted at once: for numpy arrays so few that the vectors' blocks fit in a cache."""
+"""Number of elements that are sorted at a time; for numpy arrays (BLOCK), few enough that the vectors' blocks fit in a
+cache.
+"""
 
 
 def by_order(vectors: Sequence[FlatArray], reduce: Callable[[Sequence[Any]], Any]) -> FlatArray:
-    """Return the array (K,) whose element k is `reduce` of the vectors' elements k in ascending order.
+    """Apply `reduce` to the vectors' elements k, in ascending order, for each k; return the array (K,) of the results.
 
     Args:
         vectors: n arrays of shape (K,).
@@ -29,7 +31,7 @@ def by_order(vectors: Sequence[FlatArray], reduce: Callable[[Sequence[Any]], Any
 
 
 def ascending(rows: list[Any]) -> list[Any]:
-    """Sort rows element by element, in place."""
+    """Sort several rows in place, element by element, so that each element ascends from row to row."""
     xp = namespace(rows[0])
     for i, j in comparators(len(rows)):
         smaller = xp.minimum(rows[i], rows[j])

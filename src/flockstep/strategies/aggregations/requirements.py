@@ -1,4 +1,4 @@
-"""Checks of the components with which an aggregation is composed."""
+"""Checks that an aggregation can be combined with the other components of a strategy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def check_slices(aggregation: Aggregation, codec: Codec, slices: int) -> None:
     """Check that an aggregation combines vectors that are sent with `codec` to the owners of `slices` slices.
 
     Raises:
-        CompositionError: the aggregation cannot combine such vectors; the message names a composition that can.
+        CompositionError: the aggregation cannot combine such vectors; the message names a composition that works.
     """
     if slices != 1 and not aggregation.coordinatewise:
         raise CompositionError(

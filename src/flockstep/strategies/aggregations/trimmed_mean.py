@@ -19,7 +19,7 @@ class TrimmedMean(Aggregation):
     """Coordinate-wise trimmed mean (Yin, Chen, Ramchandran & Bartlett 2018, definition 2): withstands b of n workers.
 
     Element k is the mean of the n elements k without the b smallest and the b largest, where 2b < n; b = beta n in the
-    paper. b = 0 is the mean up to rounding.
+    paper. With b = 0 the result is the mean, up to rounding.
     """
 
     b: int = field(default=1, metadata=SHOWN)
@@ -38,7 +38,7 @@ class TrimmedMean(Aggregation):
             )
 
     def least(self, n: int) -> int:
-        """Return 2b + 1, the smallest number of vectors of which one remains."""
+        """Return 2b + 1, the smallest number of vectors of which at least one remains after trimming."""
         return 2 * self.b + 1
 
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:

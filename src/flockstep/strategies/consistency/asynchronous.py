@@ -11,8 +11,8 @@ from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Pu
 
 @dataclass(frozen=True)
 class Asynchronous(ClockRule):
-    """Asynchronous (Dean et al. 2012, Downpour SGD with n_push = n_fetch = 1): every gradient on arrival,
-    every read.
+    """Asynchronous (Dean et al. 2012, Downpour SGD with n_push = n_fetch = 1): every gradient is applied on arrival,
+    and every read is admitted.
     """
 
     delivery = "unbounded delay"

@@ -1,4 +1,4 @@
-"""The contract of a consistency rule: which reads a parameter server admits now, and which gradients it applies now.
+"""The interface of a consistency rule: which reads a parameter server admits now, and which gradients it applies now.
 
 A worker's clock counts the gradients that the worker has pushed; a gradient's timestamp is the worker's clock before
 the push.
@@ -23,7 +23,7 @@ from flockstep.strategies.traits import Delivery
 
 
 class ConsistencyView(msgspec.Struct, eq=False):
-    """The state of a server that a consistency rule may read, besides the pending reads and gradients."""
+    """The state of a server that a consistency rule may read, in addition to the pending reads and gradients."""
 
     slowest: int
     """The smallest clock of the live workers."""
@@ -36,15 +36,15 @@ class ConsistencyView(msgspec.Struct, eq=False):
     version: int
     """Number of updates applied so far."""
     reading: Mapping[int, int]
-    """Rank of each live worker that is not waiting → the version that the worker computes on."""
+    """Rank of each live worker that is not waiting → version with which the worker computes."""
     params: FlatArray
     """The current parameters, of shape (K,)."""
     kept: dict[int, FlatArray]
     """Version → copy of the parameters, for the old versions that the rule has kept."""
     moved: bool
-    """Whether the slowest clock has moved, or a worker has left, since the rule was last evaluated."""
+    """Whether the slowest clock has advanced, or a worker has left, since the rule was last evaluated."""
     waiting: Callable[[int], bool]
-    """Whether the worker of a given rank has pushed a gradient that is neither applied nor dropped."""
+    """Whether the worker of a given rank has pushed a gradient that is neither applied nor dropped yet."""
 
 
 class Consistency(Component):
@@ -62,9 +62,7 @@ class Consistency(Component):
     deletes copies that it does not need any more.
     """
     one_each: ClassVar[bool] = False
-    """Whether a group is a whole step, with at most one gradient of each worker. Only after deaths, and when the first
-    workers have taken their last step, a group may be smaller.
-    """
+    """Whether each group is a whole step with at most one gradient of each worker."""
 
     @property
     def alone(self) -> bool:
@@ -88,7 +86,7 @@ class Consistency(Component):
 
     @property
     def least(self) -> int:
-        """Minimum number of live workers with which the run continues."""
+        """Minimum number of live workers at which the run continues."""
         return 1
 
     def most_stale(self, workers: int) -> int | None:
@@ -124,7 +122,7 @@ class Consistency(Component):
         A group of m gradients makes m / full_step of a step along its mean.
 
         Args:
-            pending: the gradients that are received and not applied, in order of arrival.
+            pending: the gradients that have been received but not applied, in order of arrival.
             view: the state of the server.
         """
 
@@ -138,8 +136,8 @@ class Consistency(Component):
 
 
 class ClockRule(Consistency):
-    """A rule that decides from the clocks alone: a read at clock c is admitted if c - `bound` <= the slowest clock, and
-    a gradient with timestamp t is applied once t - `bound` + 1 <= the slowest clock.
+    """A rule that depends only on the clocks: a read at clock c is admitted if c - `bound` <= the slowest clock, and a
+    gradient with timestamp t is applied once t - `bound` + 1 <= the slowest clock.
 
     As long as the slowest clock does not change, the decision on older pending entries does not change either, so only
     the newest entry is examined.
