@@ -140,7 +140,10 @@ def test_a_model_that_needs_values_to_be_built_is_built_by_every_process(tmp_pat
         ({"faults": ("flips_sign(1)",)}, r"faults cannot be injected into .* got flips_sign\(1\)"),
         ({"max_gradient_norm": 1.0}, "max_gradient_norm need whole gradients"),
         ({"strategy": "codistillation"}, "of which a worker asks for more than gradients"),
-        ({"job": "charlm"}, "at most 1 chunks, .* because embedding and embedding#2 share weights"),
+        (
+            {"job": "charlm", "partition": "pipeline(2, ddg)"},
+            "at most 1 chunks, .* because embedding and embedding#2 share weights",
+        ),
     ],
 )
 def test_what_is_refused_before_anything_starts(tmp_path: Path, given: dict[str, Any], message: str) -> None:

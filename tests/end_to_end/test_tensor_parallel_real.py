@@ -11,9 +11,9 @@ import flockstep
 from flockstep.partitions.base import Partition
 from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
-from support import split_job, split_jobs
+from support import split_job, split_jobs, tied_job
 
-CHAIN, NORMS = split_jobs.__file__, split_job.__file__
+CHAIN, NORMS, TIED = split_jobs.__file__, split_job.__file__, tied_job.__file__
 FULL = pytest.mark.full
 
 
@@ -22,6 +22,8 @@ FULL = pytest.mark.full
     [
         (NORMS, "ps(bsp, shards=2)", "tensor(2)", 4),
         (CHAIN, "ps(bsp, shards=2)", "sharded(2)", 4),
+        (TIED, "all_reduce", "pipeline(2, 1f1b, 3)", 4),
+        pytest.param(TIED, "ps(bsp)", "sharded(2)", 4, marks=FULL),
         pytest.param(CHAIN, "all_reduce", "sharded(2)", 4, marks=FULL),
         pytest.param(CHAIN, "local_sgd(period=2)", "sharded(4)", 4, marks=FULL),
         pytest.param(CHAIN, "all_reduce", "sharded(3, collective=recursive_doubling)", 3, marks=FULL),

@@ -24,20 +24,13 @@ from flockstep.frameworks.torch_shards import TorchUnit, shard_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import Sharded
 from flockstep.records.events import EvaluationEvent, NodeEvent, StepEvent
-from support.split_jobs import GRADIENT, chain, job_of, simulated
+from support.split_jobs import GRADIENT, chain, job_of, simulated, tied
 
 STRATEGIES = ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)")
 FULL = pytest.mark.full
 ITEMSIZE = 8
 SIZES = [6 * 8 + 8, 8 * 8 + 8, 8 * 7 + 7, 7 * 5 + 5, 5 + 1]
 """Numbers of parameters of the layers of the chain."""
-
-
-def tied() -> nn.Module:
-    """A chain in which the second and the fourth layer share weights."""
-    torch.manual_seed(2)
-    shared = nn.Linear(8, 8)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(8, 1)).double()
 
 
 def frozen() -> nn.Module:

@@ -37,7 +37,7 @@ from flockstep.records.summary import summarize
 from flockstep.report.table import gradient_notes
 from flockstep.strategies.base import Strategy
 from support.matrix import few
-from support.split_jobs import BATCH, GRADIENT, chain, job_of, simulated
+from support.split_jobs import BATCH, GRADIENT, chain, job_of, simulated, tied
 
 SYNCHRONOUS = (
     "pipeline(4, gpipe, 6)",
@@ -301,13 +301,6 @@ def test_batch_normalization_takes_in_every_micro_batch() -> None:
     assert whole.simulation.tracker.evaluation != simulation.tracker.evaluation, "the whole batch has other statistics"
 
 
-def tied() -> nn.Sequential:
-    layers = list(chain())[:4]
-    again = nn.Linear(8, 8).double()
-    again.weight = layers[2].weight
-    return nn.Sequential(*layers, again, nn.Tanh(), nn.Linear(8, 1).double())
-
-
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -332,8 +325,10 @@ class First(nn.Module):
     [
         (Branch, "pipeline(2)", "at most 1 chunks, .* takes one tensor from the chunk before, got 2; use fewer stages"),
         (chain, "pipeline(6)", "can be cut into at most 5 chunks, .* got 6; use fewer stages"),
-        (tied, "pipeline(4)", "at most 3 chunks, .* 2 and 4 share weights and stay together, got 4"),
-        (tied, "pipeline(2, split_at=('4',))", "2, 6, got '4'; .* stay together .2 and 4 share"),
+        (tied, "pipeline(4, pipedream)", "at most 3 chunks, .* 2 and 4 share weights and stay together, got 4"),
+        (tied, "pipeline(2, ddg, split_at=('4',))", "2, 6, got '4'; .* stay together .2 and 4."),
+        (tied, "pipeline(5)", "at most 4 chunks, .* got 5; use fewer stages"),
+        (tied, "pipeline(2, split_at=('4',))", None),
         (tied, "pipeline(2, split_at=('6',))", None),
         (chain, "pipeline(2, split_at=(3,))", "at which a chunk can begin: 2, 4, 6, 8, got '3'"),
         (chain, "pipeline(3, split_at=(2,))", "must name 2 layers for 3 chunks, got 1; choose among 2, 4, 6, 8"),
@@ -675,7 +670,6 @@ def test_the_record_says_how_old_the_weights_of_gradients_are() -> None:
         ({"workers": 4, "faults": ("dies(4, 0.5)",)}, r"worker 4 does not exist in this run: there are 4 workers"),
         ({"workers": 4, "max_gradient_norm": 1.0}, "max_gradient_norm need whole gradients"),
         ({"workers": 4, "job": "softmax"}, "must be a torch.nn.Sequential, got SoftmaxRegression of job 'softmax'"),
-        ({"workers": 4, "job": "charlm"}, "at most 1 chunks, .* because embedding and embedding#2 share weights"),
     ],
 )
 def test_a_run_that_cannot_be_split_is_refused_before_it_starts(tmp_path: Path, given: Any, message: str) -> None:

@@ -39,6 +39,14 @@ def chain(seed: int = 3) -> nn.Sequential:
     return nn.Sequential(*layers[:-1]).double()
 
 
+def tied() -> nn.Sequential:
+    """A chain whose second and third layer share a weight, and have a bias each."""
+    layers = list(chain())[:4]
+    again = nn.Linear(8, 8).double()
+    again.weight = layers[2].weight
+    return nn.Sequential(*layers, again, nn.Tanh(), nn.Linear(8, 1).double())
+
+
 def job_of(model: Callable[[], nn.Module] = chain, batch: int = BATCH, optimizer: str = "sgd(lr=0.2)") -> Job:
     """A regression on 120 samples of six numbers."""
     random = np.random.default_rng(0)

@@ -44,7 +44,7 @@ def program_of(
     facts = plan.steps, batch, send, partial(part_random, plan.seed, replica, part), taken
     match model:
         case PipelineModel():
-            return PipelineStage(replica, part, model.pipeline, model.parts[part], *facts)
+            return PipelineStage(replica, part, model.pipeline, model.parts[part], *facts, model.ties)
         case TensorModel():
             return TensorWay(replica, part, model, *facts)
         case ShardedModel():
@@ -54,4 +54,6 @@ def program_of(
 
 def notes_between(model: SplitModel) -> Notes:
     """Return the kinds of notes of the messages between the parts of a replica, by tag."""
-    return stage_notes(model.pipeline.schedule) if isinstance(model, PipelineModel | TensorModel) else NO_NOTES
+    if isinstance(model, PipelineModel | TensorModel):
+        return stage_notes(model.pipeline.schedule, len(model.ties) if isinstance(model, PipelineModel) else 0)
+    return NO_NOTES

@@ -51,6 +51,9 @@ class ShardedWay(PartProgram):
         self._steps = range(taken, steps)
         self._group = Ways(range(len(self._ways)), number, self.mailbox, send, random(taken))
         self._params: FlatArray = self.gradient.copy()
+        self._ties = list(enumerate(model.ties))
+        self._lent: dict[int, FlatArray] = {}
+        """Number of a tie → the parameter, until its user's backward pass, then the gradient of this use."""
 
     def requested(self, params: FlatArray) -> None:
         self._params[:] = params
@@ -77,6 +80,7 @@ class ShardedWay(PartProgram):
         between, own = None, 0.0
         for number, unit in enumerate(self._units):
             params = await self._gathered(number)
+            self._lent.update({one: params[tie.lent].copy() for one, tie in self._ties if tie.owner == number})
             await resumed(NeedPass(batch.step, unit.shares[0].forward, len(batch.indices)))
             between, own = unit.forward(0, params, batch, between)
             unit.release(0, batch)
@@ -87,14 +91,24 @@ class ShardedWay(PartProgram):
             unit.restore(0, batch, params)
             slope = np.zeros_like(params)
             errors = unit.backward(0, batch, errors, slope)
+            for one, tie in self._ties:
+                if tie.user == number:
+                    self._lent[one] = slope[tie.borrowed].copy()
+                elif tie.owner == number:
+                    slope[tie.lent] += self._lent.pop(one)
+            slope = slope[: unit.schema.size]
             _, self.gradient[self._part.places[number]] = await self._collective.reduce_scatter(self._group, slope)
         losses = await self._collective.all_gather(self._group, np.array([own], self.gradient.dtype))
         self.loss = float(sum(one[0] for one in losses))
 
     async def _gathered(self, number: int) -> FlatArray:
-        """Return the parameters of a unit, from the shards of all ways."""
+        """Return the parameters (K + B,) of a unit: K from the shards of all ways, then B that other units lend."""
+        unit = self._units[number]
         own = self._params[self._part.places[number]]
-        params = np.empty(self._units[number].schema.size, own.dtype)
+        params = np.empty(unit.schema.size + unit.borrowed, own.dtype)
         for way, shard in zip(self._ways, await self._collective.all_gather(self._group, own), strict=True):
             params[way.spans[number]] = shard
+        for one, tie in self._ties:
+            if tie.user == number:
+                params[tie.borrowed] = self._lent[one]
         return params

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import dropwhile
 
 import numpy as np
@@ -22,8 +22,8 @@ from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
 from flockstep.frameworks.base import Indices
-from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart
-from flockstep.messages import Message, Note, Notes, Wanted
+from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, Tie
+from flockstep.messages import Message, Note, Notes, Wanted, frozen
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineSchedule
 
@@ -33,6 +33,8 @@ PASSED = "passed"
 """Tag of the message that a batch has left the last stage, for schedules in which only one forward pass runs at a
 time.
 """
+LENT, RETURNED = "lent", "returned"
+"""First words of the tags of messages with a tied parameter, and with the gradient of one use of it."""
 
 
 class StageNote(Note, frozen=True):
@@ -47,12 +49,10 @@ class StageNote(Note, frozen=True):
     """The micro-batch's share in the mean loss of its batch; only in messages of the backward pass."""
 
 
-def stage_notes(schedule: PipelineSchedule) -> Notes:
-    """Return the kinds of notes of the messages between stages, by tag."""
-    words = sorted(set(TAGS.values()))
-    return dict.fromkeys(
-        [PASSED, *(f"{word} {chunk}" for word in words for chunk in range(schedule.chunks))], StageNote
-    )
+def stage_notes(schedule: PipelineSchedule, ties: int = 0) -> Notes:
+    """Return the kinds of notes of the messages between stages, by tag; `ties`: number of `Tie`s."""
+    words = [(word, schedule.chunks) for word in sorted(set(TAGS.values()))] + [(LENT, ties), (RETURNED, ties)]
+    return dict.fromkeys([PASSED, *(f"{word} {one}" for word, count in words for one in range(count))], StageNote)
 
 
 class StageProgram(PartProgram):
@@ -123,6 +123,7 @@ class StageProgram(PartProgram):
             if work.kind == "update":
                 del self._batches[work.step]
                 self._randoms.pop(work.step, None)
+                await self._end_step(work.step)
                 await resumed(NeedRequest())
                 self.gradient[:] = 0
                 self.loss = 0.0
@@ -137,6 +138,9 @@ class StageProgram(PartProgram):
 
     async def _begin_step(self) -> None:
         """Do what a stage does at a new version of its weights, before any pass that uses it."""
+
+    async def _end_step(self, step: int) -> None:
+        """Complete the gradient of a step, after all its passes."""
 
     @abstractmethod
     async def _outputs(
@@ -259,9 +263,41 @@ class PipelineStage(StageProgram):
         send: Send,
         random: Callable[[int], np.random.Generator],
         taken: int = 0,
+        ties: Sequence[Tie] = (),
     ):
+        """Create a stage, with the arguments of any stage; `ties`: the parameters that several stages compute with."""
         super().__init__(rank, number, pipeline, part, steps, batch, send, random, taken)
         self._part = part
+        self._lends = [(one, tie) for one, tie in enumerate(ties) if tie.owner == number]
+        self._borrows = [(one, tie) for one, tie in enumerate(ties) if tie.user == number]
+        self._slope = np.zeros(part.schema.size + part.borrowed, part.schema.dtype)
+        """Gradient (K + B,) of what this stage computes with."""
+        self.gradient = self._slope[: part.schema.size]
+
+    def requested(self, params: FlatArray) -> None:
+        super().requested(params)
+        if self._part.borrowed:
+            latest = self.versions[-1]
+            self._versions[latest] = np.concatenate([params, np.zeros(self._part.borrowed, params.dtype)])
+
+    async def _begin_step(self) -> None:
+        """Lend this stage's tied parameters, and borrow those of other stages."""
+        step = self.versions[-1]
+        weights = self._versions[step]
+        for one, tie in self._lends:
+            note = StageNote(step, 0)
+            self._send(tie.user, Message(self.number, f"{LENT} {one}", frozen(weights[tie.lent]), note))
+        for one, tie in self._borrows:
+            weights[tie.borrowed] = (await self._message(f"{LENT} {one}", tie.owner, step, 0)).payload
+        self._slope[:] = 0
+
+    async def _end_step(self, step: int) -> None:
+        """Send the gradients of borrowed parameters to their owners, and add those of lent parameters."""
+        for one, tie in self._borrows:
+            note = StageNote(step, 0)
+            self._send(tie.owner, Message(self.number, f"{RETURNED} {one}", frozen(self._slope[tie.borrowed]), note))
+        for one, tie in self._lends:
+            self._slope[tie.lent] += (await self._message(f"{RETURNED} {one}", tie.user, step, 0)).payload
 
     async def _outputs(
         self, work: PipelinePass, weights: FlatArray, batch: MicroBatch, inputs: FlatArray | None
@@ -272,10 +308,10 @@ class PipelineStage(StageProgram):
     async def _slopes(self, work: PipelinePass, batch: MicroBatch, errors: FlatArray | None) -> FlatArray | None:
         await self._time(work, batch)
         if work.kind == "backward":
-            return self._part.backward(work.chunk, batch, errors, self.gradient)
+            return self._part.backward(work.chunk, batch, errors, self._slope)
         if work.kind == "input_backward":
             return self._part.input_backward(work.chunk, batch, errors)
-        self._part.weight_backward(work.chunk, batch, self.gradient)
+        self._part.weight_backward(work.chunk, batch, self._slope)
         return None
 
     async def _time(self, work: PipelinePass, batch: MicroBatch) -> None:

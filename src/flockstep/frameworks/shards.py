@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.stages import HeldPart, ModelPart, SplitModel
+from flockstep.frameworks.stages import HeldPart, ModelPart, SplitModel, Tie
 from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import Sharded
 
@@ -82,6 +82,8 @@ class ShardedModel(SplitModel):
 
     parts: tuple[ModelShard, ...]
     units: tuple[ModelPart, ...]
+    ties: tuple[Tie, ...]
+    """Parameters of one unit that a later unit computes with too."""
     sharded: Sharded
 
     @property

@@ -44,6 +44,22 @@ class PassShares:
         return self.input_backward + self.weight_backward
 
 
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that the part `owner` trains, and that the part `user` computes with too.
+
+    The user adds the gradient of its use to the owner's gradient once per step, as Megatron-LM sums the gradients of
+    the copies of an embedding.
+    """
+
+    owner: int
+    lent: slice
+    """The elements of the parameter in the flat array (K,) of the owner."""
+    user: int
+    borrowed: slice
+    """The elements of the parameter in the array with which the user computes."""
+
+
 class HeldPart(TrainedModel):
     """One part of a job's model, the same for any replica."""
 
@@ -80,10 +96,13 @@ class ModelPart(HeldPart):
     """One stage of a job's model: the passes of any replica over the stage's chunks of consecutive layers.
 
     A forward pass stores what the backward passes over the same micro-batch need, until the last of these passes.
+    Passes compute with arrays (K + B,): the K parameters of the part, followed by the B elements that it borrows.
     """
 
     shares: Sequence[PassShares]
     """Work of the passes of each chunk."""
+    borrowed: int = 0
+    """Number of elements that other parts train and this part computes with too (B)."""
 
     @abstractmethod
     def forward(
@@ -93,7 +112,7 @@ class ModelPart(HeldPart):
 
         Args:
             chunk: number of the chunk in this part.
-            params: the parameters (K,) of this part, which do not change before the last backward pass.
+            params: the parameters (K + B,) of the part, which do not change before the last backward pass.
             batch: the micro-batch.
             inputs: outputs of the previous chunk, samples on the first axis; None for the first chunk of the model.
 
@@ -103,7 +122,7 @@ class ModelPart(HeldPart):
 
     @abstractmethod
     def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
-        """Add the gradient of a chunk's parameters to `out` (K,), and return the gradient of its inputs.
+        """Add the gradient of a chunk's parameters to `out` (K + B,), and return the gradient of its inputs.
 
         `errors` is the gradient of the outputs, None for the last chunk; the result is None for the first chunk.
         """
@@ -114,7 +133,7 @@ class ModelPart(HeldPart):
 
     @abstractmethod
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
-        """Add the gradient of a chunk's parameters, after `input_backward`, to `out` (K,)."""
+        """Add the gradient of a chunk's parameters, after `input_backward`, to `out` (K + B,)."""
 
     def release(self, chunk: int, batch: MicroBatch) -> None:
         """Free the parameters that a forward pass has kept, if the part is able to; `restore` must follow before the
@@ -122,7 +141,7 @@ class ModelPart(HeldPart):
         """
 
     def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
-        """Take back the parameters (K,) that `release` has freed; they must be those of the forward pass."""
+        """Take back the parameters (K + B,) that `release` has freed; they must be those of the forward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +183,8 @@ class PipelineModel(SplitModel):
 
     parts: tuple[ModelPart, ...]
     pipeline: Pipeline
+    ties: tuple[Tie, ...] = ()
+    """Parameters that more than one part computes with."""
 
     @property
     def partition(self) -> Partition:
@@ -172,3 +193,24 @@ class PipelineModel(SplitModel):
     @property
     def microbatches(self) -> int:
         return self.pipeline.microbatches
+
+    def lent(self, own: Sequence[FlatArray]) -> list[FlatArray]:
+        """Return the arrays (K + B,) with which the parts compute, from the parameters (K,) of each."""
+        found = [
+            np.concatenate([one, np.zeros(part.borrowed, one.dtype)]) for one, part in zip(own, self.parts, strict=True)
+        ]
+        for tie in self.ties:
+            found[tie.user][tie.borrowed] = own[tie.owner][tie.lent]
+        return found
+
+    def returned(self, slopes: Sequence[FlatArray]) -> list[FlatArray]:
+        """Return the gradient (K,) of each part, from the gradients (K + B,) of the arrays of `lent`."""
+        own = [slope[: part.schema.size].copy() for slope, part in zip(slopes, self.parts, strict=True)]
+        for tie in self.ties:
+            own[tie.owner][tie.lent] += slopes[tie.user][tie.borrowed]
+        return own
+
+    def largest_message(self, batch: int) -> int:
+        itemsize = np.dtype(self.engine.schema.dtype).itemsize
+        lent = max((tie.lent.stop - tie.lent.start for tie in self.ties), default=0)
+        return max(super().largest_message(batch), itemsize * lent)

@@ -69,7 +69,13 @@ def layers_within(shape: ModelShape, layer: ChainLayer) -> list[Layer]:
 
 
 def chunks_of(
-    chain: Sequence[ChainLayer], shape: ModelShape, count: int, split_at: Sequence[str], batch: int, who: str
+    chain: Sequence[ChainLayer],
+    shape: ModelShape,
+    count: int,
+    split_at: Sequence[str],
+    batch: int,
+    who: str,
+    ties: bool = False,
 ) -> list[int]:
     """Return the first layer of each of `count` chunks.
 
@@ -84,15 +90,19 @@ def chunks_of(
         split_at: names of the layers at which the second and every later chunk begins; empty for the balanced cut.
         batch: samples of a batch, for which work and bytes are counted.
         who: name of the model in errors.
+        ties: whether layers that share weights may be in different chunks; without `split_at` they are if the chain
+            cannot be cut into that number of chunks otherwise.
 
     Raises:
         ConfigurationError: the chain cannot be cut in this way.
     """
     places = places_of(chain)
+    if ties and (split_at or len(places) < count):
+        places = places_of(chain, together=False)
     if split_at:
-        return [0, *_given(chain, places, count, split_at)]
+        return [0, *_given(chain, places, count, split_at, ties)]
     if len(places) < count:
-        shared = _shared(chain)
+        shared = None if ties else _shared(chain)
         why = f", and because {shared[0]} and {shared[1]} share weights and stay together," if shared else ","
         raise ConfigurationError(
             f"the model of {who} can be cut into at most {len(places)} chunks, because a chunk begins with a layer "
@@ -112,13 +122,19 @@ def chunks_of(
     return [places[first] for first in balanced(work, nbytes, count)]
 
 
-def places_of(chain: Sequence[ChainLayer]) -> list[int]:
-    """Return the layers at which a chunk may begin."""
-    begins = [index for index, layer in enumerate(chain) if layer.trained]
+def places_of(chain: Sequence[ChainLayer], together: bool = True) -> list[int]:
+    """Return the layers at which a chunk may begin.
+
+    `together`: whether layers that share weights stay in one chunk; otherwise a chunk begins with a layer that has
+    weights of its own.
+    """
     uses: dict[int, list[int]] = {}
     for index, layer in enumerate(chain):
         for parameter in layer.trained:
             uses.setdefault(id(parameter), []).append(index)
+    if not together:
+        return [0, *sorted({use[0] for use in uses.values()})[1:]]
+    begins = [index for index, layer in enumerate(chain) if layer.trained]
     return [0, *(place for place in begins[1:] if not any(use[0] < place <= use[-1] for use in uses.values()))]
 
 
@@ -132,7 +148,9 @@ def _shared(chain: Sequence[ChainLayer]) -> tuple[str, str] | None:
     return None
 
 
-def _given(chain: Sequence[ChainLayer], places: Sequence[int], count: int, split_at: Sequence[str]) -> list[int]:
+def _given(
+    chain: Sequence[ChainLayer], places: Sequence[int], count: int, split_at: Sequence[str], ties: bool
+) -> list[int]:
     """The layers of `split_at`, after all checks."""
     names = [layer.name for layer in chain]
     known = ", ".join(names[place] for place in places[1:])
@@ -144,10 +162,12 @@ def _given(chain: Sequence[ChainLayer], places: Sequence[int], count: int, split
     for name in split_at:
         if name not in names or names.index(name) not in places[1:]:
             shared = _shared(chain)
-            why = f" ({shared[0]} and {shared[1]} share weights)" if shared else ""
+            own = "weights of its own, which no layer before it has" if ties else "trainable parameters"
+            which = f" ({shared[0]} and {shared[1]})" if shared else ""
+            stay = f", and layers that share weights stay together{which}"
             raise ConfigurationError(
                 f"split_at must name layers at which a chunk can begin: {known}, got {name!r}; a chunk begins with a "
-                f"layer that has trainable parameters, and layers that share weights stay together{why}"
+                f"layer that has {own}{'' if ties else stay}"
             )
         found.append(names.index(name))
     if found != sorted(set(found)):

@@ -72,8 +72,8 @@ class ShardsEngine(PartsEngine):
 def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
     """Build the job's model and divide the parameters of each of its layers among the ways.
 
-    The model is a chain of layers, as for a pipeline; a unit begins with each layer that has parameters. Dropout draws
-    from a stream for each replica, step, way and unit.
+    The model is a chain of layers, as for a pipeline; a unit begins with each layer that has parameters of its own.
+    Dropout draws from a stream for each replica, step, way and unit.
 
     Raises:
         ConfigurationError: the model has buffers that change in training, cannot be cut into units, or has fewer
@@ -93,7 +93,7 @@ def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
             "batch or fewer ways"
         )
     chain = model_chain(whole.module, who)
-    pipeline = Pipeline(len(places_of(chain)), GPipe(), sharded.ways)
+    pipeline = Pipeline(len(places_of(chain, together=False)), GPipe(), sharded.ways)
     units = cut_chain(job, whole, chain, pipeline, TorchUnit, "partition=none")
     return _sharded(units, sharded, who)
 
@@ -111,7 +111,7 @@ def with_obstacle_of_units(job: Job, seed: int, split: ShardedModel) -> ShardedM
     pipeline = Pipeline(len(split.units), GPipe(), split.sharded.ways)
     engine = split.engine
     assert isinstance(engine, ShardsEngine)
-    units = PipelineModel(engine._units, split.units, split.layers, split.cut, pipeline)
+    units = PipelineModel(engine._units, split.units, split.layers, split.cut, pipeline, split.ties)
     return replace(split, cut=with_obstacle(job, seed, units).cut)
 
 
@@ -140,7 +140,7 @@ def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
     schema = Schema(dtype, tuple(_one_after_another([entry for part in entries for entry in part])))
     parts = tuple(ModelShard(schemas[way], engine.train_size, units.parts, spans[way]) for way in ways)
     words = tuple(f"shard {way} of {', '.join(units.layers)}" for way in ways)
-    return ShardedModel(ShardsEngine(engine, schema, within), parts, words, units.cut, units.parts, sharded)
+    return ShardedModel(ShardsEngine(engine, schema, within), parts, words, units.cut, units.parts, units.ties, sharded)
 
 
 def _spans(units: Sequence[ModelPart], sharded: Sharded, way: int) -> list[slice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from flockstep.arrays.namespace import as_tensor
-from flockstep.arrays.schema import FlatArray, Schema, slices
+from flockstep.arrays.schema import Entry, FlatArray, Schema, slices
 from flockstep.costs.layers import ModelShape
 from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
-from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel
+from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel, Tie
 from flockstep.frameworks.torch import Tensors, TorchEngine
 from flockstep.frameworks.torch_call import called
 from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
@@ -71,7 +71,9 @@ def cut_chain(
     samples, _ = whole.samples(whole.trial_samples)
     shape = shape_of(whole.module, samples, name=job.name)
     count = pipeline.stages * pipeline.schedule.chunks
-    starts = chunks_of(chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who)
+    starts = chunks_of(
+        chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who, ties=pipeline.delays is None
+    )
     chunks = _cut_at(starts, chain)
     cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, _check(chunks, samples, whole, who))
     check_buffers(whole, chunks, who)
@@ -151,11 +153,18 @@ def _assembled(
     make: type[TorchPart] | None,
 ) -> PipelineModel:
     """Return the parts that hold the chunks."""
-    count = len(chunks)
-    owned = _names(whole, chunks)
-    held = [chunks[part :: pipeline.stages] for part in range(pipeline.stages)]
+    count, stages = len(chunks), range(pipeline.stages)
+    names_of = {id(one): name for name, one in whole.module.named_parameters()}
+    used = [_names(names_of, whole.schema, chunk) for chunk in chunks]
+    owners: dict[str, int] = {}
+    for number, one in enumerate(used):
+        owners.update({name: number % pipeline.stages for name in one if name not in owners})
+    held = [chunks[part :: pipeline.stages] for part in stages]
     buffers = [[name for chunk in part for name in buffers_within(chunk, cut)] for part in held]
-    names = [name for part in range(pipeline.stages) for name in _of_part(owned, part, pipeline)]
+    within = [dict.fromkeys(name for one in used[part :: pipeline.stages] for name in one) for part in stages]
+    own = [[name for name in within[part] if owners[name] == part] for part in stages]
+    borrowed = [[name for name in within[part] if owners[name] != part] for part in stages]
+    names = [name for part in own for name in part]
     entries, dtype = {entry.name: entry for entry in whole.schema.entries}, whole.schema.dtype
     schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
     engine = PartsEngine(whole, schema, [name for part in buffers for name in part])
@@ -163,16 +172,23 @@ def _assembled(
         (make or TorchPart)(
             engine,
             [
-                Chunk(number, chunks[number], owned[number], shares[number], last=number == count - 1)
+                Chunk(number, chunks[number], used[number], names_of, shares[number], last=number == count - 1)
                 for number in range(part, count, pipeline.stages)
             ],
+            own[part],
+            borrowed[part],
             buffers[part],
         )
-        for part in range(pipeline.stages)
+        for part in stages
+    )
+    ties = tuple(
+        Tie(owners[name], parts[owners[name]].place(name), part, parts[part].place(name))
+        for part in stages
+        for name in borrowed[part]
     )
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
-    described = [" and ".join(words[part :: pipeline.stages]) for part in range(pipeline.stages)]
-    return PipelineModel(engine, parts, tuple(described), cut, pipeline)
+    described = [" and ".join(words[part :: pipeline.stages]) for part in stages]
+    return PipelineModel(engine, parts, tuple(described), cut, pipeline, ties)
 
 
 @dataclass(eq=False)
@@ -184,6 +200,8 @@ class Chunk:
     layers: Sequence[ChainLayer]
     names: Sequence[str]
     """Names, in the model, of the trainable parameters, in the order of `places`."""
+    names_of: Mapping[int, str]
+    """Identity → name in the model of every parameter, the first name if there are several."""
     shares: PassShares
     last: bool
     module: nn.Sequential = field(init=False)
@@ -195,9 +213,9 @@ class Chunk:
     def __post_init__(self) -> None:
         self.module = nn.Sequential(OrderedDict((f"at{i}", layer.module) for i, layer in enumerate(self.layers)))
         self.local = {
-            layer.named(name): f"at{i}.{name}"
+            self.names_of.get(id(tensor), layer.named(name)): f"at{i}.{name}"
             for i, layer in reversed(list(enumerate(self.layers)))  # a tensor has its value under its first name
-            for name in [*dict(layer.module.named_parameters()), *dict(layer.module.named_buffers())]
+            for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
         }
         self.others = {
             layer.named(name): tensor
@@ -220,9 +238,23 @@ class ForwardPass:
 class TorchPart(ModelPart):
     """One part of a torch module; autograd stores the activations of each forward pass."""
 
-    def __init__(self, engine: PartsEngine, chunks: Sequence[Chunk], buffers: Sequence[str]):
-        """`buffers`: names in the model of the changing buffers of the part."""
-        names = [name for chunk in chunks for name in chunk.names]
+    def __init__(
+        self,
+        engine: PartsEngine,
+        chunks: Sequence[Chunk],
+        names: Sequence[str],
+        borrowed: Sequence[str],
+        buffers: Sequence[str],
+    ):
+        """Create a part.
+
+        Args:
+            engine: the engine of all parts.
+            chunks: the chunks of the part.
+            names: names in the model of the parameters that the part trains.
+            borrowed: names of the parameters that it computes with and another part trains.
+            buffers: names of the changing buffers of the part.
+        """
         entries = {entry.name: entry for entry in engine.schema.entries}
         dtype = engine.schema.dtype
         self.schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
@@ -232,6 +264,13 @@ class TorchPart(ModelPart):
                 f"of {self.schema.dtype}; cut the model elsewhere, or convert it with model.float()"
             )
         self.train_size = engine.train_size
+        self._places_of: dict[str, Entry] = {}
+        """Name → place in the array (K + B,) with which the part computes."""
+        offset = 0
+        for name in [*names, *borrowed]:
+            self._places_of[name] = replace(entries[name], offset=offset)
+            offset += entries[name].size
+        self.borrowed = offset - self.schema.size
         self.shares = [chunk.shares for chunk in chunks]
         self._engine = engine
         self._chunks, self._buffers = chunks, buffers
@@ -258,6 +297,11 @@ class TorchPart(ModelPart):
             start += one.nbytes
         params: FlatArray = values[: self.schema.nbytes].copy().view(self.schema.dtype)
         return params
+
+    def place(self, name: str) -> slice:
+        """Return the elements of a parameter in the array (K + B,) with which the part computes."""
+        entry = self._places_of[name]
+        return slice(entry.offset, entry.offset + entry.size)
 
     @property
     def kept(self) -> int:
@@ -317,7 +361,7 @@ class TorchPart(ModelPart):
     def _add(
         self, chunk: int, kept: ForwardPass, errors: FlatArray | None, out: FlatArray, below: Sequence[torch.Tensor]
     ) -> None:
-        """Add the gradient of the weights to `out` (K,), tensor by tensor, and that of `below` to its `grad`."""
+        """Add the gradient of the weights to `out` (K + B,), tensor by tensor, and that of `below` to its `grad`."""
         if not (wanted := [*below, *kept.weights]):
             return
         places = [place for place, _ in self._places(self._chunks[chunk], as_tensor(out))]
@@ -330,15 +374,14 @@ class TorchPart(ModelPart):
                 place.add_(weight.grad)
 
     def _weights(self, chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors with which a chunk computes, from the parameters (K,) of the part."""
+        """The tensors with which a chunk computes, from the parameters (K + B,) of the part."""
         return [view.detach().to(dtype).requires_grad_() for view, dtype in self._places(chunk, flat, typed=True)]
 
     def _places(self, chunk: Chunk, flat: torch.Tensor, typed: bool = False) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """The tensors of a chunk's parameters inside a flat tensor (K,), and the dtype with which it computes."""
-        entries = {entry.name: entry for entry in self.schema.entries}
+        """The tensors of a chunk's parameters inside a flat tensor (K + B,), and the dtype with which it computes."""
         found = []
         for name in chunk.names:
-            entry = entries[name]
+            entry = self._places_of[name]
             dtype = getattr(torch, entry.dtype or self.schema.dtype)
             found.append((flat[entry.offset : entry.offset + entry.size].view(entry.shape), dtype))
         return found
@@ -509,20 +552,21 @@ def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float
     with engine.trial():
         loss = engine.gradient(engine.initial(), batch.indices, expected)
         buffers = whole.buffers(0)
-    found = [np.zeros_like(part.initial()) for part in known.parts]
+    params = known.lent([part.initial() for part in known.parts])
+    slopes = [np.zeros_like(one) for one in params]
     between: FlatArray | None = None
     with trial.trial():
         for number in range(count):
             local, of = divmod(number, len(split.parts))
-            between, own = split.parts[of].forward(local, known.parts[of].initial(), batch, between)
+            between, own = split.parts[of].forward(local, params[of], batch, between)
             split.parts[of].release(local, batch)
         for number in reversed(range(count)):
             local, of = divmod(number, len(split.parts))
-            split.parts[of].restore(local, batch, known.parts[of].initial())
-            between = split.parts[of].backward(local, batch, between, found[of])
+            split.parts[of].restore(local, batch, params[of])
+            between = split.parts[of].backward(local, batch, between, slopes[of])
         held = joined(list(trial.buffers_of(0).values()))
     tolerance = whole.tolerance
-    got = difference(own, loss, np.concatenate(found), expected, tolerance) or ""
+    got = difference(own, loss, np.concatenate(known.returned(slopes)), expected, tolerance) or ""
     near = np.allclose(held, buffers, rtol=tolerance, atol=tolerance * np.abs(buffers).max(initial=0), equal_nan=True)
     return got, 0.0 if near else float(np.abs(held - buffers).max())
 
@@ -598,20 +642,11 @@ def _slopes(
     )
 
 
-def _names(whole: Engine, chunks: Sequence[Sequence[ChainLayer]]) -> list[list[str]]:
-    """Names of the trainable parameters of each chunk, in the model's order; a shared one under its first name."""
-    known = {entry.name for entry in whole.schema.entries}
-    return [
-        list(
-            dict.fromkeys(
-                layer.named(name)
-                for layer in chunk
-                for name, _ in layer.module.named_parameters()
-                if layer.named(name) in known
-            )
-        )
-        for chunk in chunks
-    ]
+def _names(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLayer]) -> list[str]:
+    """Names of the trainable parameters of a chunk, in the model's order; a shared one under its first name."""
+    known = {entry.name for entry in schema.entries}
+    found = dict.fromkeys(names_of[id(one)] for layer in chunk for one in layer.module.parameters())
+    return [name for name in found if name in known]
 
 
 def buffers_within(chunk: Sequence[ChainLayer], cut: ModelCut) -> list[str]:
@@ -641,10 +676,6 @@ def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], wh
                 f"layers that share a buffer which changes in training must be in one stage, got {names[0]} and "
                 f"{names[1]} of {who}, which share {name!r}; cut elsewhere with split_at, or use a layer for each"
             )
-
-
-def _of_part(owned: Sequence[Sequence[str]], part: int, pipeline: Pipeline) -> list[str]:
-    return [name for chunk in owned[part :: pipeline.stages] for name in chunk]
 
 
 def _shares(chunks: Sequence[Sequence[ChainLayer]], shape: ModelShape, batch: int) -> list[PassShares]:

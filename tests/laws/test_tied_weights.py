@@ -1,0 +1,126 @@
+"""Weights that several stages, or several sharded layers, compute with: the gradients of all uses count, once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from flockstep.drivers.sharded_way import ShardedWay
+from flockstep.drivers.stage import PipelineStage
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Job
+from flockstep.frameworks.job import make_split
+from flockstep.frameworks.shards import ShardedModel
+from flockstep.frameworks.stages import PipelineModel
+from flockstep.frameworks.torch import TorchEngine
+from flockstep.partitions.base import Partition
+from flockstep.records.events import EvaluationEvent, NodeEvent, StepEvent
+from support.split_jobs import job_of, simulated, tied
+from support.tied_job import WIDTH, WORDS, job, model
+
+FULL = pytest.mark.full
+ITEMSIZE = 8
+CHAIN = "pipeline(2, gpipe, 2, split_at=('4',))"
+INTERLEAVED = "pipeline(2, interleaved(2), 4)"
+"""Layers are chunks 0 to 3 in turn on stages 0 and 1: the embedding on stage 0, its second use on stage 1."""
+
+
+def chained() -> Job:
+    """The second and the third layer share weights, and have a bias each."""
+    return job_of(tied, optimizer="sgd(lr=0.2, momentum=0.9)")
+
+
+@pytest.mark.parametrize(
+    ("made", "strategy", "partition"),
+    [
+        (job, "ps(bsp, shards=2)", "pipeline(3, 1f1b, 3)"),
+        (job, "all_reduce", INTERLEAVED),
+        (chained, "local_sgd(period=2)", CHAIN),
+        (job, "local_sgd(period=2)", "sharded(3)"),
+        *(
+            pytest.param(job, strategy, partition, marks=FULL)
+            for strategy in ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)", "easgd(period=2, alpha=0.3)")
+            for partition in ("pipeline(4, gpipe, 2)", "pipeline(2, zb_h1, 4)", INTERLEAVED, "sharded(2)")
+        ),
+    ],
+)
+def test_tied_weights_train_as_in_the_unsplit_model(made: Callable[[], Job], strategy: str, partition: str) -> None:
+    built, parts = made(), Partition.parse(partition).parts
+    whole, split = simulated(built, strategy), simulated(built, strategy, partition)
+    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
+    assert np.abs(whole.result - TorchEngine(built, 0).initial()).max() > 0.01
+    losses = [
+        {(e.rank // count, e.step): e.loss for e in ran.events if isinstance(e, StepEvent)}
+        for ran, count in ((whole, 1), (split, parts))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
+    tests = [[e.loss for e in ran.events if isinstance(e, EvaluationEvent)] for ran in (whole, split)]
+    assert tests[0] == pytest.approx(tests[1], rel=1e-11)
+
+
+@pytest.mark.parametrize("program", ["stage", "shard"])
+def test_a_use_whose_gradient_is_left_out_is_noticed(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the owner trains with the gradient of its own use only."""
+    partition = "pipeline(2, 1f1b, 2)" if program == "stage" else "sharded(2)"
+    whole = simulated(job(), "all_reduce")
+    if program == "stage":
+        end = PipelineStage._end_step
+
+        async def ended(self: PipelineStage, step: int) -> None:
+            for _, tie in self._borrows:
+                self._slope[tie.borrowed] = 0
+            await end(self, step)
+
+        monkeypatch.setattr(PipelineStage, "_end_step", ended)
+    else:
+        gather = ShardedWay._gathered
+
+        async def gathered(self: ShardedWay, number: int) -> np.ndarray:
+            params = await gather(self, number)
+            if all(tie.owner == number and one in self._lent for one, tie in self._ties):
+                self._lent[0][:] = 0
+            return params
+
+        monkeypatch.setattr(ShardedWay, "_gathered", gathered)
+    split = simulated(job(), "all_reduce", partition)
+    assert np.abs(split.result - whole.result).max() > 1e-3
+
+
+def test_tied_weights_travel_twice_in_a_step() -> None:
+    """The owner sends the embedding at the begin of a step, and gets the gradient of the other use at the end."""
+    sent, steps = [], 3
+    for tie in (True, False):
+        built = dataclasses.replace(job(), model=lambda tie=tie: model(tied=tie))
+        ran = simulated(built, "all_reduce", "pipeline(2, 1f1b, 2)", replicas=1, steps=steps)
+        sent.append([e.sent_bytes for e in sorted(ran.events, key=str) if isinstance(e, NodeEvent)])
+    assert [one - other for one, other in zip(*sent, strict=True)] == [steps * ITEMSIZE * WORDS * WIDTH] * 2
+
+
+def test_sharded_tied_weights_are_gathered_no_more_often() -> None:
+    """Three times (p - 1)/p of the parameters, of which tied ones count once, and the losses."""
+    steps, ways = 2, 2
+    ran = simulated(job(), "all_reduce", f"sharded({ways})", replicas=1, steps=steps)
+    size = sum(one.numel() for one in model().parameters())
+    sent = sum(e.sent_bytes for e in ran.events if isinstance(e, NodeEvent))
+    assert sent == steps * ITEMSIZE * (ways - 1) * (3 * size + ways)
+
+
+@pytest.mark.parametrize("partition", ["pipeline(3, 1f1b, 3)", INTERLEAVED, "sharded(2)"])
+def test_a_tied_parameter_has_one_owner(partition: str) -> None:
+    split = make_split(job(), 0, Partition.parse(partition))
+    assert isinstance(split, PipelineModel | ShardedModel)
+    (tie,) = split.ties
+    assert tie.lent.stop - tie.lent.start == tie.borrowed.stop - tie.borrowed.start == WORDS * WIDTH
+    assert sum(split.sizes) == sum(one.numel() for one in model().parameters())
+    assert len({entry.name for part in split.parts for entry in part.schema.entries}) == sum(
+        len(part.schema.entries) for part in split.parts
+    )
+
+
+def test_asynchronous_schedules_keep_tied_weights_together() -> None:
+    """A stage of PipeDream goes on before the owner has all gradients of a step."""
+    with pytest.raises(ConfigurationError, match=r"at most 1 chunks, .* because embedding and embedding#2 share weigh"):
+        make_split(job(), 0, Partition.parse("pipeline(2, pipedream)"))
