@@ -63,6 +63,8 @@ class StageProgram(PartProgram):
 
     _ways = 1
     """Number of parts of a stage (W)."""
+    _borrowed = 0
+    """Number of parameters (B) that the stage computes with and another stage trains; they follow the stage's own."""
 
     def __init__(
         self,
@@ -112,7 +114,13 @@ class StageProgram(PartProgram):
 
     def requested(self, params: FlatArray) -> None:
         """Store the worker's parameters (K,) as the next version when the strategy requests a gradient."""
-        self._versions[self._requests] = params.copy()
+        if self._schedule.synchronous and self._versions:  # no pass uses the version before
+            (held,) = self._versions.values()
+            self._versions.clear()
+        else:
+            held = np.empty(len(params) + self._borrowed, params.dtype)
+        held[: len(params)] = params
+        self._versions[self._requests] = held
         self._requests += 1
 
     async def program(self) -> None:
@@ -125,7 +133,6 @@ class StageProgram(PartProgram):
                 self._randoms.pop(work.step, None)
                 await self._end_step(work.step)
                 await resumed(NeedRequest())
-                self.gradient[:] = 0
                 self.loss = 0.0
                 await self._begin_step()
                 continue
@@ -138,6 +145,7 @@ class StageProgram(PartProgram):
 
     async def _begin_step(self) -> None:
         """Do what a stage does at a new version of its weights, before any pass that uses it."""
+        self.gradient[:] = 0
 
     async def _end_step(self, step: int) -> None:
         """Complete the gradient of a step, after all its passes."""
@@ -267,18 +275,12 @@ class PipelineStage(StageProgram):
     ):
         """Create a stage, with the arguments of any stage; `ties`: the parameters that several stages compute with."""
         super().__init__(rank, number, pipeline, part, steps, batch, send, random, taken)
-        self._part = part
+        self._part, self._borrowed = part, part.borrowed
         self._lends = [(one, tie) for one, tie in enumerate(ties) if tie.owner == number]
         self._borrows = [(one, tie) for one, tie in enumerate(ties) if tie.user == number]
         self._slope = np.zeros(part.schema.size + part.borrowed, part.schema.dtype)
         """Gradient (K + B,) of what this stage computes with."""
         self.gradient = self._slope[: part.schema.size]
-
-    def requested(self, params: FlatArray) -> None:
-        super().requested(params)
-        if self._part.borrowed:
-            latest = self.versions[-1]
-            self._versions[latest] = np.concatenate([params, np.zeros(self._part.borrowed, params.dtype)])
 
     async def _begin_step(self) -> None:
         """Lend this stage's tied parameters, and borrow those of other stages."""

@@ -89,6 +89,7 @@ class TensorWay(StageProgram):
         """Version of the weights → the parameters that every way computes with, as each way holds some of them."""
 
     async def _begin_step(self) -> None:
+        await super()._begin_step()
         version = self.versions[-1]
         copied: list[FlatArray] = []
         if self._part.copies:

@@ -1,4 +1,4 @@
-"""Calls a torch module with other parameters and buffers than the module's own."""
+"""Calls of a torch module with other parameters and buffers than its own."""
 
 from __future__ import annotations
 
@@ -6,21 +6,43 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.func import functional_call
+
+
+class Substituted:
+    """A torch module that is called with other parameters and buffers than its own."""
+
+    def __init__(self, module: torch.nn.Module):
+        """Find the places of the tensors of `module`, which stay the same from call to call."""
+        self._module = module
+        first: dict[int, str] = {}
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        """Table of a module inside, key in the table, and name in `module` of the tensor there; a tied tensor has its
+        first name.
+        """
+        for path, owner in module.named_modules():
+            for table in (owner._parameters, owner._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        name = first.setdefault(id(tensor), f"{path}.{key}" if path else key)
+                        self._places.append((table, key, name))
+
+    def __call__(self, values: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> Any:
+        """Return the outputs with `values` in place of the parameters and buffers of these names.
+
+        A tied tensor has its value under its first name. The module itself is unchanged afterwards, also one in which a
+        module appears twice.
+        """
+        before = [(table, key, table[key]) for table, key, name in self._places if name in values]
+        try:
+            for table, key, name in self._places:
+                if name in values:
+                    table[key] = values[name]
+            return self._module(inputs)
+        finally:
+            for table, key, tensor in before:
+                table[key] = tensor
 
 
 def called(module: torch.nn.Module, values: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> Any:
-    """Return the module's outputs with `values` in place of the parameters and buffers of these names.
-
-    The value of a tied tensor is given under its first name. Afterwards the module is unchanged, even if it contains a
-    module twice; torch's `tie_weights` would exchange the tensors of such a module twice and restore the wrong tensors.
-    """
-    first: dict[int, str] = {}
-    given: dict[str, torch.Tensor] = {}
-    for path, owner in module.named_modules():
-        for own in (owner.named_parameters, owner.named_buffers):
-            for name, tensor in own(path, recurse=False, remove_duplicate=False):
-                source = first.setdefault(id(tensor), name)
-                if source in values:
-                    given[name] = values[source]
-    return functional_call(module, given, (inputs,), tie_weights=False)
+    """Return the outputs of `module` with `values` in place of its parameters and buffers; see `Substituted`."""
+    return Substituted(module)(values, inputs)

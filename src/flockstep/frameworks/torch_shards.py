@@ -19,7 +19,6 @@ from flockstep.frameworks.stages import MicroBatch, ModelPart, PipelineModel
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_chain import places_of
 from flockstep.frameworks.torch_stages import (
-    Chunk,
     PartsEngine,
     TorchPart,
     cut_chain,
@@ -36,10 +35,14 @@ from flockstep.partitions.sharded import Sharded
 class TorchUnit(TorchPart):
     """Some layers of a torch module whose parameters take memory only while a pass over the layers is computed."""
 
-    def _weights(self, chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
+    def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
         """Tensors with memory of their own, which `release` can free."""
-        places = self._places(chunk, flat, typed=True)
+        places = self._places(chunk, as_tensor(params))
         return [view.detach().to(dtype, copy=True).requires_grad_() for view, dtype in places]
+
+    def _completes(self, chunk: int, batch: MicroBatch) -> bool:
+        """Return true: the gradient of a unit travels behind the pass."""
+        return True
 
     def release(self, chunk: int, batch: MicroBatch) -> None:
         """Free the memory of the weights, to which the graph of autograd refers, as `fully_shard` does."""
@@ -49,7 +52,7 @@ class TorchUnit(TorchPart):
     def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
         """Fill the weights again; autograd counts no change, because the values are the same."""
         weights = self._kept[self._key(chunk, batch)].weights
-        places = self._places(self._chunks[chunk], as_tensor(params), typed=True)
+        places = self._places(chunk, as_tensor(params))
         for weight, (place, _) in zip(weights, places, strict=True):
             weight.untyped_storage().resize_(weight.nbytes)
             weight.data.copy_(place)

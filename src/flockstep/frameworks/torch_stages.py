@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,8 @@ from flockstep.errors import ConfigurationError, in_short
 from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel, Tie
 from flockstep.frameworks.torch import Tensors, TorchEngine
-from flockstep.frameworks.torch_call import called
+from flockstep.frameworks.torch_accumulation import AddedTogether, WeightGradient, fusible
+from flockstep.frameworks.torch_call import Substituted
 from flockstep.frameworks.torch_chain import ChainLayer, chain_of, chunks_of, is_chain, layers_within
 from flockstep.frameworks.torch_flat import native
 from flockstep.frameworks.torch_job import sample_facts
@@ -34,6 +35,8 @@ from flockstep.frameworks.torch_trace import traced_chain
 from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 
+ROUNDING = 1e-6
+"""Largest error of the sum of the shares of all micro-batches in a batch."""
 FLOATS = (torch.float16, torch.float32, torch.float64)
 """Dtypes of activations that stages can send each other."""
 TRIAL_BATCHES = 16
@@ -168,6 +171,8 @@ def _assembled(
     entries, dtype = {entry.name: entry for entry in whole.schema.entries}, whole.schema.dtype
     schema = Schema.of({n: entries[n].shape for n in names}, {n: entries[n].dtype or dtype for n in names})
     engine = PartsEngine(whole, schema, [name for part in buffers for name in part])
+    passes = pipeline.schedule.passes(0, pipeline.stages, pipeline.microbatches, 1)
+    whole_backward = not any(work.kind == "input_backward" for work in passes)
     parts = tuple(
         (make or TorchPart)(
             engine,
@@ -178,6 +183,7 @@ def _assembled(
             own[part],
             borrowed[part],
             buffers[part],
+            whole_backward,
         )
         for part in stages
     )
@@ -209,6 +215,9 @@ class Chunk:
     """Name in the model → name in `module`, for every parameter and buffer."""
     others: dict[str, torch.Tensor] = field(init=False)
     """Name in the model → tensor, for every frozen parameter and buffer."""
+    call: Substituted = field(init=False)
+    fusible: Sequence[nn.Module] = field(init=False)
+    """Layers whose backward passes can add the gradients of weights themselves."""
 
     def __post_init__(self) -> None:
         self.module = nn.Sequential(OrderedDict((f"at{i}", layer.module) for i, layer in enumerate(self.layers)))
@@ -223,6 +232,7 @@ class Chunk:
             for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
             if not tensor.requires_grad
         }
+        self.call, self.fusible = Substituted(self.module), fusible(self.module)
 
 
 @dataclass(eq=False)
@@ -245,6 +255,7 @@ class TorchPart(ModelPart):
         names: Sequence[str],
         borrowed: Sequence[str],
         buffers: Sequence[str],
+        whole_backward: bool,
     ):
         """Create a part.
 
@@ -254,6 +265,7 @@ class TorchPart(ModelPart):
             names: names in the model of the parameters that the part trains.
             borrowed: names of the parameters that it computes with and another part trains.
             buffers: names of the changing buffers of the part.
+            whole_backward: whether no backward pass is divided into the gradients of inputs and of weights.
         """
         entries = {entry.name: entry for entry in engine.schema.entries}
         dtype = engine.schema.dtype
@@ -273,7 +285,13 @@ class TorchPart(ModelPart):
         self.borrowed = offset - self.schema.size
         self.shares = [chunk.shares for chunk in chunks]
         self._engine = engine
-        self._chunks, self._buffers = chunks, buffers
+        self._chunks, self._buffers, self._whole_backward = chunks, buffers, whole_backward
+        self._leaves: dict[int, tuple[FlatArray, list[torch.Tensor]]] = {}
+        """Chunk → parameters (K + B,) of its last forward pass, and their tensors."""
+        self._sums: dict[tuple[int, int], list[WeightGradient]] = {}
+        """Replica and chunk → gradients of weights that are added together."""
+        self._shares: defaultdict[tuple[int, int], float] = defaultdict(float)
+        """Replica and chunk → share of a batch whose backward passes are complete."""
         self._kept: dict[tuple[int, int, int, int], ForwardPass] = {}
         self._others = {name: one for chunk in chunks for name, one in chunk.others.items()}
         self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in self._others.values())
@@ -323,7 +341,7 @@ class TorchPart(ModelPart):
         self, chunk: int, params: FlatArray, batch: MicroBatch, inputs: FlatArray | None
     ) -> tuple[FlatArray | None, float]:
         one, engine = self._chunks[chunk], self._engine
-        weights = self._weights(one, as_tensor(params))
+        weights = self._weights(chunk, params)
         if inputs is None:
             x = engine.whole.samples(batch.indices)[0]
         else:
@@ -331,18 +349,17 @@ class TorchPart(ModelPart):
         values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
         given = engine.constants | engine.buffers_of(batch.replica)
         others = {one.local[name]: tensor for name, tensor in given.items() if name in one.local}
-        with engine.stream(batch, one.number):
-            outputs = called(one.module, {**values, **others}, x)
+        with engine.stream(batch, one.number), self._adding(chunk, batch, weights):
+            outputs = one.call({**values, **others}, x)
         if one.last:
-            loss = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
-            self._kept[self._key(chunk, batch)] = ForwardPass(x if inputs is not None else None, loss, weights)
-            return None, float(loss.item())
-        self._kept[self._key(chunk, batch)] = ForwardPass(x if inputs is not None else None, outputs, weights)
-        return native(outputs.detach()), 0.0
+            outputs = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
+        begun = None if inputs is None else x
+        self._kept[self._key(chunk, batch)] = ForwardPass(begun, outputs, weights)
+        return (None, float(outputs.item())) if one.last else (native(outputs.detach()), 0.0)
 
     def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
         kept = self._kept.pop(self._key(chunk, batch))
-        self._add(chunk, kept, errors, out, [] if kept.inputs is None else [kept.inputs])
+        self._add(chunk, batch, kept, errors, out, [] if kept.inputs is None else [kept.inputs])
         if kept.inputs is None:
             return None
         return native(torch.zeros_like(kept.inputs) if kept.inputs.grad is None else kept.inputs.grad)
@@ -356,35 +373,73 @@ class TorchPart(ModelPart):
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         kept = self._kept.pop(self._key(chunk, batch))
-        self._add(chunk, kept, None if kept.errors is None else kept.errors.numpy(), out, [])
+        self._add(chunk, batch, kept, None if kept.errors is None else kept.errors.numpy(), out, [])
 
     def _add(
-        self, chunk: int, kept: ForwardPass, errors: FlatArray | None, out: FlatArray, below: Sequence[torch.Tensor]
+        self,
+        chunk: int,
+        batch: MicroBatch,
+        kept: ForwardPass,
+        errors: FlatArray | None,
+        out: FlatArray,
+        below: Sequence[torch.Tensor],
     ) -> None:
         """Add the gradient of the weights to `out` (K + B,), tensor by tensor, and that of `below` to its `grad`."""
         if not (wanted := [*below, *kept.weights]):
             return
-        places = [place for place, _ in self._places(self._chunks[chunk], as_tensor(out))]
+        places = [place for place, _ in self._places(chunk, as_tensor(out))]
         for place, weight in zip(places, kept.weights, strict=True):
             weight.grad = place if place.dtype == weight.dtype else None
+        sums = self._sums.get((batch.replica, chunk), ())
+        for one, weight in zip(sums, kept.weights, strict=False):
+            one.tensor = weight.grad
         given = None if errors is None else torch.from_numpy(errors.copy())
         torch.autograd.backward(kept.outputs, given, inputs=wanted)
         for place, weight in zip(places, kept.weights, strict=True):
             if weight.grad is not None and place.dtype != weight.dtype:
                 place.add_(weight.grad)
+        done = self._completes(chunk, batch)
+        for one in sums:
+            if done:
+                one.complete()
+            one.tensor = None
 
-    def _weights(self, chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors with which a chunk computes, from the parameters (K + B,) of the part."""
-        return [view.detach().to(dtype).requires_grad_() for view, dtype in self._places(chunk, flat, typed=True)]
+    def _adding(self, chunk: int, batch: MicroBatch, weights: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """A context in which the gradients of weights are added together for the micro-batches of a step."""
+        if not self._whole_backward:
+            return nullcontext()
+        sums = self._sums.setdefault((batch.replica, chunk), [WeightGradient() for _ in weights])
+        return AddedTogether(self._chunks[chunk].fusible, weights, sums)
 
-    def _places(self, chunk: Chunk, flat: torch.Tensor, typed: bool = False) -> list[tuple[torch.Tensor, torch.dtype]]:
+    def _completes(self, chunk: int, batch: MicroBatch) -> bool:
+        """Whether a backward pass is the last of its step, so that the gradient must be complete behind it."""
+        self._shares[batch.replica, chunk] += batch.share
+        if self._shares[batch.replica, chunk] < 1 - ROUNDING:
+            return False
+        del self._shares[batch.replica, chunk]
+        return True
+
+    def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
+        """The tensors with which a chunk computes, from the parameters (K + B,) of the part; they share the memory of
+        `params` if the dtypes are equal.
+        """
+        places = self._places(chunk, as_tensor(params))
+        if any(view.dtype != dtype for view, dtype in places):
+            return [view.detach().to(dtype).requires_grad_() for view, dtype in places]
+        if chunk not in self._leaves or self._leaves[chunk][0] is not params:
+            self._leaves[chunk] = params, [view.detach().requires_grad_() for view, _ in places]
+        return self._leaves[chunk][1]
+
+    def _places(self, chunk: int, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The tensors of a chunk's parameters inside a flat tensor (K + B,), and the dtype with which it computes."""
-        found = []
-        for name in chunk.names:
-            entry = self._places_of[name]
-            dtype = getattr(torch, entry.dtype or self.schema.dtype)
-            found.append((flat[entry.offset : entry.offset + entry.size].view(entry.shape), dtype))
-        return found
+        entries = [self._places_of[name] for name in self._chunks[chunk].names]
+        return [
+            (
+                flat[entry.offset : entry.offset + entry.size].view(entry.shape),
+                getattr(torch, entry.dtype or self.schema.dtype),
+            )
+            for entry in entries
+        ]
 
     @staticmethod
     def _key(chunk: int, batch: MicroBatch) -> tuple[int, int, int, int]:
