@@ -24,10 +24,10 @@ __all__ = ["FlockstepMixin", "FlockstepTrainer", "open_group"]
 
 
 class FlockstepMixin:
-    """What makes a strategy of flockstep coordinate a `Trainer`: `class Mine(FlockstepMixin, Seq2SeqTrainer)`.
+    """Mixin with which a strategy of flockstep coordinates a `Trainer`: `class Mine(FlockstepMixin, Seq2SeqTrainer)`.
 
     Call `open_group()` before the script makes its `TrainingArguments`. Evaluations and checkpoints use the common
-    model. `train` ends the run, after which every rank holds the result; each `train` is a run.
+    model. Each call of `train` is one run; after it, every rank holds the result.
     """
 
     accelerator: Any
@@ -64,7 +64,7 @@ class FlockstepMixin:
         return self._coordination[0].traits.delivery == "synchronous"
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, whose prepared optimizers the strategy coordinates."""
+        """Create the accelerator; the strategy coordinates the optimizers that it prepares."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = FlockstepAccelerator  # as the Trainer has configured it, with other methods
         self.accelerator.coordinate(*self._coordination)

@@ -173,7 +173,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     staleness_counts: dict[int, int]
     """Staleness → number of updates."""
     utilization: float | None
-    """Mean over the workers of computing ÷ (computing + waiting + communicating), in seconds."""
+    """Mean over the workers of seconds computing ÷ (seconds computing + waiting + communicating)."""
     divergence: float | None
     """Root mean square distance of the replicas from their mean at the last evaluation. If that is unknown: 0 if all
     workers ended with equal parameters, otherwise None.

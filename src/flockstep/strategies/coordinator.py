@@ -15,8 +15,8 @@ ARMIJO = 1e-4
 
 @dataclass
 class Portions:
-    """The portions of one evaluation: `waiting` to be assigned, `out` (assigned: portion → ranks), or done (in
-    `losses`).
+    """The portions of one evaluation, each waiting to be assigned (in `waiting`), assigned (in `out`: portion → ranks),
+    or done (in `losses`).
     """
 
     count: int
@@ -30,10 +30,11 @@ class Portions:
         self.waiting, self.out, self.losses = list(range(self.count)), {}, {}
 
     def hand_out(self, rank: int) -> int | None:
-        """Assign a portion to an idle worker, and return its number, or None if there is none.
+        """Assign a portion to an idle worker, and return the portion's number, or None if there is no portion to
+        assign.
 
-        The portion is the next waiting one. If none waits, it is the longest outstanding portion that at most `backups`
-        workers are computing, this worker not among them.
+        The first choice is the next waiting portion. If no portion waits, it is the portion assigned longest ago that
+        other workers compute, at most `backups` of them.
         """
         if self.waiting:
             portion = self.waiting.pop(0)
@@ -52,7 +53,7 @@ class Portions:
             self.losses[portion] = loss
 
     def lose(self, rank: int) -> None:
-        """Put back the portions that only the dead worker `rank` was computing."""
+        """Return the portions that only the dead worker `rank` was computing to the waiting portions."""
         for portion, ranks in list(self.out.items()):
             if rank in ranks:
                 ranks.remove(rank)
@@ -62,8 +63,8 @@ class Portions:
 
 
 class Report(Note, frozen=True):
-    """Note of a worker that requests work: the result of its last portion, or, on the first request, the work it may
-    do.
+    """Note of a worker that requests work: the result of its last portion, or, in the first request, how much work it
+    may do.
     """
 
     evaluation: int = 0
@@ -71,7 +72,7 @@ class Report(Note, frozen=True):
     loss: float = 0.0
     """Sum of the losses over the portion's samples."""
     budget: int | None = None
-    """Number of portions that the worker may compute; None in all but the first request."""
+    """Number of portions that the worker may compute; None in all requests but the first."""
     size: int = 0
     """Number of training samples in the portion."""
 
@@ -87,7 +88,7 @@ class PortionAssignment(Note, frozen=True):
 
 @dataclass
 class Coordinator:
-    """Runs the evaluations and the L-BFGS iteration on their losses and gradients."""
+    """Runs the evaluations, and the L-BFGS iteration that uses their losses and gradients."""
 
     portions: Portions
     history: int
@@ -106,7 +107,9 @@ class Coordinator:
     pairs: list[int] = field(default_factory=list)
 
     async def run(self, me: Server) -> None:
-        """Iterate until the workers' granted portions are spent, or no step along the direction decreases the loss."""
+        """Iterate until the workers have computed all portions granted to them, or no step along the direction
+        decreases the loss.
+        """
         self.granted, self.gone, self.idle = {}, set(), []
         while len(self.granted.keys() | self.gone) < me.cluster.workers:
             await self._hear(me)

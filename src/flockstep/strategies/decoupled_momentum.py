@@ -1,4 +1,4 @@
-"""DeMo: workers keep their momentum and exchange its largest components in the frequency domain."""
+"""DeMo: workers keep their momentum, and exchange the momentum's largest components in the frequency domain."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class DecoupledMomentumState:
-    """A worker's state: delta (K,), the part of its momentum that it has not sent."""
+    """A worker's state: delta (K,), the part of the worker's momentum that it has not sent."""
 
     delta: FlatArray
 
 
 @dataclass(frozen=True)
 class DecoupledMomentum(Strategy):
-    """DeMo, decoupled momentum (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3): exchanges large frequencies.
+    """DeMo, decoupled momentum (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3): workers exchange the largest
+    frequency components of their momentum.
 
     delta ← beta · delta + lr · g; q, the `k` largest coefficients of the DCT of every chunk × chunk block of delta, is
     subtracted from delta and gathered from all workers; w ← w - lr · sign(mean of the decoded q), with the job's

@@ -1,4 +1,4 @@
-"""Elastic averaging whose elasticity adapts to the rate of convergence."""
+"""Elastic averaging whose elastic rate adapts to the convergence of the loss."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class DeepSparkState:
-    """A worker's progress: alpha, the sum and number of the losses since the last exchange, and the mean loss of the
-    window before.
+    """A worker's progress: alpha, the sum and the number of losses since the last exchange, and the mean loss of the
+    previous window.
     """
 
     alpha: float
@@ -29,11 +29,11 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     """DeepSpark (Kim, Park, Jang & Yoon 2016): asynchronous elastic averaging that adapts alpha to convergence.
 
     This is a reconstruction: the paper says that alpha adapts; its formula was not available. At each exchange a worker
-    compares the mean loss of its steps since the last exchange with the mean loss of the window before, r = (before -
-    now) / before. If r > `improvement`, the worker converges and explores: alpha ← alpha / factor. Otherwise the worker
-    moves closer to the other workers: alpha ← alpha · factor. alpha starts at `alpha` and stays in [smallest, largest]
-    (by default `largest` is 1.8 / workers, at most 0.5 and at least `alpha`); with order `paper` alpha also stays
-    stable for the learning rate. With factor = 1 this is easgd.
+    compares the mean loss of its steps since the last exchange with the mean loss of the previous window, r = (before -
+    now) / before. If r > `improvement`, the worker converges, and explores more: alpha ← alpha / factor. Otherwise the
+    worker moves closer to the other workers: alpha ← alpha · factor. alpha starts at `alpha` and stays in [smallest,
+    largest] (by default `largest` is 1.8 / workers, at most 0.5 and at least `alpha`); with order `paper` alpha also
+    stays stable for the learning rate. With factor = 1 the strategy equals easgd.
     """
 
     alpha: float = field(default=0.1, metadata=searched(0.02, 0.5, whole=False))
@@ -72,7 +72,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     def ceiling(self, workers: int, lr: float) -> float:
         """Return the upper bound of alpha.
 
-        The bound is at least the initial alpha, unless that alpha is unstable for the learning rate.
+        The bound is at least the initial alpha, except if the initial alpha is unstable for the learning rate.
         """
         largest = max(self.alpha, min(0.5, 1.8 / workers)) if self.largest is None else self.largest
         return min(largest, largest_stable(lr)) if self.order == "paper" else largest

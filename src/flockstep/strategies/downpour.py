@@ -1,4 +1,4 @@
-"""Downpour SGD: workers step on their own, push accumulated gradients, and fetch parameters from time to time."""
+"""Downpour SGD: workers step independently, push accumulated gradients, and fetch parameters from time to time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flockstep.strategies.server_updates.plain import Plain
 
 @dataclass
 class DownpourServerState:
-    """A server's state: the memory of its rule, and the key lists of each worker."""
+    """A server's state: the memory of its update rule, and the key lists of each worker."""
 
     update_state: Any
     inboxes: dict[int, Inbox]
@@ -35,7 +35,8 @@ class DownpourState:
     """A Downpour worker's state between steps."""
 
     seen: list[int]
-    """For each shard, the version of the worker's parameters: the version fetched plus the worker's own pushes since.
+    """For each shard, the version of the worker's parameters: the fetched version plus the worker's own pushes since
+    then.
     """
     since: list[int]
     """For each shard, the version of the worker's parameters when the first of the accumulated gradients was
@@ -56,19 +57,19 @@ class DownpourState:
             self.flying[shard] += 1
 
     def place(self, me: Worker, shard: int, fetched: Message) -> None:
-        """Replace the shard's slice of the replica by the fetched parameters."""
+        """Replace the shard's slice of the replica with the fetched parameters."""
         me.params[slices(len(me.params), len(self.seen))[shard]] = fetched.payload
         self.seen[shard] = fetched.note.version + self.flying.pop(shard, 0)
 
     async def collect(self, me: Worker, wait: bool) -> None:
-        """Store the parameters that have arrived; if `wait`, wait for all fetches in transit."""
+        """Store the parameters that have arrived; if `wait`, first wait for all fetches in transit."""
         for message in me.arrived("parameters"):
             self.fetched[server(message.source)] = message  # the same formula maps an index to an address and back
         for shard in [shard for shard in self.flying if wait and shard not in self.fetched]:
             self.fetched[shard] = await me.receive("parameters", server(shard))
 
     async def take(self, me: Worker, wait: bool) -> None:
-        """Replace the slices of the replica whose parameters have arrived; if `wait`, wait for all fetches in
+        """Replace those slices of the replica whose parameters have arrived; if `wait`, first wait for all fetches in
         transit.
         """
         await self.collect(me, wait)
@@ -97,11 +98,11 @@ class Downpour(Strategy):
 
     A fetch travels while the worker computes the next gradients, as in the paper. The fetched parameters replace the
     replica before the next step after their arrival, even if some gradients are not pushed yet; the next fetch starts
-    when the previous one has arrived. With overlap=False the worker waits for each fetch: with n_push = n_fetch = 1
-    this is `asgd`, with half the staleness.
+    when the previous one has arrived. With overlap=False the worker waits for each fetch; with n_push = n_fetch = 1,
+    the strategy then equals `asgd`, and has half the staleness.
 
-    Staleness counts the updates by other workers since the first of the accumulated gradients was computed. `replicas`:
-    number of backups of each server, one of which takes the place of a server that dies.
+    Staleness counts the updates by other workers since the first of the accumulated gradients was computed. `replicas`
+    is the number of backups of each server, one of which takes the place of a server that dies.
     """
 
     notes: ClassVar[Notes] = {
@@ -179,7 +180,9 @@ class Downpour(Strategy):
                 state.flying = dict.fromkeys(range(self.shards), 0)
 
     async def finish(self, me: Worker) -> None:
-        """Receive the fetches in transit, then push the accumulated gradients and the entries that filters withheld."""
+        """Receive the fetches in transit, then push the accumulated gradients and the entries that filters have
+        withheld.
+        """
         state: DownpourState = me.state
         await state.collect(me, wait=True)
         if state.count or any(outbox.pending is not None for outbox in state.outboxes):

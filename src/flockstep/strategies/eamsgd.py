@@ -1,4 +1,4 @@
-"""Elastic averaging whose replicas each have their own Nesterov momentum."""
+"""Elastic averaging in which each replica has its own Nesterov momentum."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class Gathered:
-    """The server's state: rank → the parameters received since the center last moved."""
+    """The server's state: rank → parameters received since the center last moved."""
 
     here: dict[int, FlatArray] = field(default_factory=dict)
 
@@ -24,13 +24,14 @@ class Gathered:
 @dataclass(frozen=True)
 class SynchronousElasticAveraging(Strategy):
     """Synchronous EASGD (Zhang, Choromanska & LeCun 2015, equations 5 and 6): all replicas exchange with a center at
-    once.
+    the same time.
 
     w_i ← w_i - lr g_i - alpha (w_i - center) and center ← (1 - beta) center + beta mean_i w_i, beta = p alpha, where
     every right-hand side is of time t (Jacobi). A dedicated server holds the center and computes center ← center +
-    sum_i alpha (w_i - center), so that the center moves by exactly what the workers give up. A worker sends w_i and
-    computes its gradient while the server returns the center: 2 K elements per exchange and worker. Exchanges take
-    place every `period` steps; in between, each worker steps alone. `replicas`: number of backups of the server.
+    sum_i alpha (w_i - center), so that the center moves by exactly the sum of what the workers subtract. A worker sends
+    w_i and computes its gradient while the server returns the center: 2 K elements per exchange and worker. Exchanges
+    take place every `period` steps; in between, each worker steps alone. `replicas` is the number of backups of the
+    server.
     """
 
     period: int = field(default=1, metadata=searched(1, 128))
@@ -54,7 +55,7 @@ class SynchronousElasticAveraging(Strategy):
     servers = 1
 
     def check(self, workers: int) -> None:
-        """Check that beta = p alpha is at most 1; beyond 1 the center overshoots the mean.
+        """Check that beta = p alpha is at most 1; above 1, the center would overshoot the mean.
 
         Raises:
             ConfigurationError: beta exceeds 1.

@@ -1,4 +1,4 @@
-"""Asynchronous elastic averaging: replicas train on their own, tied to a center by an elastic force."""
+"""Asynchronous elastic averaging: replicas train independently, and an elastic force ties them to a center."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ElasticAveraging(Strategy):
     """Asynchronous EASGD (Zhang, Choromanska & LeCun 2015, algorithm 1): replicas are pulled toward a center.
 
     Every `period` (tau) steps worker i pulls the center, moves by -delta and pushes delta = alpha (w_i - center), which
-    the server adds to the center, so an exchange conserves w_i + center. The sources disagree on the point whose
-    gradient is used. Order `survey` (Langer et al. 2020, figure 10) takes the gradient after the elastic move; on the
-    quadratic w²/2 with round-robin exchanges it is stable for every alpha in (0, 1/2] and eta < 2. Order `paper`, that
-    of the authors' code, takes the gradient before the elastic move and moves after the gradient step; it is stable up
-    to alpha = (4 - 2 eta) / (4 - eta).
+    the server adds to the center, so an exchange conserves w_i + center. The sources disagree on the parameters at
+    which the gradient is computed. Order `survey` (Langer et al. 2020, figure 10) takes the gradient after the elastic
+    move; on the quadratic w²/2 with round-robin exchanges it is stable for every alpha in (0, 1/2] and eta < 2. Order
+    `paper`, which the authors' code has, takes the gradient before the elastic move and moves after the gradient step;
+    it is stable up to alpha = (4 - 2 eta) / (4 - eta).
 
     With `beta` the center moves by beta (w_i - center) instead (the general form of Langer et al. 2020, equations 1 and
-    2, with alpha >= beta): an exchange then conserves beta w_i + alpha center. `replicas`: number of backups of the
-    server, one of which takes its place if it dies.
+    2, with alpha >= beta): an exchange then conserves beta w_i + alpha center. `replicas` is the number of backups of
+    the server, one of which takes its place if it dies.
     """
 
     period: int = field(default=10, metadata=searched(1, 128))
@@ -67,7 +67,7 @@ class ElasticAveraging(Strategy):
                 me.params -= delta
 
     async def exchange(self, me: Worker) -> FlatArray:
-        """Pull the center and push the center's move; return delta (K,), by which the worker has yet to move."""
+        """Pull the center and push the center's move; return delta (K,), by which the worker must still move."""
         center = await me.request(MASTER, "pull")
         apart: FlatArray = me.params - center
         delta: FlatArray = self.elasticity(me) * apart
@@ -94,7 +94,8 @@ class ElasticAveraging(Strategy):
 
 
 def largest_stable(lr: float) -> float:
-    """Return the largest alpha >= 0 for which order `paper` is stable on w²/2, round-robin, with any number of workers.
+    """Return the largest alpha >= 0 for which order `paper` is stable on the quadratic w²/2 with round-robin exchanges
+    of any number of workers.
 
     The bound is (4 - 2 eta) / (4 - eta) (Zhang, Choromanska & LeCun 2015, section 3.2).
 

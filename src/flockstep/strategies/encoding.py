@@ -1,4 +1,4 @@
-"""How strategies use a codec, identically at the sender and the receiver, for given tensors and a given step."""
+"""Uses of a codec in strategies, identical at sender and receiver, for given tensors and a given step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.nodes import Node
 
 
 def codecs_of(part: Any) -> list[Codec]:
-    """The codecs among the parts of a component."""
+    """Return the codecs among the parts of a component."""
     if part is None:
         return []
     inner = [value for value in vars(part).values() if hasattr(value, "noun")]
@@ -27,7 +27,8 @@ def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = N
 
     Args:
         part: the slice; None for the whole array.
-        step: the node's number of gradients, the newest included; None for now. Codecs count the steps of a run from 0.
+        step: number of the node's gradients, including the newest; None for the current number. Codecs count the steps
+            of a run from 0.
     """
     count = me.before + (me.step if step is None else step)
     return bound_codec(codec, feedback, me.shapes(part), max(0, count - 1))
@@ -45,6 +46,6 @@ def encoded(
 
 
 def decoded(me: Node, codec: Codec, feedback: Feedback, message: Message) -> FlatArray:
-    """Return the array that a message contains, which its sender has `encoded` for the whole of this node's array."""
+    """Return the array that a message contains; its sender used `encoded` on the whole of this node's array."""
     chosen = codec_for(me, codec, feedback, step=message.step)
     return chosen.decode(message.payload, len(me.params), name_of(me.params))

@@ -1,4 +1,4 @@
-"""An asynchronous parameter server whose epochs end before the slowest workers are done."""
+"""An asynchronous parameter server whose epochs may end before the slowest workers have finished."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flockstep.strategies.server_updates.plain import Plain
 
 
 class EpochBatch(Pushed, frozen=True):
-    """Note sent with a gradient: also its epoch, the number of the worker's batches in the epoch, and the batch's
-    number.
+    """Note sent with a gradient: its epoch, the number of the worker's batches in the epoch, and the number of the
+    batch.
     """
 
     epoch: int
@@ -36,7 +36,9 @@ class Current(Note, frozen=True):
 
 @dataclass
 class Reader:
-    """A worker's state: its epoch, the number of its batches used in the epoch, and the version of its parameters."""
+    """A worker's state: its epoch, the number of batches it has used in the epoch, and the version of its
+    parameters.
+    """
 
     epoch: int = 0
     turn: int = 0
@@ -45,9 +47,7 @@ class Reader:
 
 @dataclass
 class EpochServerState:
-    """The server's state: the epoch, the number of the epoch's gradients received, and the pushes to answer at
-    its end.
-    """
+    """The server's state: the epoch, the number of gradients received in it, and the pushes to answer at its end."""
 
     update_state: Any
     live: int
@@ -63,8 +63,8 @@ class EpochServer(Strategy):
     In an epoch each worker has `length` batches, and then waits for the end of the epoch. The epoch ends as soon as the
     fraction `share` of all workers' batches has been applied; the remaining batches of slow workers are skipped. A
     gradient in transit at the end of its epoch is still applied, but does not count for the next epoch. With share = 1
-    the epoch ends when all workers are done. If workers die, the epoch ends when all live workers are waiting.
-    `replicas`: number of backups of the server.
+    the epoch ends when all workers have finished. If workers die, the epoch ends when all live workers are waiting.
+    `replicas` is the number of backups of the server.
     """
 
     notes: ClassVar[Notes] = {"push": EpochBatch, "reply to push": Current}

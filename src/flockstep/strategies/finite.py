@@ -1,4 +1,4 @@
-"""Checks of gradients and messages: what is not finite, or too large, is refused before it reaches others."""
+"""Checks gradients and messages, and refuses those that are not finite or too large before they reach other nodes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flockstep.strategies.base import Strategy
 def bad_gradient(
     node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None, packed: bool = False
 ) -> str | None:
-    """Return why the elements from `start` to `stop` of a worker's own gradient are refused; None if they are not.
+    """Return why the elements from `start` to `stop` of a worker's own gradient are refused; None if they are accepted.
 
-    `packed`: the array holds factors, whose norm is not that of the gradient.
+    `packed` says that the array holds factors, whose norm is not the norm of the gradient.
     """
     part, most = gradient[start:stop], None if packed else node.bad_gradients.max_norm
     if most is not None and norm_of(part) <= most:  # every element is finite, too
@@ -49,7 +49,7 @@ def accepted(node: Node, message: Message, gradient: FlatArray) -> FlatArray:
     """Return the gradient that a worker has sent, or zeros in its place if it is not finite or too large.
 
     Raises:
-        Diverged: the gradient is refused, and bad gradients end the run.
+        Diverged: the gradient is refused, and the settings say that a bad gradient ends the run.
     """
     most = node.bad_gradients.max_norm
     if most is not None and norm_of(gradient) <= most:  # every element is finite, too
@@ -95,7 +95,7 @@ def _tensor(schema: Schema | None, place: int) -> str:
 
 
 def require_skippable(strategy: Strategy, bad_gradients: BadGradients, workers: int) -> None:
-    """Raise `CompositionError` if zeros cannot stand for a gradient, or if a worker in quarantine would end the run."""
+    """Raise `CompositionError` if zeros cannot replace a gradient, or if quarantining a worker would end the run."""
     if bad_gradients.action != "stop" and strategy.traits.curvature:
         raise CompositionError(
             f"{strategy} searches with the losses and gradients of all workers, of which none may be left out; use "

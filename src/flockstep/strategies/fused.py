@@ -1,4 +1,4 @@
-"""All-reduce of the tensors that are complete on all workers, fused into one buffer."""
+"""All-reduce of the tensors that are complete on all workers, joined in one buffer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 class TensorReady(Note, frozen=True):
-    """Note to worker 0: the index of a tensor that is complete, or None if worker 0 has finished a buffer."""
+    """Note to worker 0: the index of a tensor whose gradient is complete, or None if the sender has finished a
+    buffer.
+    """
 
     tensor: int | None
 
@@ -36,11 +38,11 @@ class Fused(Strategy):
     """Synchronous SGD with tensor fusion (Horovod: Sergeev & Del Balso 2018, section 4).
 
     A worker tells worker 0 about each tensor whose gradient is complete. Whenever no reduction is running, worker 0
-    tells all workers which tensors are complete on every worker, up to `fusion` megabytes (a larger tensor travels
-    alone); the workers copy these into one buffer, average it and copy it back. So the order is the same on all
-    workers, whatever the order in which the backward pass completes tensors on each. The original looks for complete
-    tensors every few milliseconds instead of whenever the last buffer is done. In separate processes all tensors are
-    complete at once, after the backward pass.
+    tells all workers which tensors are complete on every worker, up to `fusion` megabytes (a larger tensor is sent
+    alone); the workers copy these tensors into one buffer, average the buffer, and copy the result back. So the order
+    is the same on all workers, even if the backward passes complete tensors in different orders. Horovod looks for
+    complete tensors every few milliseconds, instead of whenever the last buffer is done. In separate processes, all
+    tensors are complete at the same time, after the backward pass.
     """
 
     notes: ClassVar[Notes] = {"ready/lead": TensorReady, "go/follow": NextTensors}

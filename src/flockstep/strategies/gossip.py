@@ -24,7 +24,7 @@ TOTAL_MASS = 1 << 60
 
 
 class GossipedModel(Note, frozen=True):
-    """Note sent with a model: its mass, and its number among the sender's models."""
+    """Note sent with a model: the mass of the model, and its number among the sender's models."""
 
     mass: int
     number: int
@@ -37,8 +37,8 @@ class Have(Note, frozen=True):
 
 
 class Peers(Note, frozen=True):
-    """Note with a set of ranks: the workers that a worker has sent messages to, or the workers that messages may come
-    from.
+    """Note with a set of ranks: workers to which a worker has sent messages, or workers from which messages may
+    come.
     """
 
     ranks: tuple[int, ...]
@@ -46,7 +46,7 @@ class Peers(Note, frozen=True):
 
 @dataclass(eq=False)
 class UnacknowledgedModel:
-    """A model sent to a peer that has not acknowledged it yet."""
+    """A model that was sent to a peer which has not acknowledged it yet."""
 
     peer: int
     number: int
@@ -56,20 +56,20 @@ class UnacknowledgedModel:
 
 @dataclass
 class GossipState:
-    """The worker's share of the mass (alpha_i · 2^60 in the paper's symbols)."""
+    """The worker's share of the mass, as an integer (alpha_i · 2^60 in the paper's symbols)."""
 
     mass: int
     sent: int = 0
-    """Number of models sent so far; the next model's number follows it."""
+    """Number of models sent so far, which is the number of the last model sent."""
     unacknowledged: list[UnacknowledgedModel] = field(default_factory=list)
     returned: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(peer, number) → mass of a model that was taken back from a dead peer."""
+    """(peer, number) → mass of a model that was sent to a peer that died, and then taken back."""
     surplus: int = 0
-    """Mass that was taken back although it had arrived at its receiver; the worker still has to subtract this mass from
+    """Mass that was taken back although it had arrived at its receiver; the worker must still subtract this mass from
     its own.
     """
     receivers: set[int] = field(default_factory=set)
-    """Ranks of the peers that this worker has sent messages to."""
+    """Ranks of the peers to which this worker has sent messages."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Gossip(Strategy):
     transit, always sum to one. A dead worker's mass is lost, and so is the mass in a lost message.
 
     With `acknowledged`, which the paper does not have, a receiver acknowledges each model, and the sender keeps a copy
-    until then. The sender averages the copy back in if the receiver dies or acknowledges a later model. Then only the
-    mass held by dead workers is lost, and that in the last lost message to each peer. If the report of a death arrives
-    before an acknowledgement, the mass counts twice until the acknowledgement arrives, and is then given up.
+    until then. The sender averages the copy back in if the receiver dies or acknowledges a later model. Then the only
+    lost mass is that of dead workers, and that in the last lost message to each peer. If the report of a death arrives
+    before an acknowledgement, the mass counts twice until the acknowledgement arrives and the sender subtracts it.
 
-    At the end a worker notifies only the peers it has sent messages to. Worker 0 collects these sets from all other
-    workers, and tells each worker which peers may still send it messages: about 2 n messages, instead of n² for
-    notifying all. If worker 0 is lost, the workers that it has not notified ask every peer.
+    At the end a worker notifies only the peers to which it has sent messages. Worker 0 collects these sets from all
+    other workers, and tells each worker which peers may still send it messages: this takes about 2 n messages, whereas
+    notifying every peer would take n². If worker 0 is lost, each worker that it has not notified asks every peer.
     """
 
     notes: ClassVar[Notes] = {"model": GossipedModel, "have": Have, "receivers": Peers, "senders": Peers}
@@ -112,7 +112,7 @@ class Gossip(Strategy):
         return former.params, former.state.mass / TOTAL_MASS
 
     def worker_state(self, me: Worker) -> GossipState:
-        """Return equal masses; the units left over by the division go to the first ranks."""
+        """Return states with equal masses; the units left over by the division go to the first ranks."""
         share, rest = divmod(TOTAL_MASS, me.workers)
         return GossipState(share + (me.rank < rest))
 
@@ -143,7 +143,7 @@ class Gossip(Strategy):
                 me.send(peer, "model", me.params, GossipedModel(half, state.sent))
 
     async def finish(self, me: Worker) -> None:
-        """Absorb the models still in transit, until all peers that may send one have finished."""
+        """Absorb the models still in transit, until all peers that may still send a model have finished."""
         me.background("end", answers(me))
         me.send_all(sorted(me.state.receivers), "end")  # not a goodbye: the others must still learn of a death after it
         if me.rank != COLLECTOR:
@@ -175,7 +175,9 @@ class Gossip(Strategy):
 
 
 async def answers(me: Worker) -> None:
-    """Tell each peer that asks that this worker sends it no more models; continues after the worker has finished."""
+    """Tell each peer that asks that this worker sends it no more models; the task continues after the worker has
+    finished.
+    """
     while True:
         me.send((await me.receive("ask")).source, "end")
 
@@ -224,7 +226,9 @@ def absorb(me: Worker, state: GossipState, message: Message) -> None:
 
 
 def add(me: Worker, state: GossipState, mass: int, model: FlatArray) -> None:
-    """Average by mass: w_i ← (alpha_i w_i + alpha_j w_j) / (alpha_i + alpha_j); alpha_i ← alpha_i + alpha_j."""
+    """Average the two models by mass: w_i ← (alpha_i w_i + alpha_j w_j) / (alpha_i + alpha_j); alpha_i ← alpha_i +
+    alpha_j.
+    """
     total = state.mass + mass
     me.params *= state.mass / total
     me.params += (mass / total) * model

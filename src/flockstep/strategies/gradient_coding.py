@@ -1,4 +1,6 @@
-"""Gradient coding: redundant gradients, coded so that any n - s of n workers give the exact sum."""
+"""Gradient coding: workers compute redundant gradients, coded so that any n - s of n workers determine the exact
+sum.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Code = npt.NDArray[np.float64]
 
 
 class Coded(Note, frozen=True):
-    """Note sent with a coded gradient: its step, and the learning rate."""
+    """Note sent with a coded gradient: the step, and the learning rate."""
 
     turn: int
     lr: float
@@ -41,12 +43,11 @@ class GradientCoding(Strategy):
     """Gradient coding (Tandon, Lei, Dimakis & Karampatziakis 2017), against `s` stragglers or deaths.
 
     The data is divided into n blocks. Worker i computes the gradients of s + 1 blocks and sends one coded sum. The
-    server decodes the exact mean from the first n - s sums that arrive, steps, and sends the parameters to all workers,
-    whereupon the stragglers cancel their gradients. `fractional` (n a multiple of s + 1): groups of s + 1 workers hold
-    the same blocks and send their plain sum, so that the result does not depend, in any bit, on which workers are late.
-    `cyclic` (any n): worker i holds blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero
-    (the paper's algorithm 2).
-    `replicas`: number of backups of the server.
+    server decodes the exact mean from the first n - s sums that arrive, steps, and sends the parameters to all workers;
+    the stragglers then cancel their gradients. With `fractional` (n a multiple of s + 1), groups of s + 1 workers hold
+    the same blocks and send their plain sum, so that no bit of the result depends on which workers are late. With
+    `cyclic` (any n), worker i holds blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero
+    (the paper's algorithm 2). `replicas` is the number of backups of the server.
     """
 
     notes: ClassVar[Notes] = {"coded": Coded}
@@ -62,8 +63,8 @@ class GradientCoding(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: synchronous delivery; up to s workers may die, because s other workers hold each of their blocks
-        of data.
+        """The traits: synchronous delivery; up to s workers may die, because each block of data is held by s + 1
+        workers.
         """
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
         return Traits(
@@ -96,8 +97,8 @@ class GradientCoding(Strategy):
         return Round()
 
     async def worker(self, me: Worker) -> None:
-        """Compute the worker's blocks, send the coded sum, receive the parameters; cancel when newer parameters arrive
-        first.
+        """Compute the worker's blocks, send the coded sum, and receive the parameters; cancel the gradients when newer
+        parameters arrive first.
         """
         row = code(self.scheme, me.workers, self.s)[me.rank]
         blocks = [int(j) for j in np.flatnonzero(row)]
@@ -116,7 +117,9 @@ class GradientCoding(Strategy):
             me.params[:] = got.payload
 
     async def master(self, me: Server) -> None:
-        """Decode from the first n - s coded gradients of a step, step, send the parameters; drop the rest."""
+        """Decode the gradient from the first n - s coded gradients of a step, take the step, and send the parameters;
+        drop later gradients.
+        """
         state: Round = me.state
         n, s = me.cluster.workers, min(self.s, me.cluster.workers - 1)
         async for message in me.messages():
@@ -145,7 +148,7 @@ class GradientCoding(Strategy):
 
 @lru_cache(maxsize=32)
 def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
-    """Return the n × n matrix B: worker i sends Σ_j B[i, j] g_j over its s + 1 blocks j."""
+    """Return the n × n code matrix B: worker i sends Σ_j B[i, j] g_j over its s + 1 blocks j."""
     s = min(s, n - 1)
     if scheme == "fractional":
         return np.kron(np.eye(n // (s + 1)), np.ones((s + 1, s + 1))).astype(np.float64)
@@ -161,7 +164,7 @@ def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
 
 @lru_cache(maxsize=4096)
 def decoder(scheme: Literal["cyclic", "fractional"], n: int, s: int, survivors: Sequence[int]) -> tuple[float, ...]:
-    """Return the weights a with Σ_i a_i B[i] = (1, …, 1), one for each survivor, in their order.
+    """Return the weights a, one for each survivor in order, with Σ_i a_i B[i] = (1, …, 1).
 
     Raises:
         PeerLost: fewer than n - s workers survive.

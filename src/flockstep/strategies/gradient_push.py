@@ -26,7 +26,7 @@ UNIT = 1 << 48
 
 
 class Mass(Note, frozen=True):
-    """Note sent with a fraction of x: the same fraction of omega · 2^48."""
+    """Note sent with a fraction of x: the same fraction of the mass omega, times 2^48."""
 
     mass: int
 
@@ -40,9 +40,10 @@ class PushSumState:
     mass: int = UNIT
     """The worker's mass omega, times 2^48."""
     sent: int = 0
-    """Number of exchanges that this worker has started."""
+    """Number of exchanges that this worker has begun."""
     rounds: int = 0
-    """Number of exchanges whose messages this worker has received: `sent`, or one less while an exchange is in flight.
+    """Number of exchanges whose messages this worker has received: `sent`, or one less while an exchange is in
+    transit.
     """
 
 
@@ -52,14 +53,14 @@ class GradientPush(Strategy):
 
     x_i ← x_i - η g_i(z_i); send (p_ji x_i, p_ji omega_i) to the out-neighbors j of i; sum the received pairs; z_i = x_i
     / omega_i. P is column-stochastic: the sums of x and of omega over the workers, including messages in transit, are
-    conserved, that of omega exactly.
+    conserved; the sum of omega is conserved exactly.
 
     With tau > 0 one exchange is in flight. It starts after every tau-th step, travels during the next tau gradients,
-    and is received right before the next exchange starts; nothing is sent in between. So a worker computes with the
-    omega = p_ii that it kept (1/2 on the default graph), whatever tau is: its own z moves by η / p_ii per gradient
-    until the rest of the mass has arrived, and by then every gradient has moved the mean by η. tau is the authors'
-    `synch_freq` + 1; their code receives early messages at once, whereas here the delay is fixed, so that no bit
-    depends on timing. Momentum is that of the optimizer, applied to x, as in the authors' code. A lost message loses x
+    and is received right before the next exchange starts; no other messages are sent in between. So a worker computes
+    with the omega = p_ii that it kept (1/2 on the default graph), whatever tau is: its own z moves by η / p_ii per
+    gradient until the rest of the mass has arrived, and by then every gradient has moved the mean by η. tau is the
+    authors' `synch_freq` + 1; their code receives early messages at once, whereas here the delay is fixed, so that no
+    bit depends on timing. The optimizer's momentum applies to x, as in the authors' code. A lost message loses x
     together with its omega.
     """
 
@@ -80,7 +81,7 @@ class GradientPush(Strategy):
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
         """The taxonomy entry of workers that push to their out-neighbors and wait for their in-neighbors, with tau > 0
-        tau steps later.
+        for messages that are tau steps old.
         """
         return TaxonomyEntry("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
 
@@ -112,7 +113,7 @@ class GradientPush(Strategy):
         return sum(state.mass for state in workers) + pushed, len(workers) * UNIT
 
     async def worker(self, me: Worker) -> None:
-        """Compute the gradient at z, step x, push fractions of x and sum the received ones."""
+        """Compute the gradient at z, step x, push fractions of x, and add the received fractions."""
         schedule, state = mixing(self.topology, me.workers), me.state
         if me.step == 0:
             state.x[:] = me.params  # replicas with different starting points are moved after this state is created
@@ -136,7 +137,9 @@ class GradientPush(Strategy):
 
 
 def push(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...]) -> int:
-    """Send the fraction p_ji of x and omega to each live out-neighbor j; return the number of exchanges started."""
+    """Send the fraction p_ji of x and of omega to each live out-neighbor j; return the number of exchanges begun so
+    far.
+    """
     weights = schedule[state.sent % len(schedule)]
     whole, kept = state.mass, state.mass
     shares: dict[int, list[int]] = {}
@@ -155,7 +158,7 @@ def push(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...]) -> int:
 
 
 async def take(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...], rounds: int) -> None:
-    """Receive and add the fractions pushed to this worker in the first `rounds` exchanges."""
+    """Receive the fractions that were pushed to this worker in the first `rounds` exchanges, and add them."""
     while state.rounds < rounds:
         heard = np.flatnonzero(schedule[state.rounds % len(schedule)][me.rank])
         for j in map(int, heard):  # by rank, so that the sum does not depend on the order of arrival
@@ -172,7 +175,7 @@ async def take(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...], ro
 
 
 def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
-    """Return the fraction share / whole of x."""
+    """Return x times the fraction share / whole."""
     part: FlatArray = x * (share / whole)
     return part
 

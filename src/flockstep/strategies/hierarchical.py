@@ -19,8 +19,8 @@ from flockstep.strategies.traits import Delivery
 
 
 class Summed(Note, frozen=True):
-    """Note sent with a sum of gradients: their ranks and versions, the learning rate, and the steps taken by
-    the group.
+    """Note sent with a sum of gradients: the ranks and versions of the gradients, the learning rate, and the steps
+    taken by the group.
     """
 
     ranks: list[int]
@@ -30,8 +30,8 @@ class Summed(Note, frozen=True):
 
 
 class RootParameters(Note, frozen=True):
-    """Note sent with the root's parameters: their version, and for each rank the number of gradients that are new in
-    them.
+    """Note sent with the root's parameters: their version, and for each rank the number of its gradients that are newly
+    included.
     """
 
     version: int
@@ -53,22 +53,22 @@ class LeafState:
     """A leaf's state: gradients collected but not yet sent to the root, waiting workers, and its workers' steps."""
 
     version: int = 0
-    """The root's version of the leaf's parameters."""
+    """The root's version from which the leaf's parameters come."""
     pushes: list[Message] = field(default_factory=list)
     waiting: list[Message] = field(default_factory=list)
     clocks: dict[int, int] = field(default_factory=dict)
     under_way: int = 0
-    """Number of sums that the leaf has sent and the root has not answered."""
+    """Number of sums that the leaf has sent and the root has not yet answered."""
 
 
 @dataclass
 class RootState:
-    """The root's state: the sums it has not applied, the gradients it has applied, and the gradients that each leaf
-    knows of.
+    """The root's state: the sums that it has not applied, the gradients that it has applied, and how many of them each
+    leaf knows of.
     """
 
     applied: list[int]
-    """Number of gradients applied, by rank."""
+    """Rank → number of gradients applied."""
     reported: dict[Address, list[int]]
     """For each leaf, the value of `applied` when the leaf was last answered."""
     sums: list[Message] = field(default_factory=list)
@@ -208,7 +208,7 @@ Level = Literal["synchronous", "asynchronous"]
 
 @dataclass
 class ReadState:
-    """A worker's state: the root's version of the parameters that the worker has read."""
+    """A worker's state: the root's version from which the parameters come that the worker has read."""
 
     version: int = 0
 
@@ -218,18 +218,18 @@ class Hierarchical(Strategy):
     """Two-level parameter server (MXNet: Chen et al. 2015, section 3.2; Rudra-adv: Gupta et al. 2016, section 3.3).
 
     Server 0 is the root; every other server is the leaf of at most `group` workers, in order of rank. A leaf sums as
-    many gradients as it has workers and sends the sum to the root; the root steps the job's optimizer along the mean
-    and answers with the parameters. So the root sends and receives 1/`group` of a single server's bytes. A leaf runs on
-    the host of its group's first worker, the root on that of worker 0: with `group` workers on every host, only sums
-    and the root's answers pass between hosts.
+    many gradients as it has workers and sends the sum to the root. The root steps the job's optimizer along the mean
+    and answers with the parameters. So the root sends and receives 1/`group` of the bytes of a single server. A leaf
+    runs on the host of its group's first worker, the root on the host of worker 0: with `group` workers on every host,
+    only sums and the root's answers pass between hosts.
 
     A synchronous leaf takes one gradient of each worker, in order of rank, and its workers wait for the root's answer.
     An asynchronous leaf takes gradients in order of arrival and answers a worker at once with the leaf's current
-    parameters, which the root's answer to each sum refreshes. A synchronous root takes one step for the sums of all
+    parameters, which the root's answer to each sum replaces. A synchronous root takes one step for the sums of all
     leaves, in order of index: synchronous SGD, up to the order of addition. An asynchronous root takes a step for each
-    sum, in which every gradient counts as 1/m of a step, m being the number of workers of the largest leaf, so that a
-    smaller leaf's step is shorter. The staleness of a gradient is the number of the root's updates since the parameters
-    that the gradient was computed on. `replicas`: number of backups of each leaf and of the root.
+    sum, in which every gradient counts as 1/m of a step, m being the number of workers of the largest leaf, so that the
+    step of a smaller leaf is shorter. The staleness of a gradient is the number of the root's updates since the
+    parameters with which the gradient was computed. `replicas` is the number of backups of each leaf and of the root.
     """
 
     notes: ClassVar[Notes] = NOTES
@@ -251,8 +251,8 @@ class Hierarchical(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: synchronous delivery with a synchronous root, otherwise unbounded delay; with asynchronous leaves
-        workers may die.
+        """The traits: synchronous delivery with a synchronous root, otherwise unbounded delay; workers may die if
+        leaves are asynchronous.
         """
         delivery: Delivery = "synchronous" if self.root == "synchronous" else "unbounded delay"
         survives = self.leaf == "asynchronous"
@@ -276,8 +276,8 @@ class Hierarchical(Strategy):
         return (0, *(group.start for group in self._groups(workers)))
 
     def held(self, workers: int, size: int) -> list[slice]:
-        """Return slices of the whole model, because every server holds the whole model; the root's copy is the
-        result.
+        """Return a slice of the whole model for every server, because every server holds the whole model; the root's
+        copy is the result.
         """
         return [slice(0, size)] * self.servers_for(workers)
 

@@ -53,10 +53,11 @@ class Hogwild(Strategy):
     """Hogwild! (Niu, Recht, Ré & Wright 2011): workers on one host read and write one parameter array without locks.
 
     Each step reads the parameters, computes the gradient g, and steps the coordinates where g is not zero, in place;
-    with an optimizer that has state (momentum), it steps all coordinates. Two workers that update one coordinate at the
-    same time may lose an update. `count` counts lost updates: every update also increments a counter without a lock,
-    and the difference to the number of `updates` made is recorded as `lost_updates` (both in coordinates). `locked`
-    makes workers update one at a time, for comparison. In virtual time updates take no time, so that none is lost.
+    with an optimizer that has state (momentum), all coordinates are stepped. Two workers that update one coordinate at
+    the same time may lose an update. With `count`, lost updates are counted: every update also increments a counter
+    without a lock, and the difference to the number of `updates` made is recorded as `lost_updates` (both in
+    coordinates). With `locked`, workers update one at a time, for comparison. In virtual time, updates take no time, so
+    that no update is lost.
     """
 
     notes: ClassVar[Notes] = {"stopped": WriterStopped, "memory": SegmentAddress}
@@ -122,7 +123,7 @@ class Hogwild(Strategy):
         me.params[:] = to_device_of(segment.params, me.params)
 
     async def finish(self, me: Worker) -> None:
-        """Leave, and notify the peers that wait for this worker."""
+        """Leave the run, and notify the peers that wait for this worker."""
         me.leave(peers=True)
 
 

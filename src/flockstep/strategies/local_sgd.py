@@ -23,7 +23,9 @@ from flockstep.strategies.synchronization_schedules.fixed import Fixed
 
 @dataclass
 class LocalSgdState:
-    """A worker's state: the step of the last average, and the states of the period and of the outer optimizer."""
+    """A worker's state: the step of the last average, and the states of the synchronization schedule and of the outer
+    optimizer.
+    """
 
     period: Any
     met: int = 0
@@ -36,16 +38,16 @@ class LocalSgdState:
 class LocalSGD(Strategy):
     """Local SGD, parameter averaging (McDonald, Hall & Mann 2010; Stich 2019): local steps, then an average.
 
-    Every worker takes `period` (H) steps of its own, then w_i ← mean_j w_j; floor(T/H) averages in T steps. Momentum
-    and other optimizer state stay local. With H = 1 and plain SGD this equals synchronous SGD up to rounding. The
-    period may be a number or a synchronization schedule, as in post-local SGD; an `outer_optimizer` applies an
-    additional step to the mean, as in DiLoCo and BMUF. With H = 50 this is SparkNet (Moritz et al. 2016), with a
-    collective in place of SparkNet's driver.
+    Every worker takes `period` (H) steps independently, then w_i ← mean_j w_j; in T steps there are floor(T/H)
+    averages. Momentum and other optimizer state stay local. With H = 1 and plain SGD this equals synchronous SGD up to
+    rounding. The period may be a number or a synchronization schedule, as in post-local SGD; an `outer_optimizer`
+    applies an additional step to the mean, as in DiLoCo and BMUF. With H = 50 this is SparkNet (Moritz et al. 2016),
+    with a collective in place of SparkNet's driver.
 
     `weighting` is the weight of a replica in the mean. "equal" is 1/n, because every worker computes the same number of
     samples between two averages. "samples" is n_i/N for a worker with n_i of the N training samples, as in FedAvg
     (McMahan et al. 2017, algorithm 1) and in DiLoCo on unequal shards: the mean loss over all samples is then minimized
-    even if parts differ in size, as those of `dirichlet` do.
+    even if the workers' parts differ in size, as with `dirichlet`.
     """
 
     period: int | SynchronizationSchedule = field(default=10, metadata=searched(1, 128))
@@ -65,7 +67,7 @@ class LocalSGD(Strategy):
 
     @property
     def schedule(self) -> SynchronizationSchedule:
-        """The period as a `SynchronizationSchedule`, also if it was given as a number."""
+        """The period as a `SynchronizationSchedule`, even if it was given as a number."""
         return self.period if isinstance(self.period, SynchronizationSchedule) else Fixed(self.period)
 
     @property
@@ -95,7 +97,9 @@ class LocalSGD(Strategy):
         self.outer_optimizer.resize(me.state.outer_state, me.workers)
 
     def worker_state(self, me: Worker) -> LocalSgdState:
-        """Return the state before the first average; a period's state is kept when a new model replaces the old one."""
+        """Return the state before the first average; the schedule's state is kept when a new model replaces the old
+        model.
+        """
         period = me.state.period if isinstance(me.state, LocalSgdState) else self.schedule.start(me)
         if not self.outer_optimizer.moves:
             return LocalSgdState(period)
@@ -112,7 +116,7 @@ class LocalSGD(Strategy):
             await self.after_step(me, me.state)
 
     async def after_step(self, me: Worker, state: LocalSgdState) -> None:
-        """Average the replicas if an average is due, and let the outer optimizer step."""
+        """Average the replicas if an average is due, and let the outer optimizer take its step."""
         since = me.step - state.met
         if not self.schedule.due(me, state.period, since):
             return

@@ -1,5 +1,5 @@
-"""signSGD with majority vote: each worker counts the signs of one slice and broadcasts the majority, one bit
-each way.
+"""signSGD with majority vote: each worker counts the signs of one slice and broadcasts the majority, at one bit per
+element in each direction.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class MajorityVote(Strategy):
 
     m ← `momentum` m + (1 - momentum) g. Worker i sends the signs of slice j of m_i to worker j, which counts them and
     broadcasts the sign that most workers sent; w ← w - lr sign, with the job's optimizer, which should be plain SGD. A
-    value >= 0 counts as +1, and so does a draw. Each worker sends every element's sign once, and the majority of its
-    slice n - 1 times: one bit per element each way, packed slice by slice into whole bytes. Without momentum m is g.
+    value >= 0 counts as +1, and so does a tie. Each worker sends every element's sign once, and the majority of its
+    slice n - 1 times: one bit per element in each direction, packed slice by slice into whole bytes. Without momentum m
+    is g.
     """
 
     momentum: float = field(default=0.0, metadata=searched(0.0, 0.95, whole=False, log=False))
@@ -94,7 +95,7 @@ class MajorityVote(Strategy):
 
 
 def packed(signs: FlatArray) -> Bytes:
-    """Pack signs into bits, 1 for +1."""
+    """Pack signs into bits, with 1 for +1 and 0 for -1."""
     data: Bytes = kernels.of(signs).pack(signs, 1)
     return data
 

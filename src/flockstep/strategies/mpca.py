@@ -1,4 +1,4 @@
-"""MPCA-SGD: replicas are averaged in the background; a penalty ties each replica to the extrapolated average."""
+"""MPCA-SGD: replicas are averaged in the background, and a penalty ties each replica to the extrapolated average."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class MpcaState:
     begun: int = 0
     """Step at which the snapshot was taken."""
     mean: FlatArray | None = None
-    """The last average, of shape (K,); None before the first average."""
+    """The last average of the snapshots, of shape (K,); None before the first average."""
     at: int = 0
-    """Step of this worker's snapshot in the last average."""
+    """Step at which this worker's snapshot in the last average was taken."""
     slope: FlatArray | None = None
     """Change of the average per step between the last two averages, of shape (K,)."""
 
@@ -46,11 +46,11 @@ class PenalizedAveraging(Strategy):
 
     This is a reconstruction from the abstract and from the survey by Langer et al. (2020); the formulas were not
     available. Snapshots of all replicas are averaged up a binomial tree to worker 0 and down again, round after round,
-    as fast as the network allows, while all workers continue training: before its last step, no worker waits for a
-    round. Training minimizes loss + rho/2 |w - ŵ|², so that the gradient of the penalty passes through the optimizer
+    as fast as the network allows, while all workers continue training: no worker waits for a round before its last
+    step. Training minimizes loss + rho/2 |w - ŵ|², so that the gradient of the penalty passes through the optimizer
     like that of the loss. ŵ at step t is the last average, of snapshots taken at step s, extrapolated by gamma (t - s)
     times its change per step. Steps are the worker's own; the snapshots of a round differ in time by as much as the
-    mean takes down the tree.
+    average takes to travel down the tree.
 
     After their last steps the workers continue with rounds until a round contains final replicas only. A single worker
     has no rounds.
@@ -100,7 +100,7 @@ class PenalizedAveraging(Strategy):
         me.leave()
 
     async def look_after(self, me: Worker) -> None:
-        """Use the average of a round that has ended and start the next round, without waiting."""
+        """If a round has ended, use its average and start the next round; do not wait."""
         state: MpcaState = me.state
         if state.snapshot is not None and me.task("round").done:
             self.take_in(state, (await me.finished(me.task("round"))).payload)

@@ -1,4 +1,4 @@
-"""D-PSGD: averaging with the neighbors on a graph, overlapped with computing the gradient."""
+"""D-PSGD: each worker averages with its neighbors on a graph while it computes its gradient."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class NeighborAveraging(Strategy):
     graph.
 
     w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is symmetric and doubly stochastic. A worker first sends its model,
-    computes the gradient while the model travels, and waits for the neighbors' models last: an iteration takes the
-    longer of computing and communicating. The mean of the replicas moves as in synchronous SGD; the replicas agree only
-    in the limit. The graph may change from step to step. The neighbors of a dead worker keep the weight they gave to
-    it, and on a graph that does not change they are connected to each other; the paper has no failures.
+    computes the gradient while the model travels, and waits for the neighbors' models last: an iteration takes as long
+    as the longer of computing and communicating. The mean of the replicas moves as in synchronous SGD; the replicas
+    agree only in the limit. The graph may change from step to step. The neighbors of a dead worker take back the
+    weights that they gave to this worker, and on a graph that does not change they are connected to each other; the
+    paper does not treat failures.
 
     An `aggregation` takes the place of Σ_j W_ij w_j: centered_clipping as self-centered clipping (He, Karimireddy &
-    Jaggi 2022), with W; the others over the models of a worker and its neighbors, without W (BRIDGE: Yang & Bajwa 2019,
-    for trimmed_mean and median). The mean of the replicas is then not that of synchronous SGD.
+    Jaggi 2022), with W; other aggregations combine the models of a worker and its neighbors without W (BRIDGE: Yang &
+    Bajwa 2019, for trimmed_mean and median). The mean of the replicas then differs from that of synchronous SGD.
     """
 
     notes: ClassVar[Notes] = {"bridge": Bridge}
@@ -75,7 +76,7 @@ class NeighborAveraging(Strategy):
         return Bridges()
 
     async def worker(self, me: Worker) -> None:
-        """Send the model, compute the gradient, receive the neighbors' models, mix, step."""
+        """Send the model, compute the gradient, receive the neighbors' models, mix the models, and take the step."""
         bridges: Bridges = me.state
         schedule = mixing(self.topology, me.workers)
         turns = [(hearing(weights, me.rank), _shares(me, weights)) for weights in schedule]
@@ -90,7 +91,7 @@ class NeighborAveraging(Strategy):
             me.optimizer_step(gradient)
 
     async def finish(self, me: Worker) -> None:
-        """Leave, and complete the exchanges over new edges that the other end has started."""
+        """Leave the run, and complete the exchanges over new edges that the other end has started."""
         me.leave()
         me.send_all(me.peers if me.lost else within_reach(self.topology, me.workers)[me.rank], LEAVE)
         await me.state.close(me)

@@ -1,4 +1,4 @@
-"""Local steps with a pull toward an average that is computed while the steps are taken."""
+"""Overlap local SGD: local steps, with a pull toward an average that is computed while the steps are taken."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class OverlapLocalSGD(Strategy):
     """Overlap local SGD (Wang, Liang & Joshi 2020, section 2 and its momentum variant): averages overlap local steps.
 
     Every `period` (tau) steps w_i ← w_i - alpha (w_i - z), with the anchor z that all workers share. Then the mean m of
-    these w_i is computed in the background, and is waited for only tau steps later: v ← beta v + (m - z), z ← z + v.
-    alpha = 1 jumps to an anchor one period old; with alpha = 0 the replicas are independent.
+    these w_i is computed in the background, and workers wait for the mean only tau steps later: v ← beta v + (m - z), z
+    ← z + v. With alpha = 1 a replica jumps to an anchor one period old; with alpha = 0 the replicas are independent.
     """
 
     period: int = field(default=10, metadata=searched(1, 128))
@@ -88,6 +88,6 @@ class OverlapLocalSGD(Strategy):
         state.model += state.velocity
 
     async def finish(self, me: Worker) -> None:
-        """Wait for the last average, in which every worker takes part, then leave."""
+        """Wait for the last average, in which every worker takes part, then leave the run."""
         await self._arrive(me, me.state)
         me.leave()

@@ -1,4 +1,4 @@
-"""Whether gradients travel during the backward pass or after it: whichever is measured to take less time."""
+"""Measures whether it is faster to send gradients during the backward pass or after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OverlapTrial:
     """The times of steps whose gradients travel during the backward pass, and of steps whose gradients travel after it.
 
     Messages that are handled during the backward pass hide the time of a slow link, but take more processor time than a
-    sum in shared memory. Which way is faster depends on the link and on the number of cores.
+    sum in shared memory. Which of the two is faster depends on the link and on the number of cores.
     """
 
     steps: int = 0
@@ -26,11 +26,11 @@ class OverlapTrial:
     after: float = math.inf
     """Shortest step with an exchange after the backward pass, in seconds."""
     overlaps: bool = True
-    """The choice: whether gradients travel during the backward pass."""
+    """The choice: whether gradients are sent during the backward pass."""
 
     @property
     def next(self) -> bool:
-        """Whether the next step's gradient travels during the backward pass."""
+        """Whether the next step's gradient is sent during the backward pass."""
         return self.overlaps if self.complete else self.steps < TRIED
 
     @property
@@ -39,7 +39,7 @@ class OverlapTrial:
         return self.steps >= 2 * TRIED
 
     def stepped(self, seconds: float) -> bool:
-        """Count a step that took `seconds`; return whether the choice is due."""
+        """Count a step that took `seconds`; return whether all trial steps are done and the choice is due."""
         if self.steps < TRIED:
             self.during = min(self.during, seconds)
         elif not self.complete:
@@ -48,9 +48,9 @@ class OverlapTrial:
         return self.steps == 2 * TRIED
 
     def choose(self, during: float, after: float) -> None:
-        """Choose the way with the shorter of two times, which must be equal on all workers."""
+        """Choose between the two from their times, which must be equal on all workers."""
         self.overlaps = during <= after
 
     def renewed(self) -> OverlapTrial:
-        """Return the trial for the next step: a new one if the last one is older than `AGAIN` steps."""
+        """Return the trial for the next step: a new trial if the last trial is older than `AGAIN` steps."""
         return OverlapTrial() if self.steps >= AGAIN else self

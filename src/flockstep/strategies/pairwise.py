@@ -1,4 +1,4 @@
-"""AD-PSGD: averaging of random pairs on a bipartite graph, concurrent with computing the gradient."""
+"""AD-PSGD: random pairs of workers on a bipartite graph average their models while gradients are computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.topologies.requirements import sides
 from flockstep.topologies.ring import RingGraph
 
 PAIRS = "pairs"
-"""The channel of the background tasks that average models."""
+"""Name of the channel of the background tasks that average models."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class PairwiseAveraging(Strategy):
 
     While it computes g_i(w_i), a worker on the active side of the graph averages with a random neighbor j, w_i and w_j
     ← (w_i + w_j) / 2, and then steps with the gradient of the model before the average. Workers on the passive side
-    also compute and step, but only answer requests. They answer at once, even while they compute, and never wait, so
-    that no cycle of workers waiting for each other can arise: hence a bipartite graph. In processes they answer between
-    gradients, so a slow passive worker delays those that ask it. The larger side is active; of two equal sides, the
-    side of worker 0.
+    also compute and step, but only answer requests. They answer at once, even while they compute, and never wait. So no
+    cycle of workers that wait for each other can arise, which is why the graph must be bipartite. In separate
+    processes, passive workers answer between gradients, so a slow passive worker delays the workers that send it
+    requests. The larger side is active; of two equal sides, the side of worker 0.
     """
 
     topology: Topology = field(default_factory=RingGraph)
@@ -39,14 +39,14 @@ class PairwiseAveraging(Strategy):
         """Check that the graph is bipartite.
 
         Raises:
-            ConfigurationError: the graph on `workers` workers has no two sides.
+            ConfigurationError: the graph on `workers` workers is not bipartite.
         """
         sides(self.topology, workers, f"adpsgd on {self.topology}")
 
     resizing = Resizing(replicas="own")
 
     async def worker(self, me: Worker) -> None:
-        """Start an average, or be ready to answer one; compute a gradient; step."""
+        """Start an average, or be ready to answer one; compute a gradient; take a step."""
         active, neighbors = self._place(me)
         answers = None if active else me.background(PAIRS, answer(me), again="afresh")
         while me.training:
@@ -64,7 +64,7 @@ class PairwiseAveraging(Strategy):
             await me.finished(answers)
 
     async def finish(self, me: Worker) -> None:
-        """Leave, and notify the peers that may still wait to be asked."""
+        """Leave the run, and notify the peers that may still wait for a request."""
         me.leave(peers=True)
 
     def _place(self, me: Worker) -> tuple[bool, list[int]]:
@@ -74,7 +74,7 @@ class PairwiseAveraging(Strategy):
 
 
 async def average(me: Worker, other: int) -> None:
-    """Send the model from the active side, and replace it by the average; the model does not change in between."""
+    """On the active side: send the model, and replace it by the average; the model does not change in between."""
     try:
         reply = await me.ask(other, "model", me.params)
     except PeerLost:
@@ -84,7 +84,9 @@ async def average(me: Worker, other: int) -> None:
 
 
 async def answer(me: Worker) -> None:
-    """Average, on the passive side, with each worker that asks, atomically, until this worker stops the task."""
+    """On the passive side: average with each worker that sends a request, atomically, until this worker stops the
+    task.
+    """
     while (message := await me.receive("model")).source != me.rank:
         me.params += message.payload
         me.params *= 0.5
@@ -93,7 +95,7 @@ async def answer(me: Worker) -> None:
 
 
 async def serve_out(me: Worker, neighbors: list[int]) -> None:
-    """Wait, on the passive side, until all neighbors on the active side have left."""
+    """On the passive side: wait until all neighbors on the active side have left."""
     for j in neighbors:
         await me.receive(LEAVE, j)
 

@@ -1,4 +1,4 @@
-"""Parameter server: workers push gradients and read parameters; a consistency rule decides who waits."""
+"""Parameter server: workers push gradients and read parameters; a consistency rule decides which workers wait."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from flockstep.strategies.traits import Delivery
 class ParameterServer(Strategy):
     """Parameter server (Dean et al. 2012; Li et al. 2014), cut into `shards` servers.
 
-    A worker computes the gradient g at the parameters it has read, pushes g, and reads again. How it reads depends on
-    the access mode of `consistency`: in most modes the push also requests the parameters, and is answered when the read
-    is admitted. A server applies the gradients that `consistency` releases, with `server_update` and the job's
-    optimizer, rebuilt on the server. The staleness of a gradient is the number of updates between the version it was
-    computed on and the version it is applied to (Zhang et al. 2016). Shards decide independently of each other.
-    `filters` choose the entries that are sent; the other entries are added to a later push. An `aggregation` other than
-    `mean` takes the place of the mean of a step's gradients. Of a step in which too many workers are missing to
-    withstand the attackers that the aggregation is made for, no gradient is applied. `replicas`: number of backups
-    of each server, one of which takes the place of a server that dies.
+    A worker computes the gradient g with the parameters that it has read, pushes g, and reads again. How a worker reads
+    depends on the access mode of `consistency`: in most modes the push also requests the parameters, and is answered
+    when the read is admitted. A server applies the gradients that `consistency` releases, with `server_update` and the
+    job's optimizer, rebuilt on the server. The staleness of a gradient is the number of updates between the version
+    with which the gradient was computed and the version to which it is applied (Zhang et al. 2016). Shards decide
+    independently of each other. `filters` select the entries that are sent; the other entries are added to a later
+    push. An `aggregation` other than `mean` takes the place of the mean of a step's gradients. If too many workers are
+    missing in a step to withstand the attackers for which the aggregation is configured, none of the step's gradients
+    is applied. `replicas` is the number of backups of each server, one of which takes the place of a server that dies.
     """
 
     checks: ClassVar[frozenset[str]] = frozenset({"push"})
@@ -146,8 +146,8 @@ class ParameterServer(Strategy):
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
-        """The strategy's taxonomy entry by the class of the rule; a rule that drops late gradients is synchronous,
-        because all workers use one version.
+        """The strategy's taxonomy entry, according to the class of the rule; a rule that drops late gradients counts as
+        synchronous, because all workers use one version.
         """
         scheduling: dict[Delivery, Scheduling] = {
             "synchronous": "sync",
@@ -178,7 +178,7 @@ class ParameterServer(Strategy):
         return PushState([0] * self.shards, [None] * self.shards, [Outbox() for _ in each], [0] * self.shards)
 
     def master_state(self, me: Server) -> ServerState:
-        """Return the initial state: every worker computes on version 0."""
+        """Return the initial state, in which every worker computes with version 0."""
         ranks = range(me.cluster.workers)
         return ServerState(
             dict.fromkeys(ranks, 0),
@@ -222,7 +222,7 @@ class ParameterServer(Strategy):
         """Return the gradient (K,) that a push contains, or zeros in its place if it is refused.
 
         Raises:
-            Diverged: the gradient is not finite or too large, and bad gradients end the run.
+            Diverged: the gradient is not finite or too large, and the settings say that a bad gradient ends the run.
             ProtocolError: the push has the wrong size or cannot be decoded.
         """
         if self._exact:
@@ -241,8 +241,8 @@ class ParameterServer(Strategy):
         return accepted(me, message, gradient)
 
     async def master(self, me: Server) -> None:
-        """Collect pushes, apply the gradients that the rule releases, answer the reads it admits; at the end apply the
-        remaining gradients.
+        """Collect pushes, apply the gradients that the rule releases, and answer the reads that the rule admits; at the
+        end, apply the remaining gradients.
         """
         state: ServerState = me.state
         state.reopen(me.version, me.departed)

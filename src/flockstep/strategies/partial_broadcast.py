@@ -19,8 +19,8 @@ from flockstep.strategies.broadcast import Broadcast, BroadcastState, StepCount,
 
 @dataclass
 class PartialState(BroadcastState):
-    """A worker's state: the exact sum of all updates, and for each peer the sum (row of an (n, K) array) of unsent
-    updates.
+    """A worker's state: the exact sum of all updates, and for each peer the sum of unsent updates, in the rows of an
+    (n, K) array.
     """
 
     deferred: FlatArray
@@ -37,9 +37,9 @@ class PartialBroadcast(Strategy):
     rest = "drop": an update that is not sent to a peer is lost to that peer; replicas never agree, and on non-IID data
     the mean model fails. rest = "defer": the update is added to the next message to that peer, so that communication is
     complete, with unbounded delay, and Statement 1 holds after the final flush. Deferring takes n · K numbers of memory
-    on each worker. With both, share = 1 is `broadcast`, bit for bit. rest = "average": as "drop", but a worker moves by
-    the mean of its own update and the updates that arrived since its last step, which differs from `broadcast` even
-    with share = 1.
+    on each worker. With "drop" and "defer", share = 1 equals `broadcast`, bit for bit. rest = "average": as "drop", but
+    a worker moves by the mean of its own update and the updates that have arrived since its last step, which differs
+    from `broadcast` even with share = 1.
     """
 
     notes: ClassVar[Notes] = Broadcast.notes
@@ -95,7 +95,7 @@ class PartialBroadcast(Strategy):
                     send_deferred(me, state, peer)
 
     async def finish(self, me: Worker) -> None:
-        """Send all deferred updates, leave, and add the updates still in transit."""
+        """Send all deferred updates, leave the run, and add the updates still in transit."""
         state: PartialState = me.state
         if self.rest == "defer":
             for peer in me.peers:
@@ -111,7 +111,7 @@ class PartialBroadcast(Strategy):
 
 
 def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: float) -> FlatArray:
-    """Store the optimizer's step times `scale` as the held update, undo the step, and return the update."""
+    """Take an optimizer step, store the step times `scale` as the held update, undo the step, and return the update."""
     before = copied(me.params)
     me.optimizer_step(gradient)
     state.held = on_grid(scale * (me.params - before))
@@ -120,7 +120,7 @@ def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: flo
 
 
 def average_arrived(me: Worker, state: PartialState) -> None:
-    """Move by the mean of the held update, if any, and the updates that have arrived since the last step."""
+    """Move by the mean of the held update (if any) and the updates that have arrived since the last step."""
     if state.held is None or state.exact_sum is None:
         return
     messages = list(me.arrived("update"))
@@ -133,9 +133,7 @@ def average_arrived(me: Worker, state: PartialState) -> None:
 
 
 def send_deferred(me: Worker, state: PartialState, peer: int) -> None:
-    """Send a peer the sum of its deferred updates; the rounding error of the cast to the parameters' dtype stays
-    deferred.
-    """
+    """Send a peer the sum of its deferred updates; what is lost by rounding to the parameters' dtype stays deferred."""
     update = on_grid(cast(state.deferred[peer], name_of(me.params)))
     me.send(peer, "update", update, StepCount(state.counts[peer]))
     state.deferred[peer] -= update

@@ -22,12 +22,12 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.resizing import Resizing
 
 START = 0x50574552
-"""Seed of the first Q, which all workers share."""
+"""Seed of the first matrices Q, which are equal on all workers."""
 
 
 @dataclass
 class PowerSgdState:
-    """A worker's state: all Q of the last step, equal on all workers, and the error (K,) of its approximated
+    """A worker's state: the matrices Q of the last step, equal on all workers, and the error (K,) of its approximated
     gradient.
     """
 
@@ -43,9 +43,9 @@ class PowerSgd(Strategy):
     its error of earlier steps to its gradient, P ← M Q is all-reduced and orthonormalized, Q ← Mᵀ P is all-reduced to
     its mean, and the job's optimizer steps with P Qᵀ. The new error is M minus the worker's own P (Mᵀ P)ᵀ, as in the
     paper; the authors' code uses the mean Q. One-dimensional tensors, and matrices no larger than their factors, are
-    averaged unchanged. The `rank`(n + m) elements of a matrix are sent as float32, those of float64 gradients as
-    float64. `warm_start` starts from the last Q; without it every step draws a new random Q, the same on all workers.
-    `feedback=none` discards the error.
+    averaged unchanged. The `rank`(n + m) elements of a matrix are sent as float32, or as float64 for float64 gradients.
+    With `warm_start`, a step starts from the last Q; otherwise, every step draws a new random Q, the same on all
+    workers. `feedback=none` discards the error.
     """
 
     rank: int = field(default=2, metadata=searched(1, 8))
@@ -75,17 +75,17 @@ class PowerSgd(Strategy):
 
     @property
     def coding(self) -> Codec:
-        """The codec that forms both factors of every matrix."""
+        """The codec that computes both factors of every matrix."""
         return PowerSgdCodec(self.rank)
 
     def decodes(self, workers: int) -> int:
-        """Return 2, because a worker multiplies out its own product, for the error, and the mean product."""
+        """Return 2: a worker multiplies out its own product, to find its error, and the mean product."""
         return 2
 
     resizing = Resizing(own=("error",), common=("right",))
 
     def worker_state(self, me: Worker) -> PowerSgdState:
-        """Return a random Q, the same on all workers, and a zero error."""
+        """Return a state with a random Q, the same on all workers, and a zero error."""
         flat = kernels.of(me.params).as_floats(me.params)
         return PowerSgdState(self._random(flat, LowRank(me.shapes(), self.rank), 0), namespace(flat).zeros_like(flat))
 

@@ -1,4 +1,4 @@
-"""The rules for the states of the nodes of a run that continues with another number of workers."""
+"""Rules for the states of nodes when a run continues with another number of workers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flockstep.optimizers.base import OptimizerState
 
 @dataclass(frozen=True)
 class Resizing:
-    """The rule by which the states of n workers become those of another number of workers.
+    """The rule by which the states of n workers are converted to states of another number of workers.
 
     Before the rule applies, the programs of the n workers have ended as at the end of a run: every update that a node
-    held back was sent, and every message was used. All state that the rule does not name begins as at the start of a
-    run.
+    held back was sent, and every message was used. State that the rule does not name is initialized as at the start of
+    a run.
     """
 
     replicas: Literal["common", "own"] = "common"
@@ -33,7 +33,7 @@ class Resizing:
     server: tuple[str, ...] = ()
     """Fields of a server's state that the server keeps."""
     also: str = ""
-    """What else the strategy does, as a clause for the documentation."""
+    """Clause for the documentation about what else the strategy does."""
     refused: str = ""
     """Reason why the number of workers cannot change, as the end of a sentence; empty if the number can change."""
 
@@ -58,9 +58,9 @@ def keep(state: Any, former: Any, names: Sequence[str]) -> None:
 
 
 def take_slice(state: OptimizerState, part: slice, former: Sequence[OptimizerState]) -> None:
-    """Fill the state of the optimizer of one slice of the model from the states of the former slices.
+    """Fill the optimizer state of one slice of the model from the states of the former slices.
 
-    `former` are the states of consecutive slices that together are the model, `part` is the slice of `state`.
+    `former` are the states of the consecutive slices of the whole model; `part` is the slice to which `state` belongs.
     """
     state.steps = max(one.steps for one in former)
     state.lr = former[0].lr

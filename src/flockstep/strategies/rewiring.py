@@ -1,4 +1,4 @@
-"""Connections around dead workers: the neighbors of a dead worker are connected to each other."""
+"""New connections after deaths: the neighbors of a dead worker are connected to each other."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flockstep.topologies.facts import Matrix, mixing
 def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
     """Return W with the dead workers removed: symmetric, and doubly stochastic on the other workers.
 
-    The dead workers are removed one by one, by rank. The neighbors of a removed worker take back the weight they gave
-    to it, and are connected in a circle with as much of that weight as both ends have: the two neighbors beside a gap
-    in a ring close the ring. A connected graph stays connected.
+    The dead workers are removed one by one, by rank. The neighbors of a removed worker take back the weights that they
+    gave to it, and are connected in a circle, each edge with the smaller of the weights of its two ends. So the two
+    neighbors beside a gap in a ring close the ring. A connected graph stays connected.
 
     Args:
         weights: a symmetric doubly stochastic matrix W, of shape (n, n).
@@ -44,10 +44,10 @@ def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
 
 @lru_cache(maxsize=8)
 def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each worker the workers that may later wait for it: the workers within four edges, which new edges
-    never exceed.
+    """Return for each worker the workers that may later wait for it: those within four edges, because new edges never
+    reach farther.
 
-    A worker that leaves notifies only these; to notify all would take n² messages.
+    A worker that leaves notifies only these workers; notifying all workers would take n² messages.
     """
     near = np.eye(n) + sum(mixing(topology, n))
     for _ in range(2):
@@ -56,7 +56,7 @@ def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
 
 
 class Bridge(Note, frozen=True):
-    """Note sent with a model over a new edge: the weight that its sender offers."""
+    """Note sent with a model over a new edge: the weight that the sender offers for the edge."""
 
     weight: float
 
@@ -65,15 +65,15 @@ class Bridge(Note, frozen=True):
 class Bridges:
     """A worker's exchanges over new edges.
 
-    Both ends send a model, and move by u times the difference of the two models, in opposite directions, so that their
-    sum does not change. The next exchange starts when the last one is complete, so that the two ends need not be at the
-    same step, and no worker waits for a worker that does not know of the edge yet.
+    Both ends send a model, and move by u times the difference of the two models in opposite directions, so that the sum
+    of the models does not change. The next exchange starts when the last exchange is complete. So the two ends need not
+    be at the same step, and no worker waits for a worker that does not yet know of the edge.
     """
 
     sent: dict[Address, tuple[FlatArray, float]] = field(default_factory=dict)
     """Receiver → the model that waits for the other end's model, and the weight offered with it."""
     heard: dict[Address, list[Message]] = field(default_factory=dict)
-    """Sender → the models that arrived before this worker sent its own model."""
+    """Sender → models that arrived before this worker sent its own model."""
 
     def offer(self, me: Worker, weights: Matrix) -> None:
         """Send the model over every new edge whose last exchange is complete."""

@@ -1,4 +1,4 @@
-"""Sandblaster: L-BFGS with a coordinator, over many small portions of the data."""
+"""Sandblaster: L-BFGS with a coordinator, which divides the data into many small portions."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class ShardState:
 
 @dataclass
 class Fetched:
-    """State of a worker: number of the evaluation for which the worker has fetched the parameters."""
+    """A worker's state: the number of the evaluation for which the worker has fetched the parameters."""
 
     evaluation: int = -1
 
 
 @dataclass(frozen=True)
 class Sandblaster(Strategy):
-    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2), in `shards` servers, the first of which coordinates.
+    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2), on `shards` servers, the first of which coordinates.
 
-    An evaluation computes loss and gradient over the whole training set, cut into `portions` that workers take as they
-    become free. If none is left, idle workers get backups of the portions that have been out longest, at most `backups`
-    for each portion, and the first result counts. Gradients go to the shards, which hold the last `history` pairs and
-    execute the coordinator's commands (dot, add, scale). The direction is that of the two-loop recursion, and the step
-    is halved until Armijo's condition holds. The gradient of a portion counts as one step of its worker; how many
-    portions a worker takes depends on its speed, and training ends when the workers together have taken the steps
-    granted to them. `replicas`: number of backups of each shard.
+    An evaluation computes loss and gradient over the whole training set, cut into `portions` that are assigned to
+    workers as they become idle. If no portion is left, idle workers repeat the portions that were assigned longest ago,
+    with at most `backups` repetitions of each portion; the first result counts. Gradients go to the shards, which hold
+    the last `history` pairs and execute the coordinator's commands (dot, add, scale). The search direction comes from
+    the two-loop recursion, and the step is halved until Armijo's condition holds. The gradient of a portion counts as
+    one step of its worker; how many portions a worker takes depends on its speed, and training ends when the workers
+    together have taken the steps granted to them. `replicas` is the number of backups of each shard.
     """
 
     notes: ClassVar[Notes] = {
@@ -107,14 +107,14 @@ class Sandblaster(Strategy):
         return Fetched()
 
     def master_state(self, me: Server) -> ShardState:
-        """Return the initial vectors without pairs; the first server also gets the coordinator."""
+        """Return the initial vectors, without pairs; the state of the first server also has the coordinator."""
         start = cast(me.params, "float64")
         vectors = {"w": start, "trial": copied(start), "sum": zeros(start, len(start)), "g": zeros(start, len(start))}
         coordinator = Coordinator(Portions(self.portions, self.backups), self.history) if me.address == MASTER else None
         return ShardState(VectorShard(vectors), coordinator=coordinator)
 
     async def worker(self, me: Worker) -> None:
-        """Take a portion, fetch new parameters, compute, push the gradient to the shards, report the loss."""
+        """Request a portion, fetch new parameters, compute, push the gradient to the shards, and report the loss."""
         state: Fetched = me.state
         parts = slices(len(me.params), self.shards)
         report = Report(budget=me.steps or 0, size=me.train_size)

@@ -27,32 +27,35 @@ from flockstep.strategies.resizing import FormerWorker, Resizing, take_slice
 
 @dataclass
 class SliceState:
-    """A worker's state: the optimizer state of its own slice, and for each slice the memory of the feedback."""
+    """A worker's state: the optimizer state of the worker's own slice, and the memory of the feedback for each
+    slice.
+    """
 
     optimizer: OptimizerState
     errors: list[FlatArray | None]
 
 
 class SquaredNorm(Note, frozen=True):
-    """Sum of the squares of a worker's slice of the combined gradient."""
+    """Sum of the squares of the elements in a worker's slice of the combined gradient."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class ScatterReduce(Strategy):
-    """Synchronous SGD with the server's work shared out, k = n (BigDL: Dai et al. 2019, section 3.3; CaffeOnSpark).
+    """Synchronous SGD with the server's work divided among the workers, k = n (BigDL: Dai et al. 2019, section 3.3;
+    CaffeOnSpark).
 
     Worker i sends slice j of g_i to worker j. Worker j averages the n slices in order of rank, steps its slice of w
     with the job's optimizer, whose state for that slice no other worker keeps, and broadcasts the slice. With n workers
     and K parameters of s bytes, all workers together send 2(n-1)Ks bytes per step, in 2(n-1) messages each; each worker
     sends 2(n-1)/n Ks bytes if n divides K. The result equals that of a parameter server under bulk synchronous parallel
-    in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as there.
-    The optimizer's state is sharded as by ZeRO's stage 1 (Rajbhandari et al. 2020, section 5.1). A clipped gradient is
-    scaled by its whole norm, for which workers exchange the squared norms of their slices.
-    Where all workers share memory, they read the slices of plain gradients and of w in it, in the same order.
-    An `aggregation` here withstands wrong gradients, not a hostile worker: every worker owns 1/n of the model and sends
-    its slice unchecked.
+    in every bit. `codec` encodes the gradients, and `aggregation` takes the place of the mean, as in a parameter
+    server. The optimizer's state is sharded as by ZeRO's stage 1 (Rajbhandari et al. 2020, section 5.1). A clipped
+    gradient is scaled by its whole norm, for which workers exchange the squared norms of their slices. If all workers
+    share memory, they read the slices of unencoded gradients and of w in shared memory, in the same order. In this
+    strategy, an `aggregation` withstands wrong gradients, but not a hostile worker: every worker owns 1/n of the model
+    and sends its slice unchecked.
     """
 
     codec: Codec = field(default_factory=Identity)
@@ -97,7 +100,7 @@ class ScatterReduce(Strategy):
         return SliceState(me.optimizer.init_slice(me.params, own), [None] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute a gradient, send its slices, average and step this worker's slice, receive the other slices."""
+        """Compute a gradient, send its slices, average and step this worker's slice, and receive the other slices."""
         parts = slices(len(me.params), me.workers)
         own = me.params[parts[me.rank]]
         while me.training:

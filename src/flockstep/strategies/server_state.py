@@ -1,4 +1,4 @@
-"""The states of a parameter server's programs, and the entries that wait at a server."""
+"""The states of a parameter server's programs, and the pushes and reads that wait at a server."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ P = TypeVar("P", "Push", "Read")
 
 
 class Push(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A gradient that a server has received and not applied."""
+    """A gradient that a server has received but not yet applied."""
 
     rank: int
     timestamp: int
     version: int
-    """The server's version that the gradient was computed on."""
+    """Version of the server's parameters with which the gradient was computed."""
     lr: float
     gradient: FlatArray
 
 
 class Read(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A worker's request for parameters that waits to be admitted."""
+    """A worker's request for parameters, which waits until the server admits it."""
 
     rank: int
     clock: int
@@ -38,43 +38,43 @@ class Read(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 @dataclass
 class PushState:
-    """A worker's state, per shard: the version it has read, the feedback's memory, and, if the worker keeps copies,
-    their clocks.
+    """A worker's state: for each shard, the version that the worker has read, the feedback's memory and, if the worker
+    keeps copies, their clocks.
     """
 
     versions: list[int]
     errors: list[FlatArray | None]
     outboxes: list[Outbox]
-    """For each shard, the entries that filters withhold and the key lists that the shard knows."""
+    """For each shard, the entries that filters withhold, and the key lists that the shard knows."""
     clocks: list[int] = field(default_factory=list)
-    """For each shard, the slowest clock that this worker's copy includes (only with copies)."""
+    """For each shard, the slowest clock that this worker's copy includes; used only with copies."""
     own: list[tuple[int, FlatArray]] = field(default_factory=list)
-    """(timestamp, step (K,)) of this worker's own steps that its copies may not include yet (only with copies)."""
+    """(timestamp, step (K,)) of this worker's own steps that its copies may not yet include; used only with copies."""
 
 
 @dataclass
 class ServerState:
-    """A server's state: each live worker's clock, the waiting pushes and reads, and the version each worker computes
-    on.
+    """A server's state: the clock of each live worker, the waiting pushes and reads, and the version with which each
+    worker computes.
     """
 
     clocks: dict[int, int]
     slowest: int = 0
     """The smallest clock of the live workers."""
     behind: int = 0
-    """Number of clocks equal to `slowest` when last counted, minus the clocks that have moved since; at 0 the clocks
-    are counted again.
+    """Number of clocks that equaled `slowest` when they were last counted, minus those that have advanced since; at 0,
+    the clocks are counted again.
     """
     update_state: Any = None
-    """The state of the update rule."""
+    """The state of the server's update rule."""
     pushes: list[Push] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     reading: dict[int, int] = field(default_factory=dict)
-    """Rank of each live worker that is computing → the version that it computes on."""
+    """Rank of each live worker that is computing → version with which the worker computes."""
     done: set[int] = field(default_factory=set)
     """Ranks of workers that have left after their last step; their clocks still count."""
     inboxes: dict[int, Inbox] = field(default_factory=dict)
-    """Rank → the key lists of a worker whose pushes are filtered."""
+    """Rank → key lists of a worker whose pushes are filtered."""
     kept: dict[int, FlatArray] = field(default_factory=dict)
     """Version → old parameters (K,), if the consistency rule keeps them."""
     newest_sent: dict[int, int] = field(default_factory=dict)
@@ -83,7 +83,9 @@ class ServerState:
     """The previous result (K,) of the aggregation, if the next result depends on it."""
 
     def advance(self, rank: int, clock: int | None) -> bool:
-        """Set a worker's clock, or remove the clock if `clock` is None; return whether the slowest clock has moved."""
+        """Set a worker's clock, or remove the clock if `clock` is None; return whether the slowest clock has
+        advanced.
+        """
         before, slowest = self.clocks.pop(rank, None), self.slowest
         self.reading.pop(rank, None)
         if clock is not None:
@@ -97,10 +99,9 @@ class ServerState:
         return self.slowest != slowest
 
     def depart(self, rank: int, lost: bool) -> bool:
-        """Note that a worker has left; return whether the slowest clock has moved.
+        """Note that a worker has left; return whether the slowest clock has advanced.
 
-        The clock of a worker that died no longer counts; neither does the clock of a worker that had left before and is
-        lost now.
+        The clock of a worker that died no longer counts, even if the worker had left before.
         """
         self.reads = [read for read in self.reads if read.rank != rank]
         if lost:
@@ -111,7 +112,7 @@ class ServerState:
         return False
 
     def reopen(self, version: int, departed: Collection[int]) -> None:
-        """Let the workers that had left and are back compute on the parameters of `version`, when a run continues."""
+        """When a run continues, let the workers that had left compute again, with the parameters of `version`."""
         back = self.done - set(departed)
         self.reading.update(dict.fromkeys(back, version))
         self.done -= back
@@ -120,7 +121,7 @@ class ServerState:
 
 
 def without(waiting: list[P], gone: Sequence[P]) -> list[P]:
-    """Return the entries of `waiting` without the entries in `gone`."""
+    """Return the entries of `waiting` that are not in `gone`."""
     if len(gone) == len(waiting):
         return []
     ended = set(gone)

@@ -1,4 +1,4 @@
-"""Every worker is an asynchronous server for 1/n of the parameters."""
+"""Asynchronous parameter servers on the workers: every worker serves 1/n of the parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ CHANNEL = "slices"
 
 @dataclass
 class ServedState:
-    """A worker's state: optimizer state and version of its own slice, and the version it has read of each slice."""
+    """A worker's state: optimizer state and version of the worker's own slice, and the version that it has read of each
+    slice.
+    """
 
     optimizer: OptimizerState
     version: int
@@ -30,11 +32,10 @@ class ServedState:
 class SliceServers(Strategy):
     """Asynchronous parameter servers on the workers themselves, k = n (MXNet dist_async: Chen et al. 2015).
 
-    Worker j owns slice j of w, and steps it with the job's optimizer for slice j of every gradient on arrival, its own
-    included. The answer to a push is the slice as it is then. A worker serves its slice while it waits for its own
-    answers and, in virtual time, while it computes; in a separate process it serves between gradients, so a push waits
-    for the gradient in progress. The staleness of a gradient's slice is the number of updates of that slice since it
-    was read.
+    Worker j owns slice j of w. When slice j of a gradient arrives, from any worker including itself, worker j steps its
+    slice with the job's optimizer, and answers with the new slice. A worker serves its slice while it waits for answers
+    and, in virtual time, while it computes; in a separate process, it serves between gradients, so a push waits for the
+    gradient in progress. The staleness of a gradient's slice is the number of updates of that slice since it was read.
     """
 
     notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": ParameterVersion}
@@ -74,7 +75,7 @@ class SliceServers(Strategy):
             await me.finished(me.background(CHANNEL, self._exchange(me, gradient)))
 
     async def finish(self, me: Worker) -> None:
-        """Serve until all workers are done, exchange the final slices, leave."""
+        """Serve until all workers have finished, exchange the final slices, and leave the run."""
         await me.finished(me.background(CHANNEL, self._close(me)))
         me.leave()
 

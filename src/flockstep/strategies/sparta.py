@@ -1,4 +1,4 @@
-"""SPARTA: local steps, and after each an average of a small part of the parameters."""
+"""SPARTA: after each local step, workers average a small part of the parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from flockstep.strategies.selectors.random import RandomSelector
 
 @dataclass(frozen=True)
 class Sparta(Strategy):
-    """SPARTA, sparse parameter averaging (Beton et al. 2025, section 3): every step averages a small random part.
+    """SPARTA, sparse parameter averaging (Beton et al. 2025, section 3): every step averages a small random part of the
+    parameters.
 
     After each local step, every worker replaces the same random share p of its parameters by their mean over the
     workers. The selection follows from a common `seed`, so that no index is sent: 2 (n-1)/n p K elements per worker and
@@ -53,7 +54,7 @@ class Sparta(Strategy):
 
     @property
     def resizing(self) -> Resizing:
-        """The rule of `full`; without `full` workers keep their replicas."""
+        """The rule of `full`; without `full`, workers keep their replicas."""
         return Resizing(replicas="own") if self.full is None else self.full.resizing
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:

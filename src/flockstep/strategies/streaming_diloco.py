@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: local steps, and overlapped outer steps on one fragment of the model after another."""
+"""Streaming DiLoCo: local steps, with overlapped outer steps on one fragment of the model after another."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Fragment:
 
     part: slice
     model: FlatArray
-    """The fragment after the last outer step, of the fragment's size."""
+    """The fragment's parameters after the last outer step, of the fragment's size."""
     outer_state: Any
     given: FlatArray
-    """This worker's part in the mean in progress: its parameters, or its encoded outer gradient."""
+    """This worker's part in the mean that is being computed: its parameters, or its encoded outer gradient."""
     begun: int = 0
     under_way: bool = False
     dropped: Any = None
@@ -51,8 +51,8 @@ class StreamingDiloco(Strategy):
     used `overlap` (tau) steps later: the outer optimizer, with a separate state for each fragment, moves the fragment's
     global parameters theta, and the replica takes `alpha` of its own parameters and 1 - alpha of theta. Without overlap
     the replica's parameters are replaced by theta, and one fragment makes this plain DiLoCo. Fragments are contiguous
-    and of equal size; the authors take every F-th layer. A mean in progress at the end is still merged. A lossy `codec`
-    encodes each worker's outer gradient, theta minus its own parameters, with `feedback`.
+    and of equal size; the authors take every F-th layer. A mean that is in progress at the end is still merged. A lossy
+    `codec` encodes each worker's outer gradient, theta minus its own parameters, with `feedback`.
     """
 
     period: int = field(default=100, metadata=searched(8, 256))
@@ -115,11 +115,11 @@ class StreamingDiloco(Strategy):
         return Fragment(part, copied(params), self.outer_optimizer.start(params, workers), copied(params))
 
     def offset(self, index: int) -> int:
-        """Return t_p of fragment p = `index`, in steps."""
+        """Return t_p, in steps, for the fragment p = `index`."""
         return index * self.period // self.fragments
 
     async def worker(self, me: Worker) -> None:
-        """After each step, merge the means that are due, then start the means that are due."""
+        """After each step, merge the means that are due, then start the averages that are due."""
         fragments: list[Fragment] = me.state
         for index, fragment in enumerate(fragments):
             if fragment.under_way:  # a run that continues
@@ -176,7 +176,7 @@ class StreamingDiloco(Strategy):
             part[:] = fragment.model
 
     async def finish(self, me: Worker) -> None:
-        """Merge the means in progress, then leave."""
+        """Merge the means in progress, then leave the run."""
         for index, fragment in enumerate(me.state):
             await self._merge(me, index, fragment, me.step)
         me.leave()

@@ -14,13 +14,14 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 @dataclass(frozen=True)
 class SufficientFactors(Strategy):
-    """Sufficient factor broadcasting (Xie et al. 2016; Poseidon: Zhang et al. 2017, section 3.2): layers as factors.
+    """Sufficient factor broadcasting (Xie et al. 2016; Poseidon: Zhang et al. 2017, section 3.2): layers are sent as
+    factors.
 
     The gradient of an M × N layer over B samples is Uᵀ V with U (B, M) and V (B, N). A worker broadcasts U and V, adds
-    up all workers' products in order of rank, and all-reduces the rest of the gradient: w ← w - η · (1/n) Σ g_i, as
-    without factors up to rounding, and equal in every bit on all workers. A layer's factors are sent if B (n - 1) (M +
-    N) <= 2 (n - 1) MN / n elements, that is, if a worker sends less than its part in a ring all-reduce. This is
-    Poseidon's rule for as many servers as workers.
+    up all workers' products in order of rank, and all-reduces the rest of the gradient: w ← w - η · (1/n) Σ g_i. The
+    result equals that without factors up to rounding, and is equal in every bit on all workers. A layer's factors are
+    sent if B (n - 1) (M + N) <= 2 (n - 1) MN / n elements, that is, if a worker sends less than its part in a ring
+    all-reduce. This is Poseidon's rule for as many servers as workers.
     """
 
     collective: Collective = field(default_factory=ByHost)
@@ -30,7 +31,7 @@ class SufficientFactors(Strategy):
     taxonomy_entry = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> None:
-        """Check that the model has layers that can be factored; there is no state.
+        """Check that the model has layers that can be factored; return no state.
 
         Raises:
             CompositionError: the model has no such layer.

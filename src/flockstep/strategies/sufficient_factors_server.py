@@ -23,11 +23,11 @@ from flockstep.strategies.server_state import PushState
 from flockstep.strategies.sufficient_factors import require_layers
 
 Rectangle = tuple[int, int, int, int]
-"""The position of a layer: offset, rows, columns, products."""
+"""The position of a layer: offset, rows, columns, and number of products."""
 
 
 class Factored(Pushed, frozen=True):
-    """Note sent with a gradient: also the layers that it contains as factors."""
+    """Note sent with a gradient that names the layers which the gradient contains as factors."""
 
     layers: list[Rectangle]
 
@@ -48,7 +48,7 @@ class FactorServer(ParameterServer):
     For a fully connected M × N layer a worker pushes U (B, M), the errors, and V (B, N), the activations, if B (M + N)
     < MN, and the server computes the gradient Uᵀ V; parameters are sent whole. A shard that holds some rows of a layer
     gets the corresponding columns of U, and all of V. Everything else is as in the parameter server with `consistency`
-    and `server_update`, from which the results differ by rounding alone.
+    and `server_update`, from which the results differ only by rounding.
     """
 
     notes: ClassVar[Notes] = {**ParameterServer.notes, "push": Factored}
@@ -73,8 +73,8 @@ class FactorServer(ParameterServer):
 
     @property
     def traits(self) -> Traits:
-        """The traits of a parameter server, for declared jobs; the factors of the first layer contain its inputs, the
-        samples.
+        """The traits of a parameter server that needs a declared job; the factors of the first layer contain its
+        inputs, the samples.
         """
         return replace(super().traits, needs_job=True, samples="sent")
 
@@ -94,7 +94,7 @@ class FactorServer(ParameterServer):
     def pushes(
         self, me: Worker, state: PushState, gradient: FlatArray, parts: Mapping[Address, slice]
     ) -> list[tuple[Address, FlatArray, Pushed]]:
-        """Return the push to each shard, with layers in the smaller form."""
+        """Return the push to each shard, with each layer in its smaller form."""
         packing = Packing(len(me.params), smaller(me))
         return [
             (to, payload, Factored(version, me.lr, [rectangle(layer) for layer in layers]))
@@ -115,7 +115,7 @@ def divided(
     """Yield for each slice of the array the layers, or rows of layers, that are smaller as factors, and its packed
     gradient.
 
-    A row that lies in two slices is sent dense.
+    A row that belongs to two slices is sent dense.
     """
     if len(parts) == 1 or not packing.layers:
         yield from ((tuple(packing.layers), packed[part] if len(parts) > 1 else packed) for part in parts)

@@ -1,4 +1,4 @@
-"""The properties that a strategy guarantees, as data."""
+"""The properties that a strategy guarantees, as a data class."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Traits:
     """The properties that a composed strategy guarantees."""
 
     delivery: Delivery
-    """Which updates of a worker reach the other workers, and when (the spectrum of communication completeness of FAST):
-    `synchronous` for all of them before the next step, `bounded delay` for all within a bound, `unbounded delay` for
-    all at some time, `partial` if some never do.
+    """Which updates of a worker reach the other workers, and when (the communication completeness of FAST):
+    `synchronous` if all updates do before the next step, `bounded delay` if all do within a bound, `unbounded delay` if
+    all do at some time, `partial` if some never do.
     """
     survives: bool | int
     """Number of worker deaths after which the other workers still continue: False for none, True for any number."""
@@ -40,17 +40,17 @@ class Traits:
     the sum of the granted steps.
     """
     needs_job: bool = False
-    """Whether workers ask for more than their next gradient; only a declared job provides that, a script's own loop
-    cannot.
+    """Whether workers request more than their next gradient, which only a declared job provides, not a script's own
+    loop.
     """
     gathers: int = 0
     """Number of gradients of different workers, in order of arrival, that a step waits for: 0 for all of them or none,
     -b for all but b.
     """
     least: int = 1
-    """Minimum number of live workers with which the run continues."""
+    """Minimum number of live workers at which the run continues."""
     samples: Samples = "own"
-    """Whose training samples a worker receives: `own` for its own only; `others` if it computes gradients on samples of
+    """Whose training samples a worker receives: `own` for only its own; `others` if it computes gradients on samples of
     other workers; `sent` if messages carry some of its own samples unchanged.
     """
     clips: Clips = "own"
@@ -60,7 +60,7 @@ class Traits:
     memory: Memory = "optimizer"
     """What servers remember of past steps: `optimizer` for the state of the worker's optimizer; `velocity` for one
     momentum buffer with that optimizer's `momentum`; `own` for the state of another optimizer, which a script cannot
-    save or load. `slices`: worker i remembers slice i of n of the optimizer's state, as `optimizer` of its own state.
+    save or load. `slices` if worker i of n remembers slice i of the state of the worker's optimizer.
     """
     approximation: Approximation = "none"
     """What happens to the part of an update that the strategy itself, without a codec, leaves out of a step's messages:
@@ -71,14 +71,15 @@ class Traits:
     comparable.
     """
     matrices: bool = False
-    """Whether the strategy sends factors of the gradient's matrices, so that bytes depend on the shapes of the tensors.
+    """Whether the strategy sends factors of the gradient's matrices, so that bytes depend on the shapes of the
+    tensors.
     """
     restarts: bool = True
     """Whether a stopped run can be resumed from the states of its nodes; False if some state lies outside the nodes."""
 
     checkpoints: bool = True
-    """Whether the programs of all nodes come, every few steps, to a point at which a run can be stopped with its state;
-    False if a program restarts only from its beginning, or from its last inputs.
+    """Whether the programs of all nodes reach, every few steps, a point at which a run can be stopped with its state;
+    False if a program can restart only from its beginning, or from its last inputs.
     """
     own_rates: bool = False
     """Whether every gradient is applied alone, at the learning rate of its worker, so that the workers' learning rates
@@ -90,8 +91,8 @@ class Traits:
     """
 
     plain_gradients: bool = True
-    """Whether workers ask for nothing but gradients of their own next batch, at their parameters, and wait for each;
-    otherwise the parts of a split model cannot compute them.
+    """Whether workers request only gradients of their own next batch at their own parameters, and wait for each
+    gradient; other requests cannot be computed by the parts of a split model.
     """
 
     def __post_init__(self) -> None:
@@ -120,12 +121,12 @@ class Traits:
         return self.delivery == "synchronous" and not self.server_optimizer
 
     def deaths(self, workers: int) -> int:
-        """Number of worker deaths, of `workers` workers, after which the other workers still continue."""
+        """Return the number of deaths, among `workers` workers, after which the other workers still continue."""
         most = workers - self.least
         return max(0, most if self.survives is True else min(int(self.survives), most))
 
     def held_up(self, workers: int) -> bool:
-        """Whether a step waits for some but not all of the `workers` workers, so that workers without steps
-        delay it.
+        """Return whether a step waits for some but not all of the `workers` workers, so that workers without steps
+        delay the step.
         """
         return 1 < (self.gathers if self.gathers > 0 else workers + self.gathers) < workers

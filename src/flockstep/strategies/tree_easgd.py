@@ -14,13 +14,15 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass(frozen=True)
 class TreeElasticAveraging(Strategy):
-    """EASGD Tree (Zhang 2016, chapter 6): every node of a tree is a worker that exchanges with its parent and children.
+    """EASGD Tree (Zhang 2016, chapter 6): every node of a tree is a worker that exchanges parameters with its parent
+    and its children.
 
     Worker i > 0 is a child of worker (i - 1) div branching, as in the topology `tree`. A leaf sends its parameters to
-    its parent every `up` steps, and its parent sends its own to the leaf every `down` steps; inner nodes exchange both
-    ways every `upper` steps. A worker that has received x moves at its next step boundary: w ← w - alpha (w - x).
-    `alpha` is 0.9 / (branching + 1) by default. The thesis uses branching 16 with 256 workers, and periods 10 and 100.
-    If a worker dies, its children exchange with its parent; the children of worker 0 continue as separate trees.
+    its parent every `up` steps, and the parent sends its parameters to the leaf every `down` steps; inner nodes
+    exchange in both directions every `upper` steps. A worker that has received x moves at its next step boundary: w ← w
+    - alpha (w - x). `alpha` is 0.9 / (branching + 1) by default. The thesis uses branching 16 with 256 workers, and
+    periods 10 and 100. If a worker dies, its children exchange with its parent; the children of worker 0 continue as
+    separate trees.
     """
 
     branching: int = 4
@@ -61,7 +63,7 @@ class TreeElasticAveraging(Strategy):
             me.send_all(self.due(me), "model", me.params)
 
     async def finish(self, me: Worker) -> None:
-        """Leave, and move toward the models still in transit."""
+        """Leave the run, and move toward the models still in transit."""
         me.leave(peers=True)
         async for message in me.messages():
             if message.tag == "model":
@@ -73,7 +75,7 @@ class TreeElasticAveraging(Strategy):
         me.record_update(message.source, max(0, me.step - message.step))
 
     def due(self, me: Worker) -> list[int]:
-        """Return the ranks of the neighbors that this worker sends its model to after its last step."""
+        """Return the ranks of the neighbors to which this worker sends its model after its last step."""
         if me.step % self.up and me.step % self.down and me.step % self.upper:
             return []
         parent = self.parent(me.rank, me.lost)
@@ -83,7 +85,7 @@ class TreeElasticAveraging(Strategy):
         return [to for to, lower, period in edges if not me.step % (period if leaf(lower, me.workers) else self.upper)]
 
     def is_leaf(self, rank: int, workers: int) -> bool:
-        """Whether the worker `rank` has no children while all workers are alive."""
+        """Return whether the worker `rank` has no children while all workers are alive."""
         return self.branching * rank + 1 >= workers
 
     def parent(self, rank: int, lost: set[int]) -> int | None:

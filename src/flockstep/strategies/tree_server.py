@@ -1,4 +1,4 @@
-"""A binomial tree that sums gradients upwards and distributes parameters downwards."""
+"""A binomial tree of workers that sums gradients toward its root and distributes parameters from the root."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TreeServer(Strategy):
     """Synchronous SGD with a reduction tree (FireCaffe: Iandola et al. 2016, section 4).
 
     Gradients are summed up a binomial tree: in round k worker r with bit k set sends its sum to worker r - 2^k. Worker
-    0, the root, divides by n and steps the only optimizer; the parameters travel down the same edges. Every worker but
-    the root sends one gradient per step. The critical path has ceil(log2 n) messages each way, where a single server
-    would receive n.
+    0, the root, divides by n and steps the only optimizer; the parameters are sent down the same edges. Every worker
+    but the root sends one gradient per step. The critical path has ceil(log2 n) messages in each direction; a single
+    server would receive n messages.
     """
 
     # Synchronous: a dead worker stops all workers.
@@ -36,7 +36,7 @@ class TreeServer(Strategy):
             me.state = copy.deepcopy(former[0].state)
 
     def worker_state(self, me: Worker) -> OptimizerState | None:
-        """Return the root's optimizer state; the other workers have no state."""
+        """Return the root's optimizer state; other workers have no state."""
         assert me.optimizer is not None
         return me.optimizer.init(me.params) if me.rank == 0 else None
 

@@ -1,4 +1,4 @@
-"""Scatter-reduce with a codec in both directions: gradients and their mean are both encoded."""
+"""Scatter-reduce with a codec in both directions: the gradients and their mean are encoded."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class Dropped:
 
 @dataclass(frozen=True)
 class TwoWay(Strategy):
-    """Error compensation on both ways (1-bit SGD: Seide et al. 2014; DoubleSqueeze: Tang et al. 2019, algorithm 1).
+    """Error compensation in both directions (1-bit SGD: Seide et al. 2014; DoubleSqueeze: Tang et al. 2019, algorithm
+    1).
 
     Worker i sends slice j of its gradient to worker j, encoded with `codec` and `feedback`. Worker j takes the mean,
     encodes it with the same codec and a separate `feedback`, and sends it to all workers. All workers, the owner
     included, step with the decoded mean, each with the job's optimizer, so that replicas are equal in every bit. With n
     workers and C bytes for K encoded elements, each worker sends about 2(n-1)/n C bytes per step. Seide et al. run
-    AdaGrad on the owner before the second encoding; here the optimizer comes after it. A single worker encodes twice,
-    too.
+    AdaGrad on the owner before the second encoding; here the optimizer comes after it. A single worker also encodes
+    twice.
     """
 
     codec: Codec = field(default_factory=Half)

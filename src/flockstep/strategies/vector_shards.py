@@ -1,4 +1,4 @@
-"""Vectors sliced over several servers, and L-BFGS on them by small commands."""
+"""Vectors that are sliced over several servers, and L-BFGS on these vectors by small commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flockstep.messages import Note, server
 from flockstep.nodes import Server
 
 ASK = "ask/shard"
-"""Tag of requests to a shard, in the channel of the background task that serves the shard; the note's `op` is the
-request.
+"""Tag of requests to a shard, in the channel of the background task that serves the shard; the note's `op` says what is
+requested.
 """
 Operation = Literal["dot", "set", "add", "scale"]
 
 
 class VectorRequest(Note, frozen=True):
-    """Note of a request to a shard: to send its trial parameters, to add a portion's gradient, or to execute a
+    """Note of a request to a shard: to send its trial parameters, to add the gradient of a portion, or to execute a
     command.
     """
 
@@ -40,7 +40,7 @@ class VectorReply(Note, frozen=True):
 
 @dataclass
 class VectorShard:
-    """One server's slices of the vectors, by name, in float64."""
+    """One server's slices of the vectors: name → slice, in float64."""
 
     vectors: dict[str, FlatArray] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class VectorShard:
         """Execute one command; return the value of a dot product, otherwise 0.
 
         Raises:
-            ProtocolError: the shard has no vector of that name.
+            ProtocolError: the shard has no vector of the given name.
         """
         try:
             return self._obey(asked)
@@ -83,7 +83,9 @@ async def tell(me: Server, op: Operation, a: str, b: str = "", by: float = 1.0) 
 
 
 async def direction(me: Server, pairs: Sequence[int]) -> None:
-    """Set vector d ← - H g by the two-loop recursion (Nocedal 1980); pair k is s{k}, y{k}, the oldest pair first."""
+    """Set the vector d ← - H g by the two-loop recursion (Nocedal 1980); pair k is s{k}, y{k}, with the oldest pair
+    first.
+    """
     await tell(me, "set", "d", "g")
     alphas: dict[int, float] = {}
     curvature = {k: await tell(me, "dot", f"s{k}", f"y{k}") for k in pairs}

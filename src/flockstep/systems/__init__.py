@@ -1,1 +1,1 @@
-"""The systems of the literature as compositions: names, citations and strategies, without code of their own."""
+"""The systems of the literature as compositions: names, citations and strategies, without separate code."""

@@ -14,7 +14,7 @@ from flockstep.partitions.base import Partition
 from flockstep.strategies.base import Strategy, TaxonomyEntry
 
 ONE_REPLICA = "all_reduce"
-"""Strategy that runs a single replica, of which the mode names no strategy."""
+"""Strategy with which a single replica is run, if a mode names no strategy."""
 
 
 class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,7 +23,7 @@ class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strategy: str = ""
     """The composition, as an expression; empty if there is a single replica, which its workers hold together."""
     name: str = ""
-    """The system's name for the mode; the first mode is the default and needs no name."""
+    """Name that the system gives the mode; the first mode is the default and needs no name."""
     partition: str = "none"
     """How the mode splits each replica over workers, as an expression."""
     listed: bool = True
@@ -31,12 +31,12 @@ class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def runs(self) -> str:
-        """The strategy that runs the mode; a single replica exchanges nothing, whichever strategy runs it."""
+        """The strategy that runs the mode; with a single replica, any strategy does, because nothing is exchanged."""
         return self.strategy or ONE_REPLICA
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry | None:
-        """The mode's cell in the taxonomy: the strategy's, or the partition's if there is a single replica."""
+        """The mode's cell in the taxonomy: that of the strategy, or of the partition if there is a single replica."""
         if self.strategy:
             return Strategy.parse(self.strategy).taxonomy_entry
         partition = Partition.parse(self.partition)
@@ -44,14 +44,14 @@ class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One system: its authors, its algorithm, and the compositions that implement it here."""
+    """One system: its authors, its algorithm, and the compositions that implement it in flockstep."""
 
     name: str
     citation: str
     algorithm: str
-    """The system's algorithm, in one or two sentences."""
+    """The system's algorithm in one or two sentences."""
     modes: tuple[Mode, ...]
-    """The modes, the default first."""
+    """The modes, with the default mode first."""
     differs: str = ""
     """Differences between the composition and the published system."""
 
@@ -87,8 +87,8 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [cell for cell in found if cell is not None]
 
     def row(self) -> dict[str, str]:
-        """Return the system's row of the table: properties that its modes share once, differing properties side by
-        side.
+        """Return the system's row of the table: properties that all modes share appear once, differing properties side
+        by side.
 
         A system that runs both synchronously and asynchronously counts as bounded asynchronous, which covers both
         (Langer et al. 2020, section 4.2).
@@ -118,7 +118,7 @@ def systems() -> tuple[System, ...]:
 
 
 def system(name: str) -> System:
-    """Return the system of a name, ignoring case, spaces and hyphens.
+    """Return the system with the given name; case, spaces and hyphens are ignored.
 
     Raises:
         UnknownName: there is no such system; the message has the nearest name.
@@ -130,8 +130,8 @@ def system(name: str) -> System:
 
 
 def expression(name: str) -> str | None:
-    """Return the composition for a system's name, or for name and mode as in "MXNet: dist_async"; None for
-    other names.
+    """Return the composition for a system's name, or for system and mode as in "MXNet: dist_async"; None for other
+    names.
     """
     name, _, mode = name.partition(":")
     found = [known for known in systems() if key(known.name) == key(name)]
@@ -144,7 +144,7 @@ def names() -> list[str]:
 
 
 def key(name: str) -> str:
-    """Return the name in lower case, with letters and digits only."""
+    """Return the name in lower case, reduced to letters and digits."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 

@@ -1,4 +1,4 @@
-"""Table 1 of the survey as printed, for comparison with the rows derived from the compositions."""
+"""Table 1 of the survey by Langer et al. (2020) as printed, for comparison with the rows derived from compositions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def table_1() -> tuple[SurveyRow, ...]:
 
 
 def differences(derived: Mapping[str, str], published: SurveyRow) -> dict[str, tuple[str, str]]:
-    """Return column → (derived, published) for the columns in which a system's derived row differs from the published
-    one.
+    """Return column → (derived, published), for the columns in which a system's derived row differs from the published
+    row.
     """
     found = {column: (derived[column], str(getattr(published, column))) for column in COLUMNS}
     return {

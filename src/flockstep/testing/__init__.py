@@ -1,1 +1,1 @@
-"""Conformance checks for components, flockstep's own and custom ones."""
+"""Conformance checks for components, both flockstep's own and custom components."""

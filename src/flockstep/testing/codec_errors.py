@@ -1,7 +1,7 @@
 """Checks that a codec's errors are as declared: bounds, means, sums and contraction.
 
 Means over random encodings must agree within four standard errors. A mean that does not agree is computed again over
-four times as many draws, so that chance alone fails a correct codec about once in a billion means.
+four times as many draws, so that a correct codec fails by chance only about once in a billion means.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from flockstep.testing.samples import ROUNDING, SMALLEST, exact, samples
 
 DRAWS = 400
 FEW = 24
-"""Number of draws for checks of an upper bound only."""
+"""Number of draws for checks that only test an upper bound."""
 SIGMAS = 4.0
 
 
 def draw(codec: Codec, array: FlatArray, seed: int) -> FlatArray:
-    """Return the array that a receiver decodes from `array`, flat, in float64; `seed` is also the step."""
+    """Return the flat float64 array that a receiver decodes from the encoding of `array`; `seed` is also the step."""
     one = codec.bind_step(seed) if codec.shares_seed else codec
     data = one.encode(array, np.random.default_rng((seed, 1)))
     return exact(one.decode(data, array.size, array.dtype.name))
@@ -31,7 +31,7 @@ def draw(codec: Codec, array: FlatArray, seed: int) -> FlatArray:
 def check_error_bound(codec: Codec, arrays: Iterable[FlatArray]) -> None:
     """Check that E||x - decode(encode(x))||² is at most `error_bound(x)` and, if declared, `variance` · ||x||².
 
-    The bound covers the encoding; the error of rounding the result to the array's dtype is allowed in addition.
+    The bound covers the encoding; the rounding of the result to the array's dtype may add to the error.
     """
     for array in arrays:
         x, dtype = exact(array), array.dtype.name
@@ -69,7 +69,7 @@ def _squared_error(codec: Codec, array: FlatArray, limit: float) -> tuple[float,
 
 
 def check_unbiased(codec: Codec) -> None:
-    """Check that the mean over many draws equals the array, element by element and along several directions."""
+    """Check that the mean over many draws equals the array, element by element and in several random directions."""
     random = np.random.default_rng(1)
     for dtype in ("float32", "float64"):
         array = random.normal(size=64).astype(numpy_dtype(dtype))
@@ -94,8 +94,8 @@ def check_unbiased(codec: Codec) -> None:
 
 
 def check_linear(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that encodings with equal random draws can be added: the `terms` sum decodes to the sum of the decoded
-    arrays.
+    """Check that encodings with equal random draws can be added: the sum of their `terms` decodes to the sum of the
+    decoded arrays.
     """
     for array in arrays:
         dtype = array.dtype.name

@@ -1,4 +1,4 @@
-"""Checks that a codec treats torch tensors as it treats numpy arrays. The checks require torch."""
+"""Checks that a codec treats torch tensors like numpy arrays. The checks require torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.errors import Diverged
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors, wide
 
 NEAR = 256
-"""Largest allowed error of a tensor's result, in units of the dtype's rounding, where the order of summation is not
+"""Largest allowed error of a tensor's result, in rounding units of the dtype, if the order of summation is not
 fixed.
 """
 
@@ -22,8 +22,8 @@ fixed.
 def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
     """Check that tensors give the same bytes as arrays, decode to the same numbers, and leave the same error.
 
-    Without `same_bytes`, for codecs that multiply matrices, whose order of summation differs between libraries, the
-    numbers of bytes must be equal and the decoded numbers must agree up to rounding.
+    If `same_bytes` is False, as for codecs that multiply matrices, whose order of summation differs between libraries,
+    only the numbers of bytes must be equal, and the decoded numbers must agree up to rounding.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -39,7 +39,7 @@ def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
 
 
 def tensors_of(array: FlatArray) -> Iterator[Any]:
-    """Return `array` as a contiguous tensor and, if it is a vector with elements, as a strided part of a larger
+    """Return `array` as a contiguous tensor and, if it is a non-empty vector, also as a strided part of a larger
     tensor.
     """
     import torch

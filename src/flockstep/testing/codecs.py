@@ -19,13 +19,13 @@ from flockstep.testing.feedback import check_encode_residual
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors, wide
 
 ALLOWANCE = 64
-"""Bytes per tensor by which an encoding may exceed the array."""
+"""Number of bytes per tensor by which an encoding may exceed the array."""
 STEP = 7
-"""Step of a run to which codecs are bound."""
+"""Step of a run to which codecs are bound in the checks."""
 
 
 def check_codec(codec: Codec) -> None:
-    """Run every check on one codec, as it is and bound to tensors and a step.
+    """Run every check on one codec, unbound, and bound to tensors and a step.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -107,8 +107,8 @@ def check_repeatable(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that a wrong number of bytes raises `ProtocolError`, and that arbitrary bytes raise it or decode to the
-    right shape.
+    """Check that a wrong number of bytes raises `ProtocolError`, and that arbitrary bytes either raise it or decode to
+    an array of the right shape.
     """
     random = np.random.default_rng(0)
     for array in arrays:
@@ -127,7 +127,7 @@ def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that `add_decoded` equals decoding and adding, up to the last place of the operands, and refuses the same
+    """Check that `add_decoded` equals decoding and adding, up to the last digit of the operands, and refuses the same
     bytes.
     """
     for array in arrays:
@@ -156,9 +156,8 @@ def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that `stream` returns ascending indices and the values that decoding puts there.
-
-    All other elements are zero.
+    """Check that `stream` returns ascending indices, and the values that decoding puts at these indices; all other
+    elements must be zero.
     """
     for array in arrays:
         dtype, what = array.dtype.name, _on(codec, array)
@@ -191,7 +190,7 @@ def check_lossless(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_exact_parts(codec: Codec, dtype: str) -> None:
-    """Check that the elements named by `exact_parts` arrive bit for bit, with and without binding to tensors."""
+    """Check that the elements in `exact_parts` arrive bit for bit, with and without binding to tensors."""
     for one, arrays in ((codec, samples(dtype)), (codec.bind_shapes(SHAPES), tensors(dtype))):
         for array in arrays:
             decoded, flat = round_trip(one, array), array.reshape(-1)
@@ -204,7 +203,7 @@ def check_exact_parts(codec: Codec, dtype: str) -> None:
 
 
 def check_not_finite(codec: Codec, dtype: str) -> None:
-    """Check that NaN and infinities arrive in place, or are refused by a `Diverged` that names value and element.
+    """Check that NaN and infinities arrive in place, or are refused with a `Diverged` that names value and element.
 
     A codec that selects elements independently of their values may leave them out.
     """
@@ -229,7 +228,7 @@ def check_not_finite(codec: Codec, dtype: str) -> None:
 
 
 def check_overflow(codec: Codec, dtype: str) -> None:
-    """Check that the dtype's largest numbers arrive, possibly as infinities, or are refused by a `Diverged`."""
+    """Check that the dtype's largest numbers arrive, possibly as infinities, or are refused with a `Diverged`."""
     largest = np.full(65, np.ldexp(2 - 2 * ROUNDING[dtype], _TOP[dtype])).astype(numpy_dtype(dtype))
     try:
         with np.errstate(over="ignore"):
@@ -243,9 +242,9 @@ _TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 
 
 def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
-    """Whether `data` is accepted.
+    """Return whether `data` is accepted.
 
-    Any result other than a `ProtocolError` or an array of the right shape violates the codec's contract.
+    Any result other than a `ProtocolError` or an array of the right shape fails the check.
     """
     what = f"{codec} answers {data.size} damaged bytes for {size} elements of {dtype} with"
     try:

@@ -1,4 +1,4 @@
-"""Checks that decoding arbitrary bytes gives a typed error or a valid array, in bounded memory."""
+"""Checks that decoding arbitrary bytes gives a typed error or a valid array, within bounded memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
 
 FACTOR = 12
-"""Memory that decoding may use, intermediate results included, as a multiple of the announced plus the
-received bytes.
+"""Memory that decoding may use, including intermediate results, as a multiple of the announced bytes plus the received
+bytes.
 """
 SLACK = 1 << 18
 """Bytes that decoding may use in addition, for overhead of Python and numpy."""
@@ -22,8 +22,8 @@ def check_any_bytes(codec: Codec, data: bytes, size: int, dtype: str, measured: 
     """Decode `data` as `size` elements with every decoding method; return whether it was accepted.
 
     Raises:
-        AssertionError: the result was neither a `ProtocolError` nor an array of that size, or decoding used more memory
-            than `FACTOR` times the announced plus the received bytes.
+        AssertionError: the result was neither a `ProtocolError` nor an array of `size` elements, or decoding used more
+            memory than `FACTOR` times the announced bytes plus the received bytes.
     """
     received = np.frombuffer(data, np.uint8)
     what = f"{codec} on {len(data)} bytes for {size} {dtype}"

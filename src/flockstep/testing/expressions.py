@@ -1,4 +1,4 @@
-"""Checks of every component: it is a value, and survives text, JSON and TOML unchanged."""
+"""Checks of every component: it is a value, and is unchanged after conversion to text, JSON and TOML and back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_value(component: Component) -> None:
 
 
 def check_registered(component: Component) -> None:
-    """Check that the registry knows the component's class by one name, under its noun."""
+    """Check that the registry has the component's class under one name, under its noun."""
     noun, kind = component.noun, type(component)
     name = registry.name_of(kind)
     assert name in registry.names(noun), f"{kind.__name__} is not registered as a {noun}; add a line to the registry"
@@ -56,7 +56,9 @@ def check_registered(component: Component) -> None:
 
 
 def check_text(component: Component) -> None:
-    """Check that the component's text is parsed to an equal component by its class and its noun's base class."""
+    """Check that both the component's class and its noun's base class parse the component's text to an equal
+    component.
+    """
     text = str(component)
     base = base_of(component)
     again = expression.parse(text, base)
@@ -68,14 +70,14 @@ def check_text(component: Component) -> None:
 
 
 def check_json(component: Component) -> None:
-    """Check that the component is read back from strict JSON."""
+    """Check that an equal component is read back from strict JSON."""
     text = json.dumps(expression.to_data(component), allow_nan=False)
     again = expression.from_data(json.loads(text), base_of(component))
     assert again == component, f"{component!r} is written to JSON as {text}, which is read as {again!r}"
 
 
 def check_toml(component: Component) -> None:
-    """Check that the component is read back from TOML."""
+    """Check that an equal component is read back from TOML."""
     text = tomli_w.dumps({"component": expression.to_data(component)})
     again = expression.from_data(tomllib.loads(text)["component"], base_of(component))
     assert again == component, f"{component!r} is written to TOML as {text}, which is read as {again!r}"

@@ -27,7 +27,7 @@ CELLS: dict[str, Callable[[Strategy], str | dict[str, str]]] = {
     "lost": failures.lost_message,
     "slow": failures.slow_worker,
 }
-"""Fields of a row that are observed in runs → functions that observe them."""
+"""Field of a row that is observed in runs → function that observes it."""
 
 WORDS = {
     failures.EVERY_STEP: "All workers compute each gradient on parameters that are equal bit for bit.",
@@ -83,28 +83,28 @@ WORDS = {
     failures.GROUP: "Some workers slow down to the slow worker's pace, and the remaining workers keep their own pace.",
     failures.PARTLY: "The other workers slow down, but stay faster than the slow worker.",
 }
-"""Word of the matrix → observation that the word stands for. "…, up to b of n" is added if b workers may die, but
-not b + 1.
+"""Word of the matrix → observation for which the word stands. "…, up to b of n" is added if b workers may die, but not
+b + 1.
 """
 
 
 class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One strategy, and words for its behavior under each fault."""
+    """One strategy, and words for its behavior under each kind of fault."""
 
     strategy: str
     """The strategy as an expression."""
     equal: str
-    """Words for when all workers hold the same parameters."""
+    """Words that say when all workers hold the same parameters."""
     dead: str
     """Words for what the other workers do when a worker dies."""
     lost: str | dict[str, str]
     """Words for what happens when one message with an array is lost; by kind of message if the kinds differ."""
     slow: str
-    """Words for what happens to the other workers when the gradients of one worker take s times as long."""
+    """Words for what happens to the other workers when each gradient of one worker takes s times as long."""
     server: str = failures.NO_SERVER
-    """Words for what the workers do when a server dies that has a backup (`replicas=1`)."""
+    """Words for what the workers do when a server that has a backup dies (`replicas=1`)."""
     why: str = ""
-    """Explanation, above all of differences from the published method."""
+    """Explanation, especially of differences from the published method."""
 
     @property
     def composed(self) -> Strategy:
@@ -124,7 +124,7 @@ class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def rows() -> tuple[FailureRow, ...]:
-    """All rows of the failure matrix.
+    """Return all rows of the failure matrix.
 
     Raises:
         msgspec.ValidationError: the file is malformed.
@@ -134,14 +134,14 @@ def rows() -> tuple[FailureRow, ...]:
 
 
 def observed(strategy: str) -> FailureRow:
-    """The row that describes the observed runs of a strategy."""
+    """Return the row that describes the observed runs of a strategy."""
     composed = Strategy.parse(strategy)
     words = {cell: observe(composed) for cell, observe in CELLS.items()}
     return msgspec.convert({"strategy": strategy, **words}, FailureRow)
 
 
 def differences(row: FailureRow) -> list[str]:
-    """Sentences about the cells in which a row differs from the observed runs; empty if the row is correct."""
+    """Sentences about the cells in which a row differs from observed runs; empty if the row is correct."""
     seen = observed(row.strategy)
     return [
         f"{row.strategy}, {cell}: the matrix says {getattr(row, cell)!r}, observed {getattr(seen, cell)!r}"
@@ -151,7 +151,7 @@ def differences(row: FailureRow) -> list[str]:
 
 
 def as_toml(row: FailureRow) -> str:
-    """A row as text in the file's format."""
+    """Return a row as text in the format of the file."""
     lines = [f"{name} = {_toml(getattr(row, name))}" for name in row.__struct_fields__]
     return "\n".join(["[[row]]", *lines, ""])
 

@@ -33,16 +33,18 @@ from flockstep.testing.strategies import (
 )
 
 WORKERS, STEPS, FACTOR = 4, 24, 4.0
-"""Number of workers, steps of each worker, and the factor by which a slow worker's gradients take longer."""
+"""Number of workers, number of steps of each worker, and the factor by which a slow worker's gradients take longer."""
 VICTIM = 1
 COMPUTE, NETWORK = "constant(1)", "link(bandwidth='1gbit', latency=0.01)"
-"""All workers are equally fast and a gradient takes one second, so that every difference is caused by the fault."""
+"""Compute model and network in which all workers are equally fast and a gradient takes one second, so that every
+difference is caused by the fault.
+"""
 DEATH, UNNOTICED = 6.505, 10.0
-"""Virtual seconds at which the worker dies, in the middle of its seventh gradient, and after which the other workers
-are notified.
+"""DEATH: virtual second at which the worker dies, in the middle of its seventh gradient. UNNOTICED: virtual seconds
+until the other workers are notified.
 """
 SLACK = 1.15
-"""Largest ratio of two durations that counts as undisturbed."""
+"""Largest ratio of two durations that still counts as equal."""
 
 ENDS = "the run ends with an error"
 GOES_ON = "the other workers continue"
@@ -75,7 +77,7 @@ NEVER = "never"
 
 
 class Faulted(Watched):
-    """A simulation that stores the error that ends it, and every worker's parameters at each of its gradients."""
+    """A simulation that stores the error that ended it, and every worker's parameters at each of its gradients."""
 
     def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
         super().__init__(engine, plan, compute, network, *rest)
@@ -98,7 +100,7 @@ class Faulted(Watched):
 
 @dataclass(frozen=True, eq=False)
 class Observed(SimulatedRun):
-    """A run, with the observations that the classification needs."""
+    """A run, with the observations from which the outcome is classified."""
 
     simulation: Faulted
 
@@ -108,11 +110,13 @@ class Observed(SimulatedRun):
         return self.simulation.failure
 
     def ends(self, rank: int) -> list[float]:
-        """End of each step of the given worker, in virtual seconds."""
+        """Return the end of each step of the given worker, in virtual seconds."""
         return [event.seconds for event in self.of(StepEvent) if event.rank == rank]
 
     def same_as(self, other: Observed, exact: bool, without: Sequence[int] = ()) -> bool:
-        """Whether all nodes but `without` ended with the same parameters, bit for bit (`exact`) or up to rounding."""
+        """Return whether all nodes except `without` ended with the same parameters, bit for bit (`exact`) or up to
+        rounding.
+        """
         pairs = [(self.params[a], other.params[a]) for a in self.params if a not in without]
         return all(equal_bits(a, b) if exact else np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
@@ -135,7 +139,7 @@ def observe(
 
 
 def replicas_equal(strategy: Strategy | str) -> str:
-    """Return the words for when all workers hold the same parameters if the times of gradients are random."""
+    """Return the words that say when all workers hold the same parameters, if the times of gradients are random."""
     run = observe(strategy, compute="exponential(1)")
     read = run.simulation.read
     together = [k for k in range(1, min(map(len, read))) if len({worker[k] for worker in read}) == 1]
@@ -159,7 +163,7 @@ def _spread(replicas: np.ndarray) -> float:
 def dead_worker(strategy: Strategy | str, workers: int = WORKERS) -> str:
     """Return the words for what the other workers do when a worker dies.
 
-    "up to b" is added if more than b of n > b + 1 deaths have a worse outcome.
+    "up to b" is added if the outcome is worse after more than b deaths among n > b + 1 workers.
     """
     whole = observe(strategy, workers)
     words = [_after_deaths(strategy, whole, workers, count) for count in range(1, workers)]
@@ -212,8 +216,8 @@ def _longest_gap(ends: Sequence[float]) -> float:
 
 
 def kinds(whole: Observed) -> dict[str, tuple[Address, Address, int]]:
-    """Return, for each kind of message with an array, source, receiver and number of a message of that kind in the
-    middle of the run.
+    """Return, for each kind of message with an array, the source, the receiver, and the number of one message of the
+    kind in the middle of the run.
     """
     found: dict[str, tuple[tuple[int, ...], tuple[Address, Address, int]]] = {}
     counts: dict[tuple[Address, Address], int] = {}
@@ -231,7 +235,7 @@ def kinds(whole: Observed) -> dict[str, tuple[Address, Address, int]]:
 
 
 def kind_of(message: Message, to: Address) -> str:
-    """Return the name of a message in the failure matrix: its tag, without its channel."""
+    """Return the name that the failure matrix uses for a message: its tag, without its channel."""
     name = message.tag.partition("/")[0]
     return f"reply to {name}" if message.reply_to else name
 
@@ -266,8 +270,8 @@ def _after_loss(strategy: Strategy | str, whole: Observed, place: tuple[Address,
 
 
 def slow_worker(strategy: Strategy | str) -> str:
-    """Return the words for the effect of a slow worker on the other workers; "up to b" is added if b slow workers are
-    hidden.
+    """Return the words for the effect of slow workers on the other workers; "up to b" is added if b slow workers have
+    no effect.
     """
     whole = observe(strategy)
     hidden = 0

@@ -1,4 +1,4 @@
-"""Checks of codecs with feedback: nothing is lost, inputs stay unchanged, and the state can be copied."""
+"""Checks of codecs with feedback: nothing is lost, inputs do not change, and the state can be copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKERS = 3
 
 
 def check_encode_residual(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that the decoded array and the kept error add up to error + array, up to the last place of the operands.
+    """Check that the decoded array and the kept error add up to error + array, up to the last digit of the operands.
 
     Two cases hold bit for bit: no error is kept for an exactly decoded value, and a value that was not sent is kept
     whole.
@@ -59,8 +59,8 @@ def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: F
 
 
 def check_feedback(feedback: Feedback, codec: Codec) -> None:
-    """Check over a few steps that the array is unchanged, that the codec makes the bytes, and that a copied state
-    behaves alike.
+    """Check over a few steps that the array is unchanged, that the codec produces the bytes, and that a copied state
+    gives the same results.
 
     Raises:
         AssertionError: a promise is broken; the message names it.

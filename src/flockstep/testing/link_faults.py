@@ -1,4 +1,4 @@
-"""A proxy between the two ends of TCP links, which injects faults into the bytes that it forwards."""
+"""A proxy between the two ends of TCP links that injects faults into the forwarded bytes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from collections.abc import Callable
 from threading import Event, Thread
 
 FAULTS = ("cut", "close", "half_open", "late", "delay", "outage", "corrupt", "drop", "repeat", "reorder")
-"""Faults of a link: `cut` resets both connections, `close` ends them in order, `half_open` forwards nothing more on a
-connection that stays open, `late` closes the sender's end at once and delivers the last bytes after the next connection
-was opened, `delay` holds bytes back for a while, during an `outage` nothing is forwarded on any connection; the others
-change the bytes, as a link does that is not protected by TCP.
+"""Faults of a link: `cut` resets both connections, `close` ends both in the regular way, `half_open` forwards nothing
+more on a connection that stays open, `late` closes the sender's end at once and delivers the last bytes after the next
+connection was opened, `delay` holds bytes back for a while, during an `outage` nothing is forwarded on any connection;
+the other faults change bytes, as could happen on a link without the checksums of TCP.
 """
 READ = 1 << 16
 """Largest number of bytes that are forwarded at a time."""
 DELAY = 0.2
 """Seconds for which bytes are held back."""
 POLL = 0.02
-"""Seconds between two checks whether the proxy is closed."""
+"""Seconds between two checks of whether the proxy has been closed."""
 
 
 class FaultProxy:
     """Forwards the connections to one TCP address, with faults at random places of the streams.
 
-    Every kind of fault has its turn before one is repeated. The places are the same for the same seed and the same
-    sizes of reads. `fired` counts the faults that were injected, each into bytes that were on their way.
+    Every kind of fault is injected once before any is repeated. The places are the same for the same seed and the same
+    sizes of reads. `fired` counts the injected faults, each of which affected bytes in transit.
     """
 
     def __init__(

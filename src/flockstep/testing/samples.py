@@ -27,7 +27,7 @@ assert set(ROUNDING) == set(SMALLEST) == set(_DECADES) == set(FLOATS)
 
 
 def samples(dtype: str) -> Iterator[FlatArray]:
-    """Finite arrays: every size in `SIZES`, 0-d, strided, transposed, read-only.
+    """Yield finite arrays: of every size in `SIZES`, 0-d, strided, transposed, read-only.
 
     They include one-hot, constant, zero and heavy-tailed arrays.
     """
@@ -48,7 +48,7 @@ def samples(dtype: str) -> Iterator[FlatArray]:
 
 
 def wide(dtype: str, size: int = 200) -> FlatArray:
-    """Array (size,) with magnitudes over the whole range of the dtype, both signs, and a tenth of zeros."""
+    """Return an array (size,) with magnitudes over the whole range of the dtype, both signs, and a tenth of zeros."""
     random = np.random.default_rng(4)
     low, high = _DECADES[dtype]
     values = 10.0 ** random.uniform(low, high, size) * random.choice([-1, 1], size)
@@ -58,7 +58,9 @@ def wide(dtype: str, size: int = 200) -> FlatArray:
 
 
 def tensors(dtype: str) -> Iterator[FlatArray]:
-    """Flat arrays that hold tensors of `SHAPES` one after another: normal values, matrices of rank one, and zeros."""
+    """Yield flat arrays that concatenate tensors of `SHAPES`: normally distributed values, matrices of rank one, and
+    zeros.
+    """
     random, kind = np.random.default_rng(1), numpy_dtype(dtype)
     size = sum(map(math.prod, SHAPES))
     yield random.normal(size=size).astype(kind)
@@ -74,5 +76,5 @@ def exact(array: FlatArray) -> FlatArray:
 
 
 def same_bits(a: FlatArray, b: FlatArray) -> bool:
-    """Whether two arrays have the same dtype and the same bytes."""
+    """Return whether two arrays have the same dtype and the same bytes."""
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()

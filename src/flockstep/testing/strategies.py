@@ -33,9 +33,9 @@ from flockstep.workloads.sampler import Sampler
 
 STEPS = 20
 OPTIMIZER = "sgd(lr=0.1, momentum=0.9)"
-"""Optimizer of the checks. Its state must survive a restart and be kept by the right node."""
+"""Optimizer of the checks, whose state must survive a restart and be kept by the right node."""
 RESTARTS = (0.0, 0.13, 0.27, 0.5, 0.71, 0.94)
-"""Times at which a run is stopped and restarted, as shares of its duration."""
+"""Times at which a run is stopped and restarted, as fractions of its duration."""
 COMPUTE = "exponential(0.05)"
 NETWORK = "1gbit"
 E = TypeVar("E", bound=Event)
@@ -44,7 +44,7 @@ E = TypeVar("E", bound=Event)
 def check_strategy(
     strategy: Strategy, workers: Sequence[int] = (1, 2, 4), steps: int = STEPS, alone_is_plain: bool = True
 ) -> None:
-    """Run every check of this module that the strategy's traits call for, with each number of `workers`.
+    """Run every check of this module that applies to the strategy's traits, with each number in `workers`.
 
     A number that the strategy refuses with `ConfigurationError` is skipped, but the strategy may not refuse all of
     them. `steps` must be a number after which the strategy holds no update back (local SGD: a multiple of its period).
@@ -71,7 +71,9 @@ def check_strategy(
 
 
 def accepts(strategy: Strategy, workers: int) -> bool:
-    """Whether the strategy accepts the given number of workers; only a `ConfigurationError` counts as a refusal."""
+    """Return whether the strategy accepts the given number of workers; only a `ConfigurationError` counts as a
+    refusal.
+    """
     try:
         strategy.check(workers)
     except ConfigurationError:
@@ -80,7 +82,7 @@ def accepts(strategy: Strategy, workers: int) -> bool:
 
 
 def check_traits(strategy: Strategy) -> None:
-    """Check that the traits are consistent: some node must hold each result that the traits offer."""
+    """Check that the traits are consistent: each result that they offer must be held by some node."""
     traits = strategy.traits
     assert traits.results, f"the traits of {strategy} name no policy for the result"
     held = strategy.servers_for(2) > 0
@@ -103,7 +105,9 @@ def check_ends(run: SimulatedRun) -> None:
 
 
 def check_repeatable(first: SimulatedRun) -> None:
-    """Check that two runs of one seed give the same parameters and the same events at the same times, bit for bit."""
+    """Check that two runs with the same seed give the same parameters, and the same events at the same times, bit for
+    bit.
+    """
     strategy, workers, steps = first.setting
     second = run_or_fail(strategy, workers, steps)
     differ = _differences(first, second)
@@ -129,8 +133,6 @@ def check_deliveries(run: SimulatedRun) -> None:
 
     Unless delivery is partial, each update takes effect everywhere, and every message is read.
 
-    In classes 1 to 3 each takes effect everywhere, and every message is read.
-
     Where servers record updates, an update takes effect on every server; otherwise, where workers record updates, on
     every other worker. Updates that a strategy does not record are not checked.
     """
@@ -152,9 +154,9 @@ def check_restart(whole: SimulatedRun) -> None:
     """Check that a run stopped midway, with messages in transit, and restarted from bytes ends like a run that was
     never stopped.
 
-    Parameters, events and times must be equal bit for bit. All nodes are stopped at once, also in the middle of a step:
-    a node restarts at its program's last restart point and receives the messages since then again. A strategy whose
-    traits exclude restarts must refuse them.
+    Parameters, events and times must be equal bit for bit. All nodes are stopped at the same time, even in the middle
+    of a step: a node restarts at its program's last restart point and receives the messages since then again. A
+    strategy whose traits exclude restarts must refuse them.
     """
     strategy, workers, steps = whole.setting
     if not strategy.traits.restarts:
@@ -185,7 +187,9 @@ def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
 
 
 def small_job(optimizer: Optimizer | str = "sgd(lr=0.1)", dtype: str = "float32") -> Job:
-    """Softmax regression with 5 features and 3 classes: 18 parameters, batches of 8 out of 240 noisy samples."""
+    """Return a job with softmax regression on 5 features and 3 classes: 18 parameters, batches of 8 out of 240 noisy
+    samples.
+    """
 
     def data() -> Data:
         random = np.random.default_rng(7)
@@ -203,7 +207,7 @@ def bowl_job(
     start: float = 0.0,
     dtype: str = "float64",
 ) -> Job:
-    """A quadratic function with its minimum near 1 and curvatures from 1 down to 0.1.
+    """Return a job whose loss is a quadratic function with its minimum near 1 and curvatures from 1 down to 0.1.
 
     Each batch has 4 out of 240 noisy samples.
     """
@@ -239,22 +243,22 @@ class GradientSource:
         self._samplers = [Sampler(part, job.batch, seed, rank) for rank, part in enumerate(self.parts)]
 
     def start(self) -> FlatArray:
-        """The initial parameters of every replica, (K,)."""
+        """Return the initial parameters of every replica, (K,)."""
         return self.engine.initial()
 
     def gradient(self, rank: int, params: FlatArray) -> FlatArray:
-        """Gradient (K,) of worker `rank`'s next batch at `params`, mean over the batch."""
+        """Return the gradient (K,) of worker `rank`'s next batch at `params`, as the mean over the batch."""
         out = np.empty_like(params)
         self.engine.gradient(params, self._samplers[rank].next(), out, rank)
         return out
 
     def stepper(self, params: FlatArray) -> LocalOptimizer:
-        """The job's optimizer with a new state."""
+        """Return the job's optimizer with a new state."""
         return LocalOptimizer(self.engine.optimizer, params, self.engine.schema.slices)
 
 
 class Sent(NamedTuple):
-    """A message sent to the virtual network at virtual second t."""
+    """A message that was sent to the virtual network at virtual second t."""
 
     t: float
     to: Address
@@ -262,7 +266,7 @@ class Sent(NamedTuple):
 
 
 class Watched(Simulation):
-    """A simulation that logs all events and sent messages in one order."""
+    """A simulation that logs all events and all sent messages in one list."""
 
     def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
         super().__init__(engine, plan, compute, network, self.note, None, *rest)
@@ -286,7 +290,7 @@ class SimulatedRun:
 
     @property
     def setting(self) -> tuple[Strategy, int, int]:
-        """The strategy, the number of workers, and the steps of each."""
+        """The strategy, the number of workers, and the number of steps of each worker."""
         plan = self.simulation.plan
         return plan.strategy, plan.cluster.workers, plan.steps
 
@@ -304,13 +308,15 @@ class SimulatedRun:
 
     @property
     def evaluation(self) -> Evaluation:
-        """Loss and metric of the result on the test set."""
+        """Return loss and metric of the result on the test set."""
         evaluation = self.simulation.tracker.evaluation
         assert evaluation is not None, "the run was never evaluated"
         return evaluation
 
     def seconds_to(self, target: float) -> float:
-        """Virtual seconds until the metric of an evaluation reached `target` from below; infinite if no metric did."""
+        """Return the virtual seconds until an evaluation's metric first reached `target` from below; infinite if none
+        did.
+        """
         return next((event.seconds for event in self.of(EvaluationEvent) if event.metric >= target), math.inf)
 
     @property
@@ -330,7 +336,7 @@ class SimulatedRun:
 
     @property
     def server(self) -> FlatArray:
-        """The final parameters of the servers, joined to (K,)."""
+        """The final parameters of the servers, joined to one array (K,)."""
         return np.concatenate([params for address, params in self.params.items() if address < 0])
 
     @property
@@ -339,7 +345,7 @@ class SimulatedRun:
         return max(event.seconds for event in self.of(NodeEvent))
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of one class, in order."""
+        """Return the events of one class, in order."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
@@ -349,7 +355,7 @@ class SimulatedRun:
         return {address: totals[address] for address in self.nodes}
 
     def sent(self, tag: str, source: Address | None = None) -> list[Sent]:
-        """The messages with tag `tag` from node `source` (None: any node), in the order of sending."""
+        """Return the messages with tag `tag` from node `source` (None: any node), in the order of sending."""
         sent = [entry for entry in self.simulation.log if isinstance(entry, Sent)]
         return [s for s in sent if s.message.tag == tag and source in (None, s.message.source)]
 
@@ -393,10 +399,10 @@ def run_strategy(
     Args:
         replicas: (n, K), initial parameters of each worker; state derived from the common initial parameters is kept.
         resume: state from `Simulation.save`, from which the run continues up to `steps`.
-        simulation: a subclass that inspects or changes messages.
+        simulation: a subclass of `Simulation` that inspects or changes messages.
         faults: injected faults, for example "dies(1, 0.5)".
         restarts: virtual seconds at which all nodes are stopped and restarted from bytes.
-        schedule: schedule of learning rate and batch size over these steps.
+        schedule: schedule of learning rate and batch size over the steps of the run.
         engine: function that creates the engine for the job's gradients from job and seed.
 
     Raises:
@@ -429,7 +435,7 @@ def run_or_fail(strategy: Strategy, workers: int, steps: int = STEPS, restarts: 
 
 
 def equal_bits(*arrays: FlatArray) -> bool:
-    """Whether all arrays have equal dtype, shape and bits."""
+    """Return whether all arrays have equal dtype, shape and bits."""
     return len({(a.dtype, a.shape, a.tobytes()) for a in arrays}) == 1
 
 

@@ -19,9 +19,9 @@ TOLERANCE = 1e-9
 def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stochastic: bool = True) -> None:
     """Run every check of this module for each number of workers in `sizes`.
 
-    A size that the topology refuses with `ConfigurationError` is skipped, but it may not refuse all sizes above 2.
-    `doubly_stochastic=False` is for a topology that documents other weights, of which rows or columns sum to one;
-    D-PSGD then refuses the topology.
+    A size that the topology refuses with `ConfigurationError` is skipped, but the topology may not refuse all sizes
+    above 2. `doubly_stochastic=False` is for a topology that documents other weights, of which rows or columns sum to
+    one; D-PSGD then refuses the topology.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -42,7 +42,7 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
 
 
 def exists(topology: Topology, n: int) -> bool:
-    """Whether the topology accepts n workers; only a `ConfigurationError` counts as a refusal."""
+    """Return whether the topology accepts n workers; only a `ConfigurationError` counts as a refusal."""
     refusal = None
     try:
         topology.graph(n)
@@ -75,7 +75,9 @@ def check_graph(topology: Topology, n: int) -> None:
 
 
 def check_neighbors(topology: Topology, n: int) -> None:
-    """Check that neighbors are the graph's neighbors in either direction, ascending, and that exchange is mutual."""
+    """Check that neighbors are the graph's neighbors in either direction, in ascending order, and that exchange is
+    mutual.
+    """
     graph = topology.graph(n)
     heard = [topology.neighbors(n, rank) for rank in range(n)]
     for rank, others in enumerate(heard):
@@ -89,8 +91,8 @@ def check_neighbors(topology: Topology, n: int) -> None:
 def check_weights(topology: Topology, n: int, both: bool = True) -> None:
     """Check that each W is n × n, float64, nonnegative and zero off the edges, and that rows (or columns) sum to one.
 
-    Columns instead of rows are allowed unless `both`. The weights of a topology that changes are the mean over its
-    period.
+    Unless `both` is set, columns may sum to one instead of rows. The weights of a topology that changes are the mean
+    over its period.
     """
     graph, schedule = topology.graph(n), topology.schedule(n)
     for weights in schedule:

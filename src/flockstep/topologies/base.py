@@ -1,4 +1,4 @@
-"""The contract of a topology."""
+"""The interface of a topology."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flockstep.expression import Component
 
 
 class Topology(Component):
-    """The workers that exchange with each other: a graph on n workers and the mixing matrix W on it.
+    """The workers that exchange with each other: a graph on n workers, with a mixing matrix W.
 
-    `W[i, j]` is the weight that worker i gives to what it receives from worker j. W is zero off the graph's edges; in a
-    directed graph, an edge i → j means that i sends to j. By default the graph is undirected and W has
+    `W[i, j]` is the weight with which worker i mixes in what it receives from worker j. W is zero off the graph's
+    edges; in a directed graph, an edge i → j means that i sends to j. By default the graph is undirected and W has
     Metropolis–Hastings weights (Xiao & Boyd 2004): symmetric and doubly stochastic on any connected graph.
     `flockstep.topologies.facts` computes the properties of a topology.
     """
@@ -43,12 +43,14 @@ class Topology(Component):
         return (self.weights(n),)
 
     def neighbors(self, n: int, rank: int) -> list[int]:
-        """Return the workers that `rank` exchanges with, in either direction, in ascending order."""
+        """Return the workers with which `rank` exchanges, in either direction, in ascending order."""
         return sorted({int(j) for j in nx.all_neighbors(self.graph(n), rank)} - {rank})
 
 
 def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
-    """Return W with W[i, j] = 1 / (1 + max(deg i, deg j)) on edges; the diagonal is one minus the rest of the row."""
+    """Return W with W[i, j] = 1 / (1 + max(deg i, deg j)) on edges; each diagonal element is one minus the rest of its
+    row.
+    """
     n = graph.number_of_nodes()
     weights = np.zeros((n, n))
     for i, j in graph.edges:
@@ -61,7 +63,7 @@ def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
 def spectral_gap(weights: npt.NDArray[np.float64]) -> float:
     """Return 1 - rho, where rho = max(|lambda_2|, |lambda_n|) is the factor by which one mixing shrinks disagreement.
 
-    For a matrix that is not symmetric, rho is the factor in the long run.
+    For a matrix that is not symmetric, rho is the asymptotic factor.
     """
     magnitudes = np.sort(np.abs(np.linalg.eigvals(weights)))[::-1]
     return float(1.0 - magnitudes[1]) if len(magnitudes) > 1 else 1.0

@@ -13,7 +13,8 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class DirectedExponentialGraph(Topology):
-    """Worker i sends to i + 2ᵏ mod n for every 2ᵏ < n, in equal parts: static, one-way (Assran et al. 2019).
+    """Worker i sends equal parts to the workers i + 2ᵏ mod n for every 2ᵏ < n; the graph is static and directed (Assran
+    et al. 2019).
 
     W is doubly stochastic but not symmetric.
     """
@@ -35,5 +36,5 @@ class DirectedExponentialGraph(Topology):
 
 
 def hops(n: int) -> list[int]:
-    """Return the powers of two below n."""
+    """Return the powers of two below n, which are the distances of the edges."""
     return [2**k for k in range((n - 1).bit_length())]

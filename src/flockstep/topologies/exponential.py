@@ -1,4 +1,4 @@
-"""Exponential graph: neighbors at distances 1, 2, 4 and so on."""
+"""Exponential graph: each worker has neighbors at distances 1, 2, 4 and so on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class ExponentialGraph(Topology):
-    """Worker i exchanges with i ± 2ᵏ mod n for every 2ᵏ < n: static, undirected (after Ying et al. 2021).
+    """Worker i exchanges with the workers i ± 2ᵏ mod n for every 2ᵏ < n; the graph is static and undirected (after Ying
+    et al. 2021).
 
-    Every worker has about 2 log₂ n neighbors. The spectral gap falls with log n, the spectral gap of a ring with n².
+    Every worker has about 2 log₂ n neighbors. The spectral gap falls as 1 / log n, that of a ring as 1 / n².
     """
 
     def graph(self, n: int) -> nx.Graph:

@@ -1,4 +1,4 @@
-"""Properties of a topology, computed from its matrices."""
+"""Properties of a topology, computed from its mixing matrices."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ Matrix = npt.NDArray[np.float64]
 class Facts:
     """Properties of a topology on a given number of workers.
 
-    For a topology that changes over time, they hold at every step of its period.
+    For a topology that changes over time, the properties hold at every step of its period.
     """
 
     symmetric: bool
-    """Whether W = Wᵀ: the weight that i gives to j's model equals the weight that j gives to i's model."""
+    """Whether W = Wᵀ: worker i gives the model of j the same weight as j gives the model of i."""
     row_stochastic: bool
-    """Whether rows sum to one and no weight is negative: mixing leaves equal replicas equal."""
+    """Whether rows sum to one and no weight is negative, so that mixing leaves equal replicas equal."""
     column_stochastic: bool
-    """Whether columns sum to one and no weight is negative: mixing keeps the sum over the workers."""
+    """Whether columns sum to one and no weight is negative, so that mixing keeps the sum over the workers."""
     directed: bool
-    """Whether at some step an edge is one-way."""
+    """Whether some edge is one-way at some step."""
     connected: bool
     """Whether over a period every worker reaches every other worker along the directed edges."""
     bipartite: bool
-    """Whether the graph is bipartite: its workers can be divided into two sets so that every edge joins the two sets.
+    """Whether the graph is bipartite: its workers can be divided into two sets so that every edge joins the two
+    sets.
     """
     period: int
     """Number of steps after which the matrices repeat; 1 if they never change."""
@@ -42,12 +43,12 @@ class Facts:
 
     @cached_property
     def spectral_gap(self) -> float:
-        """1 - rho, where rho is the factor by which a whole period shrinks disagreement (in the long run)."""
+        """1 - rho, where rho is the factor by which a whole period shrinks disagreement, asymptotically."""
         return spectral_gap(reduce(lambda product, w: w @ product, self.matrices))
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Whether rows and columns sum to one: mixing keeps the mean and leaves equal replicas equal."""
+        """Whether rows and columns sum to one, so that mixing keeps the mean and leaves equal replicas equal."""
         return self.row_stochastic and self.column_stochastic
 
 
@@ -83,15 +84,15 @@ def facts(topology: Topology, n: int) -> Facts:
 
 
 def hearing(weights: Matrix, rank: int) -> list[int]:
-    """Return the workers that `rank` sends to, from the next rank on, so that on a ring no two workers send to the same
-    worker.
+    """Return the workers to which `rank` sends, from the next rank on, so that on a ring no two workers send to the
+    same worker at the same time.
     """
     n = len(weights)
     return sorted((int(j) for j in np.flatnonzero(weights[:, rank]) if j != rank), key=lambda j: (j - rank) % n)
 
 
 def stated(topology: Topology, n: int) -> str:
-    """Return the properties of `topology` on n workers, in words."""
+    """Return text that states the properties of `topology` on n workers."""
     found = facts(topology, n)
     sums = {(True, True): "doubly", (True, False): "row-", (False, True): "column-"}
     kind = sums.get((found.row_stochastic, found.column_stochastic), "not")

@@ -14,7 +14,8 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class HierarchicalGraph(Topology):
-    """`groups` nearly equal groups of consecutive workers; the edges join all pairs in a group and all first members.
+    """A graph of `groups` nearly equal groups of consecutive workers; edges join all pairs in a group, and all pairs of
+    first members.
 
     The graph fits machines with several devices each: only the first worker of a group exchanges with other groups.
     """

@@ -1,4 +1,6 @@
-"""One-peer exponential graph: every worker sends to one other worker, which is twice as far away from step to step."""
+"""One-peer exponential graph: at each step, every worker sends to one other worker, whose distance doubles from step to
+step.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ from flockstep.topologies.directed_exponential import DirectedExponentialGraph, 
 
 @dataclass(frozen=True)
 class OnePeerExponentialGraph(DirectedExponentialGraph):
-    """At step t, worker i sends half to i + 2^(t mod L) mod n, L = ⌊log₂(n-1)⌋ + 1: directed (Assran et al. 2019).
+    """At step t, worker i sends half of its model to worker i + 2^(t mod L) mod n, with L = ⌊log₂(n-1)⌋ + 1 (Assran et
+    al. 2019).
 
     The distances are 1, 2, 4 and so on below n, as in the paper's section 4 and its code. Every W is doubly stochastic;
-    if n is a power of two, the product of a period is the exact average.
+    if n is a power of two, the product of the matrices of a period is the exact average.
     """
 
     def schedule(self, n: int) -> tuple[npt.NDArray[np.float64], ...]:
-        """Return (I + shift by 2ᵏ) / 2 for each k."""
+        """Return the mixing matrices (I + shift by 2ᵏ) / 2 for each k."""
         require_workers(n)
         own = np.eye(n)
         return tuple((own + np.roll(own, hop, axis=0)) / 2 for hop in hops(n)) or (own,)

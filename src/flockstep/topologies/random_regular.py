@@ -14,9 +14,9 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class RandomRegularGraph(Topology):
-    """Every worker has d neighbors, drawn with `seed` (Steger & Wormald 1999); runs of equal seed have equal graphs.
+    """Every worker has d neighbors, drawn with `seed` (Steger & Wormald 1999); the same seed gives the same graph.
 
-    For d >= 3 the spectral gap hardly falls with n: it is among the largest possible with d neighbors.
+    For d >= 3 the spectral gap hardly falls with n; it is among the largest that d neighbors allow.
     """
 
     d: int = 3
@@ -29,7 +29,7 @@ class RandomRegularGraph(Topology):
             raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any integer >= 0")
 
     def graph(self, n: int) -> nx.Graph:
-        """Return the first connected graph of at most 100 draws.
+        """Return the first of at most 100 random graphs that is connected.
 
         Raises:
             ConfigurationError: n d is odd, n <= d, or no draw was connected, as with d = 1.

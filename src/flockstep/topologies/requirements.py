@@ -1,4 +1,4 @@
-"""Checks of the properties that a strategy needs of a topology; an error names a topology that has them."""
+"""Checks that a topology has the properties that a strategy needs; an error names a topology that has them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
     first.
 
     Raises:
-        ConfigurationError: an edge is one-way, the edges change over time, or two sides do not suffice.
+        ConfigurationError: an edge is one-way, the edges change over time, or the graph is not bipartite.
     """
     found, graph = facts(topology, n), topology.graph(n)
     if found.directed or found.period > 1:

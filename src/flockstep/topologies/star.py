@@ -11,7 +11,7 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class StarGraph(Topology):
-    """Worker 0 in the center, with weight 1/n to and from each other worker, which keeps 1 - 1/n for itself."""
+    """A star with worker 0 at the center: weight 1/n to and from each other worker, which keeps 1 - 1/n for itself."""
 
     def graph(self, n: int) -> nx.Graph:
         """Return the graph with the edges (0, i)."""

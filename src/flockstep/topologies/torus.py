@@ -13,7 +13,8 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class TorusGraph(Topology):
-    """Two-dimensional torus, as near to square as n allows: four neighbors each, fewer if a side is 2 or 1.
+    """A two-dimensional torus, as close to square as n allows; each worker has four neighbors, or fewer if a side is 2
+    or 1.
 
     Worker r * columns + c is in row r and column c.
     """
@@ -22,7 +23,7 @@ class TorusGraph(Topology):
         """Return the graph with the edges to the right and down, modulo the sides.
 
         Raises:
-            ConfigurationError: n is a prime above 3, which allows one row only.
+            ConfigurationError: n is a prime above 3, for which the grid would have only one row.
         """
         rows, columns = sides(n)
         graph = nx.empty_graph(n)
@@ -34,7 +35,7 @@ class TorusGraph(Topology):
 
 
 def sides(n: int) -> tuple[int, int]:
-    """Return the rows and columns, rows ≤ columns, of the torus of n workers.
+    """Return the numbers of rows and columns, rows ≤ columns, of the torus of n workers.
 
     Raises:
         ConfigurationError: n < 1, or n is a prime above 3.

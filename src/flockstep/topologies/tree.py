@@ -12,7 +12,7 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class TreeGraph(Topology):
-    """Complete tree in order of rank: worker i > 0 is a child of (i - 1) div branching.
+    """A complete tree in order of rank: worker i > 0 is a child of (i - 1) div branching.
 
     The tree is bipartite for any n.
     """

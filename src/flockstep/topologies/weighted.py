@@ -1,4 +1,4 @@
-"""A custom graph: from an edge list, from a file, or from networkx."""
+"""A custom graph, given by an edge list, by a file, or by networkx."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ EXAMPLE = "0-1 1-2 2-3 3-0"
 class WeightedGraph(Topology):
     """A custom graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with them, GraphML or JSON.
 
-    An edge's weight is the weight that its end gives to what it receives. The diagonal is given as '0-0:0.5', or is one
-    minus the other weights: minus those of what each worker sends if edges are one-way (column-stochastic, for
-    push-sum), otherwise minus those of its row, which equal those of its column. Without weights: Metropolis–Hastings,
-    or equal parts of what is sent if edges are one-way. Files: .graphml; .json with node-link data as networkx writes
-    it; any other file is an edge list. A file is read wherever a worker runs. Nodes that are not numbered 0..n-1 are
-    numbered in the file's order.
+    The weight of an edge is the weight that the receiver gives to what it receives. The diagonal is given as '0-0:0.5',
+    or is one minus the other weights: minus those of what each worker sends if edges are one-way (column-stochastic,
+    for push-sum), otherwise minus those of its row, which equal those of its column. Without weights:
+    Metropolis–Hastings, or equal parts of what is sent if edges are one-way. Files: .graphml; .json with node-link data
+    as networkx writes it; any other file is an edge list. Every host with a worker reads the file. Nodes that are not
+    numbered 0..n-1 are numbered in the order of the file.
     """
 
     edges: str = EXAMPLE
@@ -45,17 +45,18 @@ class WeightedGraph(Topology):
         """Return the graph without loops.
 
         Raises:
-            ConfigurationError: another number of nodes, not connected, or a file that cannot be read.
+            ConfigurationError: the graph has another number of nodes or is not connected, or the file cannot be read.
         """
         graph = self._read(n)
         graph.remove_edges_from(list(nx.selfloop_edges(graph)))
         return graph
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """Return the given weights, or without any the default weights of the graph.
+        """Return the given weights, or the default weights of the graph if none are given.
 
         Raises:
-            ConfigurationError: weights that are negative, not finite, above one in total, or given for some edges only.
+            ConfigurationError: weights are negative, not finite, above one in total, or given for only some of the
+                edges.
         """
         graph = self._read(n)
         given = list(graph.edges(data="weight"))
@@ -87,7 +88,7 @@ class WeightedGraph(Topology):
 
 
 def from_networkx(graph: nx.Graph) -> WeightedGraph:
-    """Return the topology of a networkx graph; the edges' attribute `weight`, if all edges have it, makes W.
+    """Return the topology of a networkx graph; if all edges have an attribute `weight`, these weights form W.
 
     Nodes that are not numbered 0..n-1 are numbered in the graph's order.
     """

@@ -1,4 +1,4 @@
-"""The contract of an experiment tracker."""
+"""The interface of an experiment tracker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrackedRun(ABC):
 
     @abstractmethod
     def log(self, points: Sequence[Point]) -> None:
-        """Add points to the curves, and write them out."""
+        """Add points to the curves, and write them to the tracker."""
 
     @abstractmethod
     def end(self, failed: bool) -> None:
@@ -49,7 +49,7 @@ class ExperimentTracker(Component):
 
     @property
     def place(self) -> str:
-        """Text for the user: where the tracker stores the runs, and which command shows them."""
+        """Text for the user that says where the tracker stores runs, and which command shows them."""
         return str(self)
 
     @abstractmethod
@@ -59,7 +59,7 @@ class ExperimentTracker(Component):
         Args:
             name: name of the run.
             settings: the run's configuration.
-            started: seconds since 1970 when the run began.
+            started: time at which the run began, in seconds since 1970.
 
         Raises:
             MissingDependency: the tracker's package is not installed.
@@ -67,7 +67,7 @@ class ExperimentTracker(Component):
 
 
 def package(module: str) -> Any:
-    """Import a module of a tracker's package, which has the name of the module's first part.
+    """Import a module of a tracker's package; the package has the name of the module's first part.
 
     Raises:
         MissingDependency: the package is not installed.

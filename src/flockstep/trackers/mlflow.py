@@ -1,4 +1,4 @@
-"""MLflow: a run in a database or on a tracking server."""
+"""MLflow: stores a run in a database or on a tracking server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST = 500
 
 @dataclass(frozen=True)
 class MLflow(ExperimentTracker):
-    """MLflow: a run of an `experiment` in the database, or on the tracking server, at `uri`."""
+    """MLflow: stores a run of an `experiment` in the database, or on the tracking server, at `uri`."""
 
     uri: str = "sqlite:///mlflow.db"
     experiment: str = "flockstep"
@@ -25,7 +25,7 @@ class MLflow(ExperimentTracker):
         """Create a run whose parameters are the settings in MLflow.
 
         Raises:
-            MissingDependency: MLflow is not installed; the smaller package mlflow-skinny serves too.
+            MissingDependency: MLflow is not installed; the smaller package mlflow-skinny is sufficient.
         """
         mlflow = package("mlflow")
         client = mlflow.MlflowClient(tracking_uri=self.uri)

@@ -1,4 +1,4 @@
-"""TensorBoard: a file of events that `tensorboard --logdir` shows, even while the run is in progress."""
+"""TensorBoard: writes a file of events that `tensorboard --logdir` shows, even while the run is in progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun, packag
 
 @dataclass(frozen=True)
 class TensorBoard(ExperimentTracker):
-    """TensorBoard: a file of events in a folder with the run's name, within `folder`. Settings are not stored."""
+    """TensorBoard: writes a file of events to a folder with the run's name, within `folder`. Settings are not
+    stored.
+    """
 
     folder: str = "tensorboard"
 
@@ -23,7 +25,7 @@ class TensorBoard(ExperimentTracker):
         return f"the folder {self.folder}; tensorboard --logdir {shlex.quote(self.folder)} shows them"
 
     def begin(self, name: str, settings: Mapping[str, str], started: float) -> TrackedRun:
-        """Create the file.
+        """Create the file of events.
 
         Raises:
             ConfigurationError: the folder holds a file of events, whose curves would be mixed with the curves of this

@@ -1,4 +1,4 @@
-"""A run's record, copied into an experiment tracker while the run writes it."""
+"""Copies a run's record into an experiment tracker while the run writes the record."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def track(folder: Path | str, tracker: str | ExperimentTracker, say: ProgressCal
     Args:
         folder: the folder of a run, which may still be running on this host.
         tracker: an expression such as "tensorboard" or "mlflow(uri='http://host:5000')", or a tracker.
-        say: called with the number of points so far, whenever there are new ones.
+        say: called with the number of points so far, whenever there are new points.
 
     Returns:
         The number of points.
 
     Raises:
-        ConfigurationError: the folder holds no run, or the tracker refuses its settings.
+        ConfigurationError: the folder holds no run, or the settings of the tracker are invalid.
         MissingDependency: the tracker's package is not installed.
     """
     record, into = RunFolder(folder), ExperimentTracker.parse(tracker)

@@ -1,4 +1,4 @@
-"""Trackio: a run in a local database that `trackio show` draws."""
+"""Trackio: stores a run in a local database, from which `trackio show` draws its curves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun, packag
 
 @dataclass(frozen=True)
 class Trackio(ExperimentTracker):
-    """Trackio: a run of a `project`, stored in Trackio's own folder."""
+    """Trackio: stores a run of a `project` in Trackio's own folder."""
 
     project: str = "flockstep"
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run on its server, or in a folder that `wandb sync` sends later."""
+"""Weights & Biases: stores a run on the server, or in a folder that `wandb sync` sends later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flockstep.trackers.base import ExperimentTracker, Point, TrackedRun, packag
 
 @dataclass(frozen=True)
 class WeightsAndBiases(ExperimentTracker):
-    """Weights & Biases: a run of a `project`; a run that is not `online` stays in `folder`."""
+    """Weights & Biases: stores a run of a `project`; unless `online`, the run stays in `folder`."""
 
     project: str = "flockstep"
     mode: Literal["online", "offline"] = "offline"

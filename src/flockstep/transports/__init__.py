@@ -1,1 +1,1 @@
-"""Transports: how messages move between the nodes of a run."""
+"""Transports, which move messages between the nodes of a run."""

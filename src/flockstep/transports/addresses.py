@@ -1,4 +1,4 @@
-"""Addresses of a bus, ipc://PATH and tcp://HOST:PORT: names, interfaces, listening sockets and connecting sockets."""
+"""Addresses of a bus, ipc://PATH and tcp://HOST:PORT: names, interfaces, and sockets that listen or connect."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from flockstep.transports.shared_heap import NODES
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
 ANY_PORT = "*"
-"""Text for the ports of a node that lets the system choose any free port."""
+"""Text in place of ports that lets the system choose any free port."""
 
 
 def tcp_address(host: str, port: str | int) -> str:
-    """The address of a port on a numeric host: tcp://127.0.0.1:5000, tcp://[::1]:5000."""
+    """Return the address of a port on a numeric host: tcp://127.0.0.1:5000, tcp://[::1]:5000."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def host_of(address: str) -> str:
-    """The numeric host of tcp://HOST:PORT; empty for ipc://PATH."""
+    """Return the numeric host of tcp://HOST:PORT; empty for ipc://PATH."""
     kind, _, place = address.partition("://")
     return "" if kind == "ipc" else place.rpartition(":")[0].strip("[]")
 
 
 def is_numeric(host: str) -> bool:
-    """Whether a host is an IPv4 or IPv6 address, rather than a name."""
+    """Return whether a host is an IPv4 or IPv6 address, rather than a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -42,7 +42,7 @@ def is_numeric(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a numeric host is this machine's loopback address, such as 127.0.0.1 and ::1."""
+    """Return whether a numeric host is a loopback address of this machine, such as 127.0.0.1 and ::1."""
     return ipaddress.ip_address(host).is_loopback
 
 
@@ -98,7 +98,7 @@ def _looked_up(name: str) -> str:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface, such as eth0; if it has none, its IPv6 address.
+    """Return the IPv4 address of a network interface such as eth0; its IPv6 address if it has no IPv4 address.
 
     Raises:
         ConfigurationError: there is no such interface, or the interface has no address that peers can connect to.
@@ -138,8 +138,7 @@ def _ipv6_of(interface: str) -> str:
 def listening(address: str, heartbeat: float) -> tuple[socket.socket, str]:
     """Return a socket that listens at ipc://PATH or tcp://HOST:PORTS (see `ports_of`), and the socket's address.
 
-    Raises:
-        ConfigurationError: it is not possible to listen there.
+    Raises: ConfigurationError: this process cannot listen at the address.
     """
     host = host_of(address)
     if not host:
@@ -178,7 +177,7 @@ def _listening(
 
 
 def connecting(address: str, heartbeat: float) -> socket.socket:
-    """A non-blocking socket that connects to ipc://PATH or tcp://HOST:PORT: it becomes writable, or fails, later.
+    """Return a non-blocking socket that connects to ipc://PATH or tcp://HOST:PORT; later, it becomes writable or fails.
 
     Raises:
         OSError: the connection failed at once.
@@ -198,7 +197,8 @@ def connecting(address: str, heartbeat: float) -> socket.socket:
 
 
 def keep_alive(sock: socket.socket, heartbeat: float) -> None:
-    """Let a silent TCP connection fail if the other end's host is gone: within `heartbeat` seconds, at least 2.
+    """Let a silent TCP connection fail if the host of the other end is gone, within `heartbeat` seconds, but at least 2
+    s.
 
     Small messages are sent at once. Connections that a listening socket accepts inherit these options.
     """

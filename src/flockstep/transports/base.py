@@ -14,18 +14,18 @@ from flockstep.transports.wire import SenderIdentity
 
 
 class Transport(Component):
-    """A way of moving messages between processes; creates the bus of a node."""
+    """A method of moving messages between processes; creates the bus of a node."""
 
     noun: ClassVar[str] = "transport"
 
     @property
     def zero_copy(self) -> bool:
-        """Whether nodes of one host read large arrays directly in each other's memory."""
+        """Whether nodes on one host read large arrays directly in each other's memory."""
         return False
 
     @property
     def encrypts(self) -> bool:
-        """Whether connections between nodes are encrypted by the transport."""
+        """Whether the transport encrypts connections between nodes."""
         return False
 
     def share(self, workers: int, model_bytes: int) -> SharedMemory | None:
@@ -54,8 +54,8 @@ class Transport(Component):
     ) -> Bus:
         """Create a bus for the node `me`, called `name`; `directory` is private to the run.
 
-        A connection to another host that is silent for `heartbeat` seconds is opened again. The peer is unreachable
-        once the connection has been away for `link_timeout` seconds.
+        If a connection to another host is silent for `heartbeat` seconds, it is opened again. The peer counts as
+        unreachable once the connection has been interrupted for `link_timeout` seconds.
         """
         from flockstep.transports.streams import StreamBus
 
@@ -63,4 +63,6 @@ class Transport(Component):
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:
-        """Address at which a node called `name` listens: ipc://PATH, or tcp://HOST:PORTS, where * is any free port."""
+        """Return the address at which a node called `name` listens: ipc://PATH, or tcp://HOST:PORTS, where * is any
+        free port.
+        """

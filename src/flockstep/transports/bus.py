@@ -14,14 +14,15 @@ LAUNCHER: Address = 1 << 30
 
 
 class Backlog(PeerLost):
-    """The peer is connected, but its queue is full; the same message may be sent again later."""
+    """Error: the peer is connected, but its queue is full; the same message may be sent again later."""
 
 
 @dataclass
 class Traffic:
     """Counters of one node: payload bytes and messages sent and received, header bytes sent, connections refused.
 
-    `resumed` counts connections that broke and were opened again, `corrupted` those on which bytes were changed.
+    `resumed` counts connections that broke and were opened again; `corrupted` counts connections on which bytes were
+    changed.
     """
 
     sent_bytes: int = 0
@@ -47,7 +48,9 @@ class Traffic:
             self.received_bytes += message.array.nbytes
 
     def moved(self, sent: int, received: int, messages: int) -> None:
-        """Count payload bytes that moved through shared memory, as if `messages` messages had carried them each way."""
+        """Count payload bytes that moved through shared memory, as if `messages` messages in each direction had carried
+        them.
+        """
         self.sent_bytes += sent
         self.received_bytes += received
         self.messages_sent += messages
@@ -72,23 +75,23 @@ class Bus(ABC):
 
     @abstractmethod
     def disconnect(self, peer: Address) -> None:
-        """Close the connection to a peer that was lost, and free the memory that the peer could read."""
+        """Close the connection to a lost peer, and free the memory that the peer could read."""
 
     @abstractmethod
     def reachable(self, peer: Address) -> bool:
-        """Whether the connection to the peer is established."""
+        """Return whether the connection to the peer is established."""
 
     @abstractmethod
     def waiting(self, peer: Address) -> int:
-        """Bytes of messages to the peer that are still queued in this process."""
+        """Return the number of bytes of messages to the peer that are still queued in this process."""
 
     @abstractmethod
     def broken(self, seconds: float) -> set[Address]:
-        """The peers whose connection ended at least `seconds` ago, for any reason."""
+        """Return the peers whose connection broke at least `seconds` ago, for any reason."""
 
     @abstractmethod
     def why_broken(self, peer: Address) -> str:
-        """Reason for which the connection to a peer ended, as a sentence without a full stop."""
+        """Return why the connection to a peer ended, as a sentence without a full stop."""
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:
@@ -121,7 +124,7 @@ class Bus(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Return to the system the memory of arrays that have been sent or received and that nothing refers to."""
+        """Return to the system the memory of arrays that were sent or received and to which nothing refers any more."""
 
     @abstractmethod
     def close(self, linger: float) -> None:
@@ -129,7 +132,7 @@ class Bus(ABC):
 
 
 def cannot_listen(address: str, why: str) -> ConfigurationError:
-    """The error of a node that cannot listen at `address`, ipc://PATH or tcp://HOST:PORT."""
+    """Return the error of a node that cannot listen at `address`, ipc://PATH or tcp://HOST:PORT."""
     way_out = (
         "use an address of this machine, such as 127.0.0.1"
         if address.startswith("tcp:")

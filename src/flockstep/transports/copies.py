@@ -1,4 +1,4 @@
-"""Buffers for arrays in transit, reused as soon as no array refers to them."""
+"""Buffers for arrays in transit, which are reused as soon as no array refers to them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flockstep.messages import Address, Array, frozen, unchangeable
 from flockstep.transports.shared_heap import SMALLEST, SharedHeap, slot_bytes
 
 REUSED = 1 << 16
-"""Smallest size in bytes of a reused buffer. New memory of this size has to be mapped and zeroed page by page, which
-costs more than the copy.
+"""Smallest size in bytes of a reused buffer. New memory of this size would have to be mapped and zeroed page by page,
+which takes longer than the copy.
 """
 KEPT = 8
-"""Number of buffers of each size that are kept for reuse."""
+"""Largest number of buffers of each size that are kept for reuse."""
 
 
 class BufferPool:
@@ -32,7 +32,7 @@ class BufferPool:
         self._buffers: dict[int, list[Array]] = {}
 
     def frozen(self, array: Any) -> Array:
-        """A read-only copy of `array`, or `array` itself if it cannot change.
+        """Return a read-only copy of `array`, or `array` itself if it cannot change.
 
         The copy of a tensor is on the tensor's device.
         """
@@ -61,7 +61,7 @@ class BufferPool:
             self.heap.release()
 
     def lasting(self, array: Array) -> bool:
-        """Whether the array cannot change: it lies in one of these buffers or in read-only memory."""
+        """Return whether the array cannot change, because it lies in one of these buffers or in read-only memory."""
         if array.flags.writeable:
             return False
         root = array
@@ -70,7 +70,7 @@ class BufferPool:
         return any(root is one for some in self._buffers.values() for one in some) or unchangeable(array)
 
     def room(self, nbytes: int) -> Array:
-        """An array of `nbytes` bytes (uint8) in a free buffer."""
+        """Return an array of `nbytes` bytes (uint8) in a free buffer."""
         if nbytes < REUSED:
             return np.empty(nbytes, np.uint8)
         size = slot_bytes(nbytes)

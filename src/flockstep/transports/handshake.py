@@ -3,9 +3,9 @@
 The end that connects sends a hello, the other end a hello and a proof, the first end a proof. A hello names the
 protocol and has 32 random bytes, which are the public key of an X25519 exchange if the link is encrypted. A proof is an
 HMAC of both hellos, under a key that is derived from the secret and the exchange. So a recorded session cannot be
-replayed, the proof of one end is none of the other's, and who learns the secret later cannot read what was recorded
-before. Until a valid proof has arrived, the bytes from the other end are bounded by `Handshake.due`; the end that
-accepts makes no key before it has a hello of this protocol.
+replayed, the proof of one end is not valid for the other end, and an attacker who learns the secret later cannot
+decrypt a recorded session. Until a valid proof has arrived, the bytes from the other end are bounded by
+`Handshake.due`; the accepting end creates no key before it has received a hello of this protocol.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 PLAIN, ENCRYPTED = b"flockstep1p", b"flockstep1e"
-"""The first bytes of a hello: the version of the handshake, and whether the link is to be encrypted."""
+"""First bytes of a hello, for links without (PLAIN) and with (ENCRYPTED) encryption; they name the version of the
+handshake.
+"""
 SHARE = 32
-"""Number of random bytes of a hello, or length of the hello's public key."""
+"""Number of random bytes of a hello, which is also the length of a public key."""
 PROOF = 32
 """Length of a handshake's proof in bytes."""
 PATIENCE = 20.0
-"""Shortest time in seconds that is allowed for a handshake; the first packets over a new network link may be lost and
-sent again late.
+"""Shortest time limit in seconds of a handshake; the first packets over a new network link may be lost and sent again
+late.
 """
 HEARTBEATS = 4
-"""Number of heartbeats that are allowed for a handshake, if that is longer: whoever sets a longer heartbeat has busy
-machines.
+"""Number of heartbeats that a handshake may take, if they last longer than `PATIENCE`: a user who sets a longer
+heartbeat has busy machines.
 """
 HELLO = len(PLAIN) + SHARE
 """Length of a handshake's hello in bytes."""
 
 
 def time_for_proof(heartbeat: float) -> float:
-    """Seconds within which both ends of a connection must prove that they belong to this run."""
+    """Return the seconds within which both ends of a connection must prove that they belong to this run."""
     return max(PATIENCE, HEARTBEATS * heartbeat)
 
 
@@ -74,8 +76,7 @@ class Handshake:
     def require_protocol(self, arrived: bytes) -> None:
         """Check that the bytes received from the other end are the beginning of a hello.
 
-        Raises:
-            ProtocolError: they are not the beginning of a hello of this protocol.
+        Raises: ProtocolError: the bytes are not the beginning of a hello of this protocol.
         """
         began = arrived[: len(self._name)]
         if not self._key and not self._name.startswith(began):
@@ -84,7 +85,7 @@ class Handshake:
             )
 
     def feed(self, arrived: bytes) -> None:
-        """Check the next `due` bytes of the other end.
+        """Process the next `due` bytes from the other end.
 
         Raises:
             ProtocolError: the other end speaks another protocol, or does not know the secret.

@@ -1,11 +1,10 @@
 """A channel between the coordinator of a run and the agent of a host: messages over one authenticated connection.
 
 A message is a header of at most `MAX_HEADER` bytes and up to two payloads, each preceded by its length, and the number
-of bytes that have arrived from the other end. Both ends send an empty message, a beat, after a time without another, so
-that each notices when the other stops. A thread sends the beats, because the process may be busy starting others or
-writing files.
-
-A channel is a session: it goes on over another connection if its connection breaks.
+of bytes that have arrived from the other end. If an end has sent no message for a while, it sends an empty message, a
+heartbeat, so that each end notices when the other stops. A thread sends the heartbeats, because the process may be busy
+starting other processes or writing files. A channel is a session: if its connection breaks, the channel continues over
+another connection.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from flockstep.transports.session import ACKNOWLEDGED, Session
 MAX_HEADER = 1 << 20
 """Largest size of a header in bytes."""
 MAX_PAYLOAD = 1 << 36
-"""Largest payload in bytes from an authenticated end; an end that is not authenticated may send none."""
+"""Largest payload in bytes from an authenticated end; an end that is not authenticated may send no payload."""
 READ = 1 << 22
-"""Number of bytes after which `receive` returns even if more bytes have arrived, so that one host cannot monopolize the
+"""Number of bytes after which `receive` returns even if more bytes have arrived, so that one host cannot block the
 coordinator.
 """
 _PREFIX = struct.Struct("<IQQQ")
@@ -112,7 +111,7 @@ class HostChannel:
 
     @property
     def silent(self) -> bool:
-        """Whether the other end has sent nothing for as long as the heartbeat."""
+        """Whether the other end has sent nothing for at least a heartbeat timeout."""
         return self.connected and self._now() - self._heard > self.heartbeat
 
     @property
@@ -121,13 +120,15 @@ class HostChannel:
         return self._session.received
 
     def interrupt(self, why: str, closed: bool) -> None:
-        """The connection broke: messages are queued until `resume`. `closed`: whether the other end closed it."""
+        """Handle a broken connection: messages are queued until `resume`. `closed` says whether the other end closed
+        the connection.
+        """
         with self._lock:
             self._socket.close()
             self.down, self.why, self.closed = self._now(), why, closed
 
     def resume(self, fresh: HostChannel, received: int) -> float:
-        """Go on over the connection of a fresh channel, at whose other end `received` bytes have arrived.
+        """Continue over the connection of a new channel, at whose other end `received` bytes have arrived.
 
         Returns:
             The seconds without a connection.
@@ -155,8 +156,8 @@ class HostChannel:
             self._sent = self._now()
 
     def keep_alive(self) -> None:
-        """Trust the other end from now on: accept its payloads, and send a beat whenever nothing was sent for a quarter
-        of the heartbeat.
+        """Trust the other end from now on: accept its payloads, and send a heartbeat whenever nothing was sent for a
+        quarter of the heartbeat timeout.
         """
         self._most = MAX_PAYLOAD
         threading.Thread(target=self._beat, name="flockstep-beats", daemon=True).start()
@@ -171,7 +172,7 @@ class HostChannel:
                 self.flush()
 
     def flush(self) -> None:
-        """Send the queued bytes, as far as the socket accepts them.
+        """Send the queued bytes, as many as the socket accepts.
 
         Raises:
             PeerLost: the connection is closed.
@@ -192,7 +193,8 @@ class HostChannel:
                 raise PeerLost(str(error)) from None
 
     def receive(self, most: float = math.inf) -> list[tuple[bytes, list[memoryview]]]:
-        """Return the messages that have arrived, at most `most`, each a header and its payloads; beats are left out.
+        """Return the messages that have arrived, at most `most`, each with a header and its payloads; heartbeats are
+        left out.
 
         Raises:
             PeerLost: the connection is closed, or the other end does not know the secret.

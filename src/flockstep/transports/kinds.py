@@ -1,4 +1,4 @@
-"""Transports between processes of one host or of several hosts."""
+"""Transports between processes on one host or on several hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flockstep.transports.shared_memory import SharedMemory
 
 @dataclass(frozen=True)
 class Ipc(Transport):
-    """Unix sockets in a directory of the run that only its owner can enter."""
+    """Unix sockets in a folder of the run that only the run's user can enter."""
 
     def listen(self, directory: Path, name: str) -> str:
         return f"ipc://{directory / name}"
@@ -43,7 +43,7 @@ class InSharedMemory(Ipc):
 
     @property
     def zero_copy(self) -> bool:
-        """Large arrays are read in each other's memory, because all nodes are on one host."""
+        """True: nodes read large arrays in each other's memory, because all nodes are on one host."""
         return True
 
     def share(self, workers: int, model_bytes: int) -> SharedMemory:
@@ -54,16 +54,16 @@ class InSharedMemory(Ipc):
 class Tcp(Transport):
     """TCP on a free port of `host`, by default the loopback address.
 
-    `host` is an IPv4 or IPv6 address of this machine, or a name, which is resolved once. With `interface`, it is the
-    address of that network interface instead: the IPv4 address, or the IPv6 address if there is no other. `ports` is a
+    `host` is an IPv4 or IPv6 address of this machine, or a name, which is resolved once. With `interface`, the address
+    is that of the network interface instead: the IPv4 address, or the IPv6 address if there is no other. `ports` is a
     port or a range of ports, such as '29500-29600', of which each node takes a free one; without it the system chooses.
 
     With `memory`, nodes of one host read large arrays in each other's memory: when nodes connect, each attaches to the
     other's memory and verifies a token. A network namespace counts as a separate host.
 
     Both ends of a connection prove that they know the secret of the run. With `encrypt`, connections between hosts are
-    encrypted with AES-256-GCM, so that a changed byte is noticed; connections over the loopback address are not.
-    Without it, whoever is on the way between two hosts can read and change what is sent.
+    encrypted with AES-256-GCM, so that a changed byte is detected; connections over the loopback address are not
+    encrypted. Without encryption, an attacker on the network between two hosts can read and change what is sent.
 
     Raises:
         ConfigurationError: host or interface has no address that peers can connect to, or the ports are not a range.

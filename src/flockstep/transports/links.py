@@ -1,8 +1,8 @@
 """Connections between the supervisor and the processes of its run: one control socket for all, and one link to each.
 
-The connections are ZeroMQ sockets. A ZeroMQ thread answers heartbeats, so a process that computes for long, even in
-code that holds the interpreter lock, is not mistaken for a stopped one, and a stopped process is noticed. Message sizes
-are limited.
+The connections are ZeroMQ sockets. A ZeroMQ thread answers heartbeats, so a process that computes for a long time, even
+in code that holds the interpreter lock, is not mistaken for a stopped process, and a stopped process is detected.
+Message sizes are limited.
 
 They are Unix sockets in a folder that only the run's user can enter: ZeroMQ reads whatever a stranger sends. A node of
 another host is connected to the agent of its host, which forwards the frames.
@@ -22,10 +22,10 @@ from flockstep.transports.bus import LAUNCHER, Backlog, cannot_listen
 from flockstep.transports.wire import MAX_CODING, MAX_HEADER, SenderIdentity, decode, encode
 
 CONTROL_BYTES = 1 << 20
-"""Largest message that the control socket accepts, in bytes."""
+"""Largest size in bytes of a message that the control socket accepts."""
 WELCOME_BYTES = 1 << 20
-"""Largest header of a supervisor's message, in bytes. The header may hold the addresses of all nodes, about 150 bytes
-each.
+"""Largest size in bytes of the header of a supervisor's message. The header may hold the addresses of all nodes, about
+150 bytes each.
 """
 ZERO_COPY = 1 << 18
 """Smallest size in bytes of an array that is sent without a copy. Below this size a copy costs less than tracking the
@@ -47,12 +47,12 @@ class Frames(Protocol):
     """A connection to one node that carries messages as frames: a header, and an array's bytes if there are any."""
 
     def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
-        """Queue a message without waiting; False if the queue is full. Without `copy` the last frame must not change
-        afterwards.
+        """Queue a message without waiting; return False if the queue is full. Unless `copy` is set, the last frame must
+        not change afterwards.
         """
 
     def receive(self) -> Sequence[Buffer] | None:
-        """The next message that has arrived; None if there is none."""
+        """Return the next message that has arrived; None if no message has arrived."""
 
     def disconnected(self) -> bool:
         """Whether the connection broke since the last call."""
@@ -77,7 +77,7 @@ class Control:
         self.address = bind(self.socket, address)
 
     def heard(self) -> Iterator[bytes]:
-        """The messages that have arrived on the control socket since the last call."""
+        """Return the messages that have arrived on the control socket since the last call."""
         while self.socket.poll(0):
             yield self.socket.recv_multipart()[-1]
 
@@ -90,7 +90,7 @@ class Control:
     ) -> bool:
         """Wait up to `seconds` for a message on the control socket or on a connection; return whether one has arrived.
 
-        `also` has further file descriptors to wait for, each with whether it has to accept output.
+        `also` has further file descriptors to wait for, each with whether to wait until it accepts output.
         """
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
@@ -118,9 +118,8 @@ class LocalFrames(Frames):
         self.socket.connect(endpoint)
 
     def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
-        """Queue a message without waiting.
-
-        False if the node is gone or its queue is full; the node's process is watched separately.
+        """Queue a message without waiting; return False if the node is gone or its queue is full; the node's process is
+        watched separately.
         """
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
@@ -129,7 +128,7 @@ class LocalFrames(Frames):
         return True
 
     def receive(self) -> Sequence[Buffer] | None:
-        """The next message that has arrived; None if there is none."""
+        """Return the next message that has arrived; None if no message has arrived."""
         try:
             return [frame.buffer for frame in self.socket.recv_multipart(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
@@ -144,7 +143,7 @@ class LocalFrames(Frames):
         return broke
 
     def close(self) -> None:
-        """Close the connection; queued messages are dropped. Closing it again has no effect."""
+        """Close the connection; queued messages are dropped. Closing the connection again has no effect."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self._monitor.close()
@@ -173,7 +172,7 @@ class SupervisorLink:
         self._sent_count += self.frames.send(frames, copy=array is None or array.nbytes < ZERO_COPY)
 
     def receive(self) -> Message | None:
-        """The next message of the node that has arrived; None if there is none.
+        """Return the next message that has arrived from the node; None if no message has arrived.
 
         Raises:
             ProtocolError: the message breaks the protocol.
@@ -190,12 +189,12 @@ class SupervisorLink:
         return self.frames.disconnected()
 
     def close(self) -> None:
-        """Close the link; queued messages are dropped. Closing it again has no effect."""
+        """Close the link; queued messages are dropped. Closing the link again has no effect."""
         self.frames.close()
 
 
 class Line:
-    """A node's end of its link to the supervisor, which connects to `address`."""
+    """A node's end of its link to the supervisor; the link connects to `address`."""
 
     def __init__(self, me: SenderIdentity, address: str, heartbeat: float):
         """Listen for the supervisor.
@@ -246,7 +245,7 @@ class Line:
         self._sent_count += 1
 
     def receive(self) -> Message | None:
-        """The next message of the supervisor that has arrived; None if there is none.
+        """Return the next message that has arrived from the supervisor; None if no message has arrived.
 
         Raises:
             ProtocolError: the message breaks the protocol.
@@ -271,7 +270,7 @@ class Line:
 
 
 def send_to_control(control: str, data: bytes, heartbeat: float) -> None:
-    """Send one message to the control socket at `control`, which never answers."""
+    """Send one message to the control socket at `control`, which sends no answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     harden(socket, CONTROL_BYTES, heartbeat)
@@ -283,7 +282,8 @@ def send_to_control(control: str, data: bytes, heartbeat: float) -> None:
 
 
 def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
-    """Set the options that every socket of a run has: largest message, heartbeats, bounded queues, short linger.
+    """Set the options that every socket of a run needs: largest message, heartbeats, bounded queues, short linger.
+    `heartbeat` is in seconds: a peer that stops answering is disconnected within three quarters of it.
 
     `heartbeat` is in seconds: a peer that stops answering is disconnected within three quarters of it.
     """

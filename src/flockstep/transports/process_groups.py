@@ -1,7 +1,7 @@
 """Process groups of torch.distributed, and operations that run in the groups' threads.
 
-For each backend, a run creates a group of its own and leaves a script's group alone. But if the script has called
-`torch.distributed.init_process_group` with the same backend, the script's group is used.
+For each backend, a run creates a separate group and does not use a script's group. But if the script has called
+`torch.distributed.init_process_group` with the same backend, the run uses the script's group.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.programs import Rendezvous
 
 FOREVER = timedelta(days=365)
-"""Time limit of a backend's operations. The supervisor detects lost workers; a backend's own limit would end runs with
-slow workers.
+"""Time limit of a backend's operations, which is never reached: the supervisor detects lost workers, and a shorter
+limit would end runs with slow workers.
 """
 GLANCE = 0.0002
-"""Seconds between two polls of an operation of a backend that cannot wait with a time limit."""
+"""Seconds between two polls of an operation whose backend cannot wait with a time limit."""
 
 
 class GroupOperation:
-    """A running operation of a group; `after` is called once, when the operation has succeeded."""
+    """An operation of a group in progress; `after` is called once, when the operation has succeeded."""
 
     def __init__(self, what: str, work: Any, patient: bool, after: Callable[[], None] | None = None):
         self._what = what
@@ -82,8 +82,8 @@ class GroupOperation:
 
 
 class Joining:
-    """Creates a group, which waits for all workers, in a thread, so that messages of the supervisor are handled
-    meanwhile.
+    """Creates a group in a thread, because the creation waits for all workers; meanwhile, messages of the supervisor
+    are handled.
     """
 
     def __init__(self, backend: str, meeting: Rendezvous):
@@ -156,12 +156,12 @@ class ProcessGroup:
             _file(self.backend, self._meeting).unlink(missing_ok=True)
 
     def sum_up(self, array: Any) -> GroupOperation:
-        """Start replacing `array` by the sum over all workers."""
+        """Start to replace `array` by the sum over all workers."""
         tensor, back = self._taken(array)
         return self._work("all-reduce", self._group.allreduce([tensor], dist.AllreduceOptions()), back)
 
     def reduce(self, array: Any, root: int) -> GroupOperation:
-        """Start replacing `array` on worker `root` by the sum over all workers.
+        """Start to replace `array` on worker `root` by the sum over all workers.
 
         On the other workers `array` becomes undefined.
         """
@@ -171,23 +171,25 @@ class ProcessGroup:
         return self._work("reduce", self._group.reduce([tensor], options), back)
 
     def broadcast(self, array: Any, root: int) -> GroupOperation:
-        """Start replacing `array` by the array of worker `root`."""
+        """Start to replace `array` by the array of worker `root`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor, back = self._taken(array)
         return self._work("broadcast", self._group.broadcast([tensor], options), back)
 
     def gather(self, array: Any, out: Sequence[Any]) -> GroupOperation:
-        """Start writing the `array` of every worker, all of one size, into the arrays of `out`, in order of rank."""
+        """Start to write the `array` of every worker, all of the same size, into the arrays of `out`, in order of
+        rank.
+        """
         pairs = [self._taken(one) for one in out]
         tensor, _ = self._taken(array)
         work = self._group.allgather([[to for to, _ in pairs]], [tensor])
         return self._work("all-gather", work, lambda: [back() for _, back in pairs if back is not None])
 
     def scatter_sum(self, out: Any, parts: Sequence[Any]) -> GroupOperation:
-        """Start writing this worker's part of the sum into `out`.
+        """Start to write this worker's part of the sum into `out`.
 
-        `parts`, all of one size, are this worker's summands, one for each rank.
+        `parts` are this worker's summands, one for each rank, all of the same size.
         """
         tensor, back = self._taken(out)
         given = [self._taken(part)[0] for part in parts]

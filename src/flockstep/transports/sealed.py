@@ -1,8 +1,8 @@
 """A stream socket that is authenticated with the secret of the run and, on request, encrypted.
 
 After the handshake an encrypted link carries records: a length, and at most `RECORD` bytes under AES-256-GCM with a tag
-of 16 bytes. Each direction has its own key, and the nonce counts the records: a record that was changed, dropped,
-repeated or moved ends the connection.
+of 16 bytes. Each direction has its own key, and the nonce counts the records. If a record was changed, dropped,
+repeated or moved, the connection ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class SealedSocket:
     """A connected non-blocking stream socket, authenticated with a secret and, with `encrypts`, encrypted.
 
     `recv_into` and `sendmsg` raise `BlockingIOError` until both ends have proved that they know the secret, and
-    `LinkForged`, an `OSError`, if the other end cannot or if a record was changed. Other methods are those of `socket`.
+    `LinkForged`, an `OSError`, if the other end cannot prove it, or if a record was changed. Other methods are those of
+    `socket`.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, connects: bool, encrypts: bool):
@@ -75,13 +76,13 @@ class SealedSocket:
             return True  # `recv_into` raises it
 
     def flush(self) -> None:
-        """Send the bytes that wait in this object, as far as the socket accepts them."""
+        """Send the bytes that wait in this object, as many as the socket accepts."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Accept bytes from the beginning of `parts`; return the number of bytes.
+        """Accept bytes from the beginning of `parts`; return the number of accepted bytes.
 
         `blocked` says whether accepted bytes still wait to be sent.
 
@@ -115,7 +116,7 @@ class SealedSocket:
         return self._opener.open(room)
 
     def shake(self) -> bool:
-        """Continue the handshake until both ends are authenticated; return False if the connection ended before.
+        """Continue the handshake until both ends are authenticated; return False if the connection ended before that.
 
         Raises:
             BlockingIOError: the other end has not sent what is due.

@@ -1,8 +1,8 @@
-"""A session between two nodes, which goes on over as many connections as needed.
+"""A session between two nodes, which continues over as many connections as needed.
 
 A session numbers the bytes that each end sends. An end keeps the bytes that the other end has not acknowledged. When a
-connection breaks, the nodes open another connection, tell each other how many bytes have arrived, and go on with the
-next byte. So each byte is handed up exactly once and in order, wherever the connection broke.
+connection breaks, the nodes open another connection, tell each other how many bytes have arrived, and continue with the
+next byte. So each byte is delivered exactly once and in order, wherever the connection broke.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from flockstep.errors import ProtocolError
 ACKNOWLEDGED = 1 << 18
 """Number of received bytes after which the other end is told how many bytes have arrived."""
 LINK_TIMEOUT = 60.0
-"""Default link timeout: seconds for which the connection between two hosts may be away before the other end is lost."""
+"""Default link timeout: seconds for which the connection between two hosts may be interrupted before the other end
+counts as lost.
+"""
 
 
 def new_key() -> str:
-    """The random key of a new session, by which both ends recognize the session."""
+    """Return the random key of a new session, by which both ends recognize the session."""
     return secrets.token_hex(16)
 
 
@@ -42,19 +44,21 @@ class Session:
 
     @property
     def unacknowledged(self) -> int:
-        """Number of bytes that were sent and are kept."""
+        """Number of bytes that were sent but not acknowledged, and are kept."""
         return self.sent - self.acknowledged
 
     def keep(self, part: memoryview) -> None:
-        """Keep bytes that were written to a connection."""
+        """Keep bytes that were written to a connection, until the other end acknowledges them."""
         self._kept.append(part)
         self.sent += part.nbytes
 
     def acknowledge(self, count: int) -> None:
-        """Drop the bytes up to number `count`, which the other end has received. A lower number is old news.
+        """Drop the bytes up to number `count`, which the other end has received.
+
+        A number lower than the last is ignored.
 
         Raises:
-            ProtocolError: so many bytes were never sent.
+            ProtocolError: fewer than `count` bytes were sent.
         """
         if count > self.sent:
             raise ProtocolError(f"the other end acknowledges {count} bytes, but only {self.sent} bytes were sent")
@@ -69,11 +73,11 @@ class Session:
             kept[0] = kept[0][left:]
 
     def replace_end(self, copy: memoryview) -> None:
-        """Keep `copy` in place of the last `copy.nbytes` bytes, whose memory may change."""
+        """Keep `copy` in place of the last `copy.nbytes` bytes, because the memory of these bytes may change."""
         replace_end(self._kept, copy)
 
     def rewind(self, count: int) -> deque[memoryview]:
-        """Return the bytes to send again on a new connection, since `count` bytes have arrived at the other end.
+        """Return the bytes to send again on a new connection, given that `count` bytes have arrived at the other end.
 
         Raises:
             ProtocolError: the other end names a number of bytes that is impossible.

@@ -1,4 +1,4 @@
-"""All-reduce without messages, for workers of one host that share memory."""
+"""All-reduce without messages, for workers on one host that share memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from flockstep.transports.shared_memory import SharedMemory
 
 PAGE = 4096
 SLOT = 1 << 17
-"""Bytes of each of a process's two slots, through which arrays outside the segment are summed."""
+"""Number of bytes of each of a process's two slots, through which arrays outside of the segment are summed."""
 PIECE = 1 << 20
 """Largest message of a ring all-reduce, in bytes."""
 RETURNED = 32 << 20
-"""Bytes of an array that are moved out of the segment before their memory returns to the system."""
+"""Number of bytes of an array that are moved out of the segment at a time; then their memory is returned to the
+system.
+"""
 MISMATCH = -2
 SUMMED = ("float32", "float64")
 """Names of the dtypes that can be summed in shared memory."""
 
 
 class SharedGroup:
-    """One process's view of a segment that n processes of a host have mapped.
+    """One process's view of a segment that n processes on a host have mapped.
 
     Each process has a region: two slots, then the arrays that it allocates. All processes allocate the same arrays in
     the same order, so that an array lies at the same offset in every region, and call `all_reduce` in the same order.
@@ -74,9 +76,10 @@ class SharedGroup:
         return self._memory.array(dtype, size, start)
 
     def taken(self, array: FlatArray) -> FlatArray:
-        """Move an array of the region that no process uses any more to memory of its own, never with two whole copies.
+        """Move an array that no process uses any more out of the region, piece by piece, so that two whole copies never
+        exist.
 
-        Afterwards the memory in the region holds zeros.
+        Afterwards, the memory in the region holds zeros.
         """
         own, step, offset = np.empty_like(array), RETURNED // array.itemsize, self.offset(array)
         assert offset is not None, "the array was not allocated in this group"
@@ -93,20 +96,24 @@ class SharedGroup:
         return self._memory.array(array.dtype, array.size, self._control + rank * self._stride + offset)
 
     def alone_on(self, rank: int) -> AbstractContextManager[None]:
-        """Context manager: a lock for the region of `rank`, which one process at a time can hold."""
+        """Context manager that holds the lock for the region of `rank`; only one process at a time can hold the
+        lock.
+        """
         return self._memory.lock_byte(rank)
 
     def offset(self, array: FlatArray) -> int | None:
-        """Offset of `array` from the start of the region in bytes; None if it lies elsewhere."""
+        """Return the offset of `array` from the start of the region in bytes; None if `array` is not in the region."""
         offset = int(array.__array_interface__["data"][0]) - self._home
         return offset if offset >= 2 * SLOT and offset + array.nbytes <= self._stride else None
 
     def holds(self, array: FlatArray) -> bool:
-        """Whether `array` lies in this process's region."""
+        """Return whether `array` lies in this process's region."""
         return self.offset(array) is not None
 
     def can(self, array: FlatArray) -> bool:
-        """Whether `array` can be summed in shared memory: one dimension, contiguous, float32 or float64."""
+        """Return whether `array` can be summed in shared memory: it has one dimension, is contiguous, and has the dtype
+        float32 or float64.
+        """
         return array.dtype.char in "fd" and array.dtype.isnative and array.ndim == 1 and array.flags.c_contiguous
 
     def all_reduce(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int = 1) -> None:
@@ -133,7 +140,8 @@ class SharedGroup:
         self.waited = int(self._how[4]) * 1e-9
 
     def reduce_scatter(self, array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int = 1) -> None:
-        """Replace part i of `array` on process i by the sum over all processes; the first `shares` have a part.
+        """Replace part i of `array` on process i by the sum over all processes; only the first `shares` processes have
+        a part.
 
         The parts are `slices(len(array), shares)`; process i adds the arrays in the order i, i+1, …, i-1. `array` lies
         in the region. Each process may change its own part until it calls `all_gather`, with the same arguments.
@@ -180,8 +188,8 @@ class SharedGroup:
         self.waited = int(self._how[4]) * 1e-9
 
     def moved(self, array: FlatArray) -> tuple[int, int, int]:
-        """Bytes sent, bytes received, and number of messages each way that the equivalent ring all-reduce would
-        have.
+        """Return the bytes sent, the bytes received, and the number of messages in each direction of the equivalent
+        ring all-reduce.
         """
         n, rank, size = self.workers, self.rank, len(array)
         sizes = [part.stop - part.start for part in slices(size, n)]
@@ -191,7 +199,9 @@ class SharedGroup:
         return (sent * array.itemsize, received * array.itemsize, messages) if n > 1 else (0, 0, 0)
 
     def moved_in_shares(self, array: FlatArray, shares: int) -> tuple[int, int]:
-        """Bytes and messages each way if `reduce_scatter` and `all_gather` sent each share to and from its worker."""
+        """Return the bytes and the messages in each direction if `reduce_scatter` and `all_gather` sent each share to
+        and from its worker.
+        """
         sizes = [part.stop - part.start for part in slices(len(array), shares)]
         mine = [size for rank, size in enumerate(sizes) if rank == self.rank]
         elements = sum(sizes) - sum(mine) + (self.workers - 1) * sum(mine)
@@ -253,9 +263,9 @@ class SharedGroup:
 
 
 def ring_pieces(chunk: int) -> int:
-    """Number of messages in which a chunk of `chunk` bytes travels around a ring.
+    """Return the number of messages in which a chunk of `chunk` bytes is sent around a ring.
 
-    Several messages fit into the processor's caches, on the way from one worker's sum to the next worker's sum.
+    A chunk is divided so that each message fits into the processor's caches between one worker's sum and the next.
     """
     return max(1, -(-chunk // PIECE))
 
@@ -276,12 +286,14 @@ def warm_up() -> None:
 
 
 def room_for(model_bytes: int) -> int:
-    """Bytes that each process of a run may allocate: four models and 1 MiB; unused memory is not allocated."""
+    """Return the bytes that each process of a run may allocate: four models and 1 MiB; unused memory takes no physical
+    memory.
+    """
     return 4 * model_bytes + (1 << 20)
 
 
 def needed(workers: int, room: int) -> int:
-    """Size of a group's segment in bytes."""
+    """Return the size in bytes of the segment of a group."""
     return _rounded(workers * 128) + workers * (2 * SLOT + _rounded(room))
 
 

@@ -24,7 +24,7 @@ from flockstep.transports.shared_memory import SharedMemory
 SLOTS = 64
 """Largest number of arrays in a node's segment at a time."""
 NODES = 1024
-"""Largest number of nodes of a run that can share memory."""
+"""Largest number of nodes in a run that can share memory."""
 SMALLEST = 1 << 16
 """Smallest payload in bytes that goes through shared memory; copying a smaller payload to the socket costs less than
 managing a slot.
@@ -33,7 +33,7 @@ PAGE = 4096
 TOKEN = 16
 """Size of the token at the start of a segment, in bytes."""
 FRONT = PAGE + SLOTS * NODES * 8
-"""Number of bytes before the first array of a segment; the system allocates no memory for unused ones."""
+"""Number of bytes before the first array of a segment; unused bytes take no physical memory."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class SharedHeap:
         self._used = FRONT
 
     def copy(self, array: Array, lost: Collection[Address] = ()) -> Array | None:
-        """A read-only copy of `array` in a free slot; None if no slot is free.
+        """Return a read-only copy of `array` in a free slot; None if no slot is free.
 
         Slots held only by `lost` nodes count as free.
         """
@@ -86,14 +86,16 @@ class SharedHeap:
         return view
 
     def place(self, array: Array) -> int | None:
-        """Number of the slot that holds exactly `array`, as `copy` returned it; None if no slot does."""
+        """Return the number of the slot that holds exactly `array`, an array that `copy` returned; None if no slot
+        does.
+        """
         slot = self._found.get(id(array.base))
         if slot is None or array.nbytes != slot.nbytes or _address(array) != slot.address:
             return None
         return slot.number
 
     def sent(self, place: int, to: Address, count: int = 1) -> int:
-        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all), and return the
+        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all); return the
         array's offset.
         """
         slot = self._numbered[place]
@@ -158,15 +160,15 @@ class PeerMemory:
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Size of a slot for `nbytes` bytes: whole pages, of few different sizes, so that arrays of similar size can use
-    the same slots.
+    """Return the size of a slot for `nbytes` bytes: whole pages, in few different sizes, so that arrays of similar size
+    can use the same slots.
     """
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
 
 
 def heap_room_for(model_bytes: int) -> int:
-    """Bytes of the segment in which a node of this model keeps its messages in transit."""
+    """Return the size in bytes of the segment in which a node with this model keeps its messages in transit."""
     return 16 * slot_bytes(model_bytes) + (1 << 20)
 
 

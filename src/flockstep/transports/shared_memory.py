@@ -1,4 +1,4 @@
-"""Anonymous memory that processes of one host share; no name of it can be left behind."""
+"""Anonymous memory that processes on one host share; the memory has no name that could be left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _PROCESSES = Path("/proc/self/ns/pid")
 class SharedMemory:
     """A segment of zeros without a file; it disappears with the last process that uses it, however that process ends.
 
-    `address` is what another process of this host needs to attach; it is valid as long as the creating process lives.
+    `address` is the text with which another process on this host attaches; it is valid as long as the creating process
+    lives.
     """
 
     def __init__(self, address: str, descriptor: int):
@@ -83,18 +84,20 @@ class SharedMemory:
             ) from None
 
     def array(self, dtype: npt.DTypeLike, count: int, offset: int = 0) -> npt.NDArray[np.generic]:
-        """`count` elements from byte `offset` on, shared with all processes that have attached."""
+        """Return an array of `count` elements, from byte `offset` on, shared with all processes that have attached."""
         return np.frombuffer(self._map, dtype, count, offset)
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Return the whole pages of the system inside a part of the segment; afterwards they hold zeros."""
+        """Return those whole pages that lie inside a part of the segment to the system; afterwards they hold zeros."""
         first, last = -(-start // mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE
         if sys.platform == "linux" and first < last:
             self._map.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
     @contextmanager
     def lock_byte(self, number: int) -> Iterator[None]:
-        """Context manager: lock number `number` of the segment; the system releases the lock of a process that dies."""
+        """Context manager that holds lock number `number` of the segment; the system releases the lock if the process
+        dies.
+        """
         fcntl.fcntl(self._descriptor, _LOCK_OF_DESCRIPTION, _lock(fcntl.F_WRLCK, number))
         try:
             yield
@@ -103,7 +106,7 @@ class SharedMemory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: the lock of the whole segment, which one process at a time can hold."""
+        """Context manager that holds the lock of the whole segment, which only one process at a time can hold."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -133,9 +136,9 @@ def _too_much(size: int, error: OSError) -> ConfigurationError:
 
 
 def host_here() -> str:
-    """Identifier of this host since its last start.
+    """Return an identifier of this host since its last start.
 
-    Processes with another network namespace, or with other process ids, count as being on another host.
+    Processes in another network or process-id namespace count as being on another host.
     """
     if sys.platform != "linux":
         return platform.node()

@@ -1,7 +1,8 @@
 """Signals between processes that share memory: counters that one process raises and others wait for.
 
-A wait first polls the counter for a moment, then yields the core, then sleeps in the kernel until it is woken. It takes
-microseconds if the other process is about to arrive, and causes no load if not. Linux on x86-64 and AArch64.
+A wait first polls the counter for a moment, then yields the core, then sleeps in the kernel until it is woken. A wait
+takes microseconds if the other process is about to raise the counter, and otherwise causes no load. Requires Linux on
+x86-64 or AArch64.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SLEEPERS = 1
 SAID = 2
 """Offset from a counter to the numbers that `say` stores: three for even turns, then three for odd turns."""
 SLICE = 0.02
-"""Longest sleep in seconds; a process that waits longer returns to its caller in between."""
+"""Longest sleep in seconds; a process that waits longer returns to its caller between two sleeps."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
 
@@ -37,10 +38,9 @@ _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7
 
 
 def manner(processes: int) -> Any:
-    """Return the parameters of waiting for `processes` processes, int64 (7,).
-
-    Polls and yields before sleeping (fewer if there are more processes than cores); the longest sleep, in seconds and
-    nanoseconds; nanoseconds waited so far; two elements for a time of day.
+    """Return the parameters of waiting for `processes` processes, int64 (7,): the number of polls and of yields before
+    sleeping (fewer if there are more processes than cores); the longest sleep, in seconds and nanoseconds; the
+    nanoseconds waited so far; and two elements for a time of day.
     """
     looks, yields = (2000, 40) if processes <= len(os.sched_getaffinity(0)) else (50, 12)
     return np.array([looks, yields, 0, int(SLICE * 1e9), 0, 0, 0], np.int64)
@@ -97,13 +97,13 @@ def _address(_context: Any, array: Any, index: Any) -> Any:
 
 @jit
 def reached(counters: Any, who: int, value: int) -> bool:
-    """Whether the counter of process `who` has reached `value`; counters wrap around."""
+    """Return whether the counter of process `who` has reached `value`; counters wrap around."""
     return bool((numba.int64(load(counters, who * LINE)) - value) & 0xFFFFFFFF < 0x80000000)
 
 
 @jit
 def raise_to(counters: Any, who: int, value: int) -> None:
-    """Set this process's own counter, and wake the processes that wait for it."""
+    """Raise this process's own counter to a value, and wake the processes that wait for it."""
     store(counters, who * LINE, numba.int32(value))
     if load(counters, who * LINE + SLEEPERS) > 0:
         _syscall(_FUTEX, _address(counters, who * LINE), _WAKE, _ALL, 0, 0, 0)
@@ -164,7 +164,7 @@ def differs(counters: Any, me: int, n: int, turn: int) -> int:
 
 @jit
 def now(how: Any) -> int:
-    """Nanoseconds of the system's monotonic clock."""
+    """Return the nanoseconds of the system's monotonic clock."""
     _clock(1, _address64(how[5:7]))
     return int(how[5] * 1_000_000_000 + how[6])
 
@@ -174,7 +174,8 @@ def wait_for_all(counters: Any, me: int, n: int, value: int, how: Any) -> int:
     """Wait for the counters of processes 0..n-1; return the first process that has not arrived after one sleep, or
     -1.
 
-    `how` is the result of `manner`. The nanoseconds waited are added to `how[4]`, unless polling was enough.
+    `how` holds the parameters that `manner` returned. The nanoseconds waited are added to `how[4]`, unless polling was
+    enough.
     """
     start, late = 0, -1
     for hop in range(1, n):

@@ -12,7 +12,7 @@ from flockstep.arrays.kernels.jit import jit
 from flockstep.transports.shared_signals import differs, raise_to, say, wait_for_all
 
 MISMATCH = -2
-"""Result of a sum if another process's array has another size, dtype, offset or divisor."""
+"""Result of a sum that is refused because another process's array has another size, dtype, offset or divisor."""
 BLOCK = 2048
 """Number of elements that are summed at a time, chosen to fit into the first-level cache."""
 
@@ -85,7 +85,7 @@ def in_place(
     """Replace the array of every process by the sum.
 
     Returns 0 when done, the stage to continue with after a long wait, or MISMATCH. `turn` is the counter's value before
-    the call; afterwards the counter is two higher. `how` is the result of `shared_signals.manner`.
+    the call; afterwards the counter is two higher. `how` holds the parameters that `shared_signals.manner` returned.
     """
     n = len(bounds) - 1
     if stage <= 1:
@@ -118,10 +118,10 @@ def sum_part(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Replace part `me` of this process's array by the sum: the first half of `in_place`, with its arguments.
+    """Replace part `me` of this process's array by the sum: the first half of `in_place`, with the same arguments.
 
-    `share_part` is the second half. Between the two, this process may change that part. Returns 0 when done, 1 after a
-    long wait, or MISMATCH; the counter is one higher afterwards.
+    `share_part` is the second half. Between the two calls, this process may change part `me`. Returns 0 when done, 1
+    after a long wait, or MISMATCH; the counter is one higher afterwards.
     """
     late = _meet(heap, offset, bounds, counters, me, turn, stage, divisor, how)
     if late == 0:
@@ -143,7 +143,7 @@ def share_part(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Divide part `me` by `divisor` and write it to the arrays of all processes; `turn` is that of `sum_part`.
+    """Divide part `me` by `divisor` and write it to the arrays of all processes; `turn` is as in `sum_part`.
 
     Returns 0 when all processes have done so, or 2 after a long wait.
     """
@@ -169,8 +169,8 @@ def mean_part(
     how: Any,
     out: Any,
 ) -> int:
-    """Write part `me` of the sum, added in the order of processes and divided by `divisor`, to `out`, with the other
-    arguments of `in_place`; no process's array changes.
+    """Write part `me` of the sum, added in the order of processes and divided by `divisor`, to `out`, with otherwise
+    the arguments of `in_place`; no process's array changes.
 
     Returns 0 when done, 1 after a long wait, or MISMATCH; the counter is one higher afterwards. `arrive` must follow.
     """
@@ -253,8 +253,8 @@ def through_slots(
 
     Every process writes a piece into its slot, waits for the pieces of the other processes, and sums all of them. Two
     slots alternate: before a process writes a slot again, the counters show that all processes have read it. Returns
-    `at` of the first piece that is not done, -1 when all are done, or MISMATCH. `stage` 1: that piece is in its slot
-    already.
+    `at` of the first piece that is not done, -1 when all are done, or MISMATCH. `stage` 1 means that this piece is
+    already in its slot.
     """
     n, size = len(bounds) - 1, len(array)
     while at < size:

@@ -2,10 +2,10 @@
 
 Each pair of nodes has one connection. Every message on it is a prefix (length of the header, length of the payload,
 number of bytes that have arrived from the other end), the header and the payload; a prefix without a header only
-acknowledges bytes, or says that the sender leaves. The first message each way is a greeting; nothing else is read
-before a valid greeting has arrived. A payload is written to the socket from its own memory as long as the socket
-accepts it, and copied only when it has to wait, or has not been acknowledged. It is received where the program wants
-it, or into a reused buffer.
+acknowledges bytes, or says that the sender leaves. The first message in each direction is a greeting; nothing else is
+read before a valid greeting has arrived. A payload is written to the socket from its own memory as long as the socket
+accepts it, and copied only when it has to wait, or has not been acknowledged. It is received directly into the
+program's array, or into a reused buffer.
 
 Between hosts a connection that breaks is opened again, and both ends go on with the next byte of their session. A peer
 is unreachable once its link has been down for longer than the link timeout, or nothing listens at its address any more.
@@ -62,15 +62,16 @@ AHEAD = 1 << 26
 UNREAD = 1 << 28
 """Largest number of bytes of messages that are received before the program asks for them."""
 LOCAL_BUFFER = 1 << 20
-"""Size in bytes of the system's buffers between nodes of one host; with larger buffers, data in transit no longer fits
+"""Size in bytes of the system's buffers between nodes on one host; with larger buffers, data in transit no longer fits
 the processor's caches. Between hosts the system chooses the size from the link's delay.
 """
 STAGING = 1 << 17
-"""Bytes per read if no large payload is expected; larger than the largest header."""
+"""Number of bytes of a read if no large payload is expected; more than the largest header has."""
 USUAL_HEADER = 256
-"""Bytes of the first read if a large payload is expected."""
+"""Number of bytes of the first read if a large payload is expected."""
 STRANGERS = 128
-"""Largest number of connections that are not yet authenticated; if one more is accepted, one of them is closed.
+"""Largest number of connections that are not yet authenticated; if another connection is accepted, one of them is
+closed.
 """
 REDIALS = 6
 """Number of further attempts to connect to a peer if a connection ends before the peer's greeting, for example because
@@ -85,11 +86,13 @@ BRIEF = 0.001
 FAST = 1e9
 """Throughput in bytes per second below which a sender does not wait for a connection."""
 GREETING_BYTES = 1 << 10
-"""Largest header on a connection without a greeting, in bytes."""
+"""Largest size in bytes of a header on a connection that has not yet received a greeting."""
 TICK = 0.01
 """Seconds between two polls of the sockets while the program computes."""
 CHECKS = 4
-"""Number of checks per heartbeat for silent connections; an end that has nothing to send acknowledges at each check."""
+"""Number of times per heartbeat timeout that silent connections are checked; an end that has nothing to send
+acknowledges at each check.
+"""
 LONGEST_WAIT = 1.0
 """Longest time in seconds between two attempts to connect again to a peer whose connection broke."""
 _PREFIX = struct.Struct("<IQQ")
@@ -329,7 +332,7 @@ class StreamBus(Bus):
         return broke if connection is None or not connection.why else f"{broke}: {connection.why}"
 
     def copy_for_sending(self, array: Array) -> Array:
-        """A read-only copy of the array, in shared memory if there is room, otherwise in a reused buffer."""
+        """Return a read-only copy of the array, in shared memory if there is room, otherwise in a reused buffer."""
         return self._copies.frozen(array)
 
     def release(self) -> None:
@@ -439,7 +442,9 @@ class StreamBus(Bus):
         return connection, session.sent + connection.waiting
 
     def attend(self) -> bool:
-        """Receive and send as far as the sockets allow while the program computes; return whether to call again."""
+        """Receive and send as much as the sockets allow while the program computes; return whether to call this
+        again.
+        """
         if not self._asked and self._lock.acquire(blocking=False):
             try:
                 if not self._closed:

@@ -21,9 +21,9 @@ from flockstep.transports.shared_heap import PeerMemory
 
 PROTOCOL = 5
 GREETING = "flockstep.hello"
-"""Tag of the messages that two nodes exchange when they are connected; such a message has no sequence number."""
+"""Tag of the messages that two nodes exchange when they connect; such a message has no sequence number."""
 HANDED_ON = "flockstep.handed-on"
-"""Tag of the model that nodes pass on to one another before a run begins; such a message has no sequence number."""
+"""Tag of the model that nodes forward to one another before a run begins; such a message has no sequence number."""
 HOST_MEMORY = "flockstep.host-memory"
 """Tag of the address of a host's shared memory, which one worker sends to the other workers before a run begins; such a
 message has no sequence number.
@@ -57,7 +57,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     dtype: str
     size: int
     place: int
-    """Slot of shared memory that holds the array; -1 if the array follows as a payload."""
+    """Number of the slot of shared memory that holds the array; -1 if the array follows as a payload."""
     start: int
     note: msgspec.Raw
 
@@ -81,7 +81,7 @@ def _little(name: str) -> np.dtype[Any]:
 
 @cache
 def note_reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder for notes of that kind; None stands for the driver's own notes."""
+    """Return a decoder for notes of the given kind; None stands for the driver's own notes."""
     return msgspec.msgpack.Decoder(kind or dict[str, int | float | str])
 
 
@@ -96,10 +96,10 @@ class SenderIdentity:
     incarnation: int = 0
     epoch: int = 0
     peer_memory: dict[Address, PeerMemory] = field(default_factory=dict)
-    """Node → memory of this node, as far as the sender can read it."""
+    """Node → memory of this node, if the sender can read it."""
     heard: dict[Address, int] = field(default_factory=dict)
     notes: Notes = field(default_factory=dict)
-    """Tag → kind of note, as the strategy declares."""
+    """Tag → kind of note that the strategy declares."""
     secret: bytes = field(default=b"", repr=False)
     """Secret of the run, which both ends of a TCP connection must know; empty if connections are not authenticated."""
 
@@ -112,7 +112,7 @@ class SenderIdentity:
 def encode(message: Message, me: SenderIdentity, place: int = -1, start: int = 0) -> bytes:
     """Encode the header of `message`.
 
-    `place` and `start` are the slot and the byte at which the array lies in shared memory, if it does.
+    `place` and `start` are the slot and the first byte of the array in shared memory, if the array lies there.
     """
     array = message.array
     dtype, size = ("", 0) if array is None else (_name(array.dtype), array.size)
@@ -162,7 +162,7 @@ def decode(
 
 
 def announces(header: bytes, tag: str | None, array: Array) -> bool:
-    """Whether an unchecked header announces an array of the tag, dtype and size of `array`."""
+    """Return whether a header, not yet checked, announces an array with the tag, dtype and size of `array`."""
     try:
         head = _decoder.decode(header)
     except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def announces(header: bytes, tag: str | None, array: Array) -> bool:
 
 
 def decode_greeting(header: bytes, me: SenderIdentity) -> Message:
-    """Decode the greeting of a peer that is not known yet.
+    """Decode the greeting of a peer that is not yet known.
 
     Raises:
         ProtocolError: the message is not a greeting of this run.

@@ -1,1 +1,1 @@
-"""The built-in training jobs, and how their data is split over workers."""
+"""The built-in training jobs, and methods of splitting their data over workers."""

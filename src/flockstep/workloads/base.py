@@ -1,4 +1,4 @@
-"""The contract of a workload, and functions that workloads share."""
+"""The interface of a workload, and functions that workloads share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flockstep.frameworks.base import Job
 class Workload(Component):
     """A built-in job; its fields are its sizes and its tuned settings.
 
-    The data depend on the workload's fields alone, so that every seed trains on the same samples; only initial weights
-    and the order of the samples depend on the seed of the run.
+    The data depend only on the workload's fields, so that every seed trains on the same samples; initial weights and
+    the order of the samples depend on the seed of the run.
     """
 
     noun: ClassVar[str] = "workload"

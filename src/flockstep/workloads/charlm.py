@@ -1,4 +1,4 @@
-"""A small language model of source code, one character at a time."""
+"""A workload with a small language model of source code, which predicts one character at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.workloads.base import Workload, require, require_at_least
 
 SYMBOLS = 96
-"""Number of symbols: printable ASCII and the line feed; other characters are left out of the text."""
+"""Number of symbols: the printable ASCII characters and the line feed; other characters are removed from the text."""
 
 HELD_OUT, RUN = 16, 16
 """HELD_OUT: number of runs of the test set, evenly spaced over the text.
@@ -34,7 +34,7 @@ class CharLM(Workload):
     up to `limit` printable characters. The text differs between versions of Python: its hash is in the job's facts, and
     `sha256` requires a given hash. The metric is the cross entropy in nats per character on held-out text. The
     optimizer has no momentum (beta1 = 0), because with momentum stale gradients cost much more accuracy. If `tied`, the
-    output layer has the weights of the embedding, and then the model cannot be cut into stages.
+    output layer shares the weights of the embedding, and the model cannot be cut into stages.
     """
 
     batch: int = 8
@@ -116,8 +116,8 @@ def library() -> list[Path]:
 
 
 def encoded(text: bytes) -> npt.NDArray[np.int64]:
-    """Return the number of each printable character, in range(96), with the line feed last; other characters are left
-    out.
+    """Return the number of each printable character, in range(96); the line feed is last, and other characters are
+    removed.
     """
     raw = np.frombuffer(text, np.uint8)
     known = raw[((raw >= 32) & (raw < 127)) | (raw == 10)].astype(np.int64)
@@ -125,8 +125,8 @@ def encoded(text: bytes) -> npt.NDArray[np.int64]:
 
 
 def windows(codes: npt.NDArray[np.int64], context: int) -> Data:
-    """Return consecutive windows x (count, context), and y, the character after each; no test window is a training
-    window.
+    """Return consecutive windows x (count, context), and y, the character that follows each character; test and
+    training windows do not overlap.
     """
     count = (len(codes) - 1) // context
     x = codes[: count * context].reshape(count, context)

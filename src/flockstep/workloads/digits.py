@@ -1,4 +1,4 @@
-"""Handwritten digits, 8 × 8 pixels, from scikit-learn: the default demonstration."""
+"""A workload with handwritten digits of 8 × 8 pixels from scikit-learn: the default demonstration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require, require_at_least
 
 TRAIN = 1437
-"""Number of training samples, out of 1797 samples; the other samples are the test set."""
+"""Number of training samples; the other samples, of 1797 in total, are the test set."""
 
 
 @dataclass(frozen=True)
 class Digits(Workload):
-    """Classify 8 × 8 handwritten digits (Alpaydin & Kaynak 1998) with a small CNN: 1,437 for training, 360 for testing.
+    """Classify 8 × 8 handwritten digits (Alpaydin & Kaynak 1998) with a small CNN; 1,437 samples are for training, 360
+    for testing.
 
     With 240 hidden units the network has 38,170 parameters.
     """
@@ -69,7 +70,7 @@ class Digits(Workload):
 
 
 def table_file() -> Path:
-    """Return the file in scikit-learn that holds the digits; importing the package would take a second in every
+    """Return the file in scikit-learn that holds the digits; importing scikit-learn would take a second in every
     process.
 
     Raises:

@@ -1,4 +1,6 @@
-"""MNIST-1D: ten procedural signals of 40 points, hard enough that strategies differ (Greydanus 2020)."""
+"""A workload with MNIST-1D: ten classes of procedural signals of 40 points, hard enough that strategies differ
+(Greydanus 2020).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 CLASSES = 10
 LENGTH = 40
-"""Number of points of a finished signal."""
+"""Number of points of a signal after all transformations."""
 
 # The constants of the paper: the ten digit templates, and the size of each random transformation.
 TEMPLATES = (
@@ -83,8 +85,8 @@ class Mnist1D(Workload):
 
 
 def signals(count: int, seed: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return `count` signals (count, 40), of mean 0 and variance 1 over all, and their digits (count,), equally
-    frequent.
+    """Return `count` signals (count, 40), normalized to mean 0 and variance 1 over all signals, and their digits
+    (count,), equally frequent.
     """
     rng = generator("mnist1d", seed)
     labels = rng.permutation(np.arange(count) % CLASSES)

@@ -17,7 +17,9 @@ MEAN_PIXEL = 0.3
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the result of `build` with torch's random numbers seeded; the caller's random state does not change."""
+    """Return the result of `build`, called with torch's random numbers seeded; the caller's random state does not
+    change.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
@@ -44,7 +46,9 @@ def relative_squared_error(outputs: Tensor, targets: Tensor) -> float:
 
 
 def image_cnn(seed: int, hidden: int = 240) -> nn.Module:
-    """Return a network: pixels (batch, 1, 8, 8) in [0, 1] → 10 logits; 38,170 parameters with 240 hidden units."""
+    """Return a CNN for images: pixels (batch, 1, 8, 8) in [0, 1] → 10 logits; 38,170 parameters with 240 hidden
+    units.
+    """
 
     def build() -> nn.Module:
         return he_initialized(
@@ -67,7 +71,7 @@ def image_cnn(seed: int, hidden: int = 240) -> nn.Module:
 
 
 def signal_cnn(seed: int, hidden: int = 28) -> nn.Module:
-    """Return a network: signals (batch, 1, 40) → 10 logits; 28,030 parameters with 28 hidden units."""
+    """Return a CNN for signals: (batch, 1, 40) → 10 logits; 28,030 parameters with 28 hidden units."""
 
     def build() -> nn.Module:
         layers: list[nn.Module] = []
@@ -80,7 +84,9 @@ def signal_cnn(seed: int, hidden: int = 28) -> nn.Module:
 
 
 def perceptron(seed: int, inputs: int, width: int, depth: int) -> nn.Module:
-    """Return a network: inputs (batch, inputs) → `depth` layers of `width` tanh units → one number (batch, 1)."""
+    """Return a multilayer perceptron: inputs (batch, inputs) → `depth` layers of `width` tanh units → one number
+    (batch, 1).
+    """
 
     def build() -> nn.Module:
         sizes = [inputs] + [width] * depth
@@ -132,7 +138,7 @@ class Transformer(nn.Module):
     """A decoder-only language model (Radford et al. 2019) without biases; if `tied`, the output layer reuses the
     embedding.
 
-    It uses plain matrix products, which `torch.func.vmap` batches over replicas.
+    The model uses plain matrix products, which `torch.func.vmap` can batch over replicas.
     """
 
     def __init__(self, symbols: int, context: int, width: int, layers: int, heads: int, tied: bool = True) -> None:
@@ -155,7 +161,9 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a two-layer perceptron, each normalizing its input and adding its output to it."""
+    """Self-attention and a two-layer perceptron, each of which normalizes its input and adds its output to the
+    input.
+    """
 
     def __init__(self, width: int, heads: int, residual: float) -> None:
         super().__init__()

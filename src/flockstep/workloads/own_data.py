@@ -1,4 +1,4 @@
-"""Samples that one process of a run has in files, in place of the job's samples."""
+"""Samples that one process of a run reads from files, in place of the job's samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flockstep.frameworks.base import Data, Indices, Job
 
 @dataclass(frozen=True)
 class OwnData:
-    """The samples of one worker, which no other process has; or the test set, for the process that evaluates."""
+    """The samples of one worker, which no other process has, or the test set of the process that evaluates."""
 
     folder: str
     """Folder with the samples in `x.npy` and `y.npy`, first axis over samples."""
@@ -26,11 +26,11 @@ class OwnData:
 
     @property
     def parts(self) -> list[Indices]:
-        """Indices of every worker into its own samples."""
+        """For each worker, the indices into its own samples."""
         return [np.arange(size) for size in self.sizes]
 
     def job(self, job: Job) -> Job:
-        """The job on these samples. The samples are training set and test set, of which a process uses one."""
+        """Return the job with these samples as both training set and test set; a process uses only one of the two."""
         return dataclasses.replace(job, data=self._data, facts=self.facts)
 
     def _data(self) -> Data:

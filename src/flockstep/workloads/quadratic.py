@@ -1,4 +1,6 @@
-"""A noisy quadratic bowl in plain numpy, for which every error of a strategy can be computed on paper."""
+"""A workload with a noisy quadratic function in plain numpy, for which every error of a strategy can be computed by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from flockstep.workloads.base import Workload, generator, require_at_least
 
 @dataclass(frozen=True)
 class Quadratic(Workload):
-    """Minimize the mean of ½ (w - x)ᵀ H (w - x) over samples x around a random optimum; needs numpy alone.
+    """Minimize the mean of ½ (w - x)ᵀ H (w - x) over samples x around a random optimum; needs only numpy.
 
     H is diagonal, with entries evenly spaced in the logarithm from 1 / condition to 1; the samples have standard
     deviation `noise` in each dimension. The single test sample is the samples' mean, so the test loss is the distance
@@ -68,5 +70,5 @@ class Quadratic(Workload):
 
 
 def squared_distance(outputs: Any, targets: Any) -> float:
-    """Return the mean square of `outputs`, which are parameters minus samples; `targets` are not used."""
+    """Return the mean of the squares of `outputs`, which are parameters minus samples; `targets` are not used."""
     return float(np.mean(np.square(outputs, dtype=np.float64)))

@@ -1,4 +1,4 @@
-"""Readers of files, whose samples `flockstep.Data.of` accepts: text, images in folders, Hugging Face, Parquet."""
+"""Readers of files with samples that `flockstep.Data.of` accepts: text, images in folders, Hugging Face, Parquet."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 class TextWindows:
     """Consecutive windows of the bytes of a text file, for models that predict the next byte.
 
-    Sample i is x = bytes i·length … (i+1)·length − 1 and y = the bytes one further, both int64 (length,). The file is
-    mapped into memory, and its pages are read when they are needed.
+    Sample i is x = bytes i·length … (i+1)·length − 1 and y = the same window shifted by one byte, both int64 (length,).
+    The file is mapped into memory, and its pages are read when they are needed.
 
     Args:
         file: path of the file.
@@ -65,10 +65,10 @@ class ImageFolder:
 
     Args:
         folder: path of the folder.
-        size: (height, width) to which images are resized; None for images of one size.
+        size: (height, width) to which images are resized; None if all images have the same size.
 
     Raises:
-        ConfigurationError: there is no image, or an image has more than 8 bits per color.
+        ConfigurationError: the folder has no images, or an image has more than 8 bits per color.
         MissingDependency: Pillow is not installed.
     """
 
@@ -118,7 +118,7 @@ class ImageFolder:
 
 
 class columns:  # noqa: N801 - called like a function
-    """Samples (row[x], row[y]) of rows that are mappings, such as those of a Hugging Face data set.
+    """Return samples (row[x], row[y]) of rows that are mappings, such as those of a Hugging Face data set.
 
     Raises:
         ConfigurationError: the rows have no such columns.
@@ -147,7 +147,7 @@ class _HuggingFace(columns):
 
 
 def hugging_face(folder: Path | str, x: str, y: str) -> columns:
-    """Samples of a Hugging Face data set that `save_to_disk` wrote; rows are read when they are needed.
+    """Return the samples of a Hugging Face data set that `save_to_disk` wrote; rows are read when they are needed.
 
     Args:
         folder: folder of one data set, such as the `train` of a `DatasetDict`.
@@ -155,7 +155,7 @@ def hugging_face(folder: Path | str, x: str, y: str) -> columns:
         y: column of the targets.
 
     Raises:
-        ConfigurationError: the folder holds no data set, or several, or the columns are not there.
+        ConfigurationError: the folder holds no data set, or several, or the data set lacks a column.
         MissingDependency: `datasets` is not installed.
     """
     require("datasets", "readers", "reading Hugging Face data sets")
@@ -174,7 +174,8 @@ def hugging_face(folder: Path | str, x: str, y: str) -> columns:
 
 
 def parquet(file: Path | str, x: str | Sequence[str], y: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Inputs and targets from a Parquet file, or a folder of them; the named columns are read into memory.
+    """Return inputs and targets from a Parquet file, or from a folder of such files; the named columns are read into
+    memory.
 
     Args:
         file: path of the file or folder.
@@ -182,7 +183,7 @@ def parquet(file: Path | str, x: str | Sequence[str], y: str) -> tuple[npt.NDArr
         y: column of the targets.
 
     Raises:
-        ConfigurationError: a column is missing, has missing values, holds something else than numbers, or has lists of
+        ConfigurationError: a column is missing, has missing values, holds something other than numbers, or has lists of
             different lengths.
         MissingDependency: pyarrow is not installed.
     """

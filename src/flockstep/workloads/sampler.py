@@ -15,12 +15,16 @@ _STREAM = 0x5A3B
 
 
 BLOCK = 1024
-"""Number of samples permuted at once: several permutations of a small shard, so that fewer generators are created."""
+"""Number of samples that are permuted at a time: several permutations of a small shard, so that fewer generators are
+created.
+"""
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """Position of a sampler: blocks of permutations used up, and samples used of the current block."""
+    """Position of a sampler: number of blocks of permutations used up, and number of samples used of the current
+    block.
+    """
 
     block: int = 0
     position: int = 0
@@ -29,8 +33,8 @@ class SamplerState:
 class Sampler:
     """A worker's endless stream of batches: its shard in a new random order each epoch, cut into consecutive batches.
 
-    A batch that reaches the end of a permutation continues with the next one, so every batch is full and every sample
-    is drawn equally often, even from a shard smaller than a batch. The order depends on seed and rank alone.
+    A batch that reaches the end of a permutation continues with the next permutation, so every batch is full and every
+    sample is drawn equally often, even from a shard smaller than a batch. The order depends only on seed and rank.
     """
 
     def __init__(self, indices: Indices, batch: int, seed: int, rank: int) -> None:
@@ -67,7 +71,9 @@ class Sampler:
         return self._order[start:end]
 
     def peek(self, batch: int) -> Indices | None:
-        """Return the next batch of that size without drawing it; None if it would begin another permutation."""
+        """Return the next batch of the given size without drawing it; None if the batch would begin another
+        permutation.
+        """
         end = self._position + batch
         return self._order[self._position : end] if end <= len(self._order) else None
 
@@ -112,7 +118,7 @@ def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
     at least 1.
 
     Raises:
-        ConfigurationError: epochs that are not positive, or train_size, workers or batch below 1.
+        ConfigurationError: epochs is not positive, or train_size, workers or batch is below 1.
     """
     if not 0 < epochs < math.inf:
         raise ConfigurationError(f"epochs must be > 0 and finite, got {epochs}; use for example 10")

@@ -1,4 +1,4 @@
-"""Linear classification of a Gaussian mixture in plain numpy; needs no other package."""
+"""A workload with linear classification of a Gaussian mixture in plain numpy; needs no other package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flockstep.workloads.base import Workload, generator, require_at_least
 
 @dataclass(frozen=True)
 class Softmax(Workload):
-    """Softmax regression on overlapping Gaussian clouds, one per class; needs numpy alone.
+    """Softmax regression on overlapping Gaussian clouds, one per class; needs only numpy.
 
     The centers lie `spread` standard deviations from the origin. Features are scaled by factors from 1 / condition to
-    1, evenly spaced in the logarithm, which does not change the best accuracy and slows every gradient method down.
+    1, evenly spaced in the logarithm, which does not change the best accuracy, but slows down every gradient method.
     """
 
     batch: int = 16

@@ -34,27 +34,27 @@ class Split(Component):
             seed: the run's seed.
 
         Raises:
-            ConfigurationError: fewer samples than workers, or `labels` of another length than `size`.
-            CompositionError: the split needs classes and there are none.
+            ConfigurationError: there are fewer samples than workers, or `labels` has another length than `size`.
+                CompositionError: the split needs classes, but the samples have none.
         """
 
 
 @dataclass(frozen=True)
 class Iid(Split):
-    """A random permutation, cut into equal parts: every worker sees the same distribution."""
+    """A random permutation of the samples, cut into equal parts, so that all workers have the same distribution."""
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Return parts of a random permutation whose sizes differ by at most one."""
+        """Return parts of a random permutation, whose sizes differ by at most one."""
         _check(labels, size, workers)
         return np.array_split(generator("split", seed).permutation(size), workers)
 
 
 @dataclass(frozen=True)
 class ByLabel(Split):
-    """Samples sorted by class and cut into equal parts: every worker sees few classes (McMahan et al. 2017).
+    """Samples sorted by class and cut into equal parts, so that every worker has few classes (McMahan et al. 2017).
 
-    With `classes_per_worker` each worker gets samples of exactly that many classes, drawn at random with each class
-    drawn equally often, as far as the numbers allow; the workers that share a class share its samples equally.
+    With `classes_per_worker`, each worker gets samples of exactly this many classes, drawn at random so that each class
+    is drawn equally often, as far as the numbers allow; the workers that share a class share its samples equally.
     """
 
     classes_per_worker: int | None = None
@@ -106,7 +106,7 @@ class Dirichlet(Split):
     """Each class is split in random proportions drawn from Dirichlet(alpha) (Yurochkin et al. 2019).
 
     A small alpha gives each worker few classes and shards of unequal size, a large alpha approaches `iid`. A worker
-    that would get no sample gets one from the largest shard.
+    that would get no sample gets a sample from the largest shard.
     """
 
     alpha: float = 0.5

@@ -1,4 +1,4 @@
-"""Regression on the outputs of a random network, for which the optimum is known exactly."""
+"""A workload with regression on the outputs of a random network, for which the optimum is known exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require, require_at_least
 
 GAIN = 1.5
-"""Scale of the inputs to the teacher's units, beyond their linear range; the student's initial scale is 1."""
+"""Scale of the inputs to the teacher's units, which exceed their linear range; the student's initial scale is 1."""
 
 Floats = npt.NDArray[np.float64]
 

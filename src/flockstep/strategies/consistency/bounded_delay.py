@@ -17,9 +17,9 @@ class BoundedDelay(ClockRule):
     """Bounded delay (Li et al. 2014, section 3.4): task t starts when all tasks up to t - tau - 1 have finished.
 
     A task is a worker's push and pull. Gradients are applied as they arrive, so a reader may see gradients that are
-    further ahead than its bound, which `ssp` excludes. As with `ssp`, every gradient counts the same whatever tau is.
-    With `weight="mean"` a gradient counts as 1/n of a step, n being the number of workers at the start of the run, so
-    that its effective learning rate is lr / n and tau = 0 is bulk synchronous, bit for bit. With `weight="sum"` a
+    further ahead than its bound; `ssp` excludes this. As with `ssp`, every gradient has the same weight, whatever tau
+    is. With `weight="mean"` a gradient counts as 1/n of a step, n being the number of workers at the start of the run,
+    so that its effective learning rate is lr / n and tau = 0 is bulk synchronous, bit for bit. With `weight="sum"` a
     gradient counts as a whole step with learning rate lr, which is the sum over workers of the paper's algorithm 1, so
     that a bound that never binds is asynchronous.
     """

@@ -9,7 +9,7 @@ from flockstep.strategies.consistency.base import ClockRule
 
 @dataclass(frozen=True)
 class BulkSynchronous(ClockRule):
-    """Bulk synchronous parallel (Valiant 1990): a step takes one gradient of every worker before any worker
+    """Bulk synchronous parallel (Valiant 1990): a step waits for one gradient of every worker before any worker
     continues.
     """
 

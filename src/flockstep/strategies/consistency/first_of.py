@@ -1,4 +1,4 @@
-"""Rules that step on the first gradients of a version and cancel the other gradients."""
+"""Consistency rules that step on the first gradients of a version and cancel the other gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from flockstep.strategies.consistency.base import Consistency, ConsistencyView, 
 
 
 class FirstOf(Consistency):
-    """A step for the first `needed` gradients of the current version; late workers cancel their gradients.
+    """Base of rules that take a step for the first `needed` gradients of the current version; late workers cancel their
+    gradients.
 
-    Each gradient counts as 1/needed of a step, also near the end of a run, when fewer workers have steps left.
+    Each gradient counts as 1/needed of a step, even near the end of a run, when fewer workers have steps left.
     """
 
     access = CancelStale()
@@ -29,13 +30,13 @@ class FirstOf(Consistency):
 
     @abstractmethod
     def needed(self, workers: int) -> int:
-        """Number of gradients that make a step."""
+        """Return the number of gradients that make a step."""
 
     def full_step(self, workers: int) -> int:
         return self.needed(workers)
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return the reads of workers for which there is a newer version."""
+        """Return the reads of workers that have not yet read the newest version."""
         return [read for read in reads if read.version < view.version]
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
@@ -105,8 +106,8 @@ class BackupWorkers(FirstOf):
 
 @dataclass(frozen=True)
 class KSync(FirstOf):
-    """K-sync SGD (Dutta et al. 2018, section 3.1): the first `k` learners' gradients make a step, the rest are
-    canceled.
+    """K-sync SGD (Dutta et al. 2018, section 3.1): the gradients of the first `k` learners make a step; the other
+    gradients are canceled.
     """
 
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
@@ -131,7 +132,8 @@ class KSync(FirstOf):
 class KBatchSync(FirstOf):
     """K-batch-sync SGD (Dutta et al. 2018, section 3.1): the first `k` batches of any learners make a step.
 
-    A learner that is done computes another batch on the same version until there are k batches; the rest are canceled.
+    A learner that has finished a batch computes another batch with the same version, until there are k batches; the
+    others are canceled.
     """
 
     one_each = False
@@ -145,7 +147,7 @@ class KBatchSync(FirstOf):
         return self.k
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads: a learner that has pushed may compute another batch at once."""
+        """Return all reads, because a learner that has pushed may compute another batch at once."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:

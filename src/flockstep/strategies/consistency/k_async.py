@@ -1,4 +1,4 @@
-"""Rules that step after every K gradients and cancel none."""
+"""Consistency rules that step after every K gradients and cancel no gradient."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flockstep.strategies.consistency.base import Consistency, ConsistencyView, 
 
 @dataclass(frozen=True)
 class KAsync(Consistency):
-    """K-async SGD (Dutta et al. 2018, section 3.2): the first `k` learners' gradients make a step, none is canceled.
+    """K-async SGD (Dutta et al. 2018, section 3.2): the gradients of the first `k` learners make a step; no gradient is
+    canceled.
 
-    A worker that has pushed waits until its gradient has been applied; the other workers' gradients arrive later,
-    computed on an older version. A gradient counts as 1/k of a step, even when fewer than k workers are left.
+    A worker that has pushed waits until its gradient has been applied; the gradients of the other workers arrive later,
+    computed with an older version. A gradient counts as 1/k of a step, even when fewer than k workers are left.
     """
 
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
@@ -49,7 +50,7 @@ class KAsync(Consistency):
         return [read for read in reads if not view.waiting(read.rank)]
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return groups of k gradients; fewer per group if fewer workers live.
+        """Return groups of k gradients; groups are smaller if fewer than k workers live.
 
         A worker that has pushed waits, so the k gradients of a group come from k learners.
         """
@@ -62,7 +63,7 @@ class KAsync(Consistency):
 
 @dataclass(frozen=True)
 class KBatchAsync(KAsync):
-    """K-batch-async SGD (Dutta et al. 2018, section 3.2): every `k` gradients make a step, none is canceled."""
+    """K-batch-async SGD (Dutta et al. 2018, section 3.2): every `k` gradients make a step; no gradient is canceled."""
 
     gathers = 0
     one_each = False
@@ -71,9 +72,9 @@ class KBatchAsync(KAsync):
         """Accept any number of workers: k gradients may come from fewer than k workers."""
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads: no learner waits."""
+        """Return all reads, because no learner waits."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return the first k gradients as one group, once there are k."""
+        """Return the first k gradients as one group, once k gradients have arrived."""
         return [list(pending[: self.k])] if len(pending) >= self.k else []

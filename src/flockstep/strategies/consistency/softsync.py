@@ -1,4 +1,4 @@
-"""n-softsync: a step for every c gradients."""
+"""n-softsync: a step is taken for every c gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flockstep.strategies.consistency.base import Consistency, ConsistencyView, 
 
 @dataclass(frozen=True)
 class SoftSync(Consistency):
-    """n-softsync (Gupta, Zhang & Wang 2016; Zhang et al. 2016, section 3): a step for every floor(workers / n)
+    """n-softsync (Gupta, Zhang & Wang 2016; Zhang et al. 2016, section 3): a step is taken for every floor(workers / n)
     gradients.
 
-    The server steps along the mean of c = floor(workers / n) gradients, of any workers and any age; no worker waits. n
-    = 1 steps after as many gradients as there are workers; n = workers steps after each gradient, as `asynchronous`
-    does. The long-run mean staleness is (workers - 1) / c. Gradients left over at the end make a shorter step: each
-    gradient counts as 1/c of a step.
+    The server steps along the mean of c = floor(workers / n) gradients, from any workers and of any age; no worker
+    waits. With n = 1, a step takes as many gradients as there are workers; with n = workers, each gradient makes a
+    step, as under `asynchronous`. The long-run mean staleness is (workers - 1) / c. Gradients left over at the end make
+    a shorter step: each gradient counts as 1/c of a step.
     """
 
     n: int = field(default=1, metadata=SHOWN | searched(1, WORKERS))
@@ -39,15 +39,15 @@ class SoftSync(Consistency):
             )
 
     def full_step(self, workers: int) -> int:
-        """Number of gradients of a step, c = floor(workers / n)."""
+        """Number of gradients that make a step, c = floor(workers / n)."""
         return workers // self.n
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads: no worker waits."""
+        """Return all reads, because no worker waits."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return the first c gradients as one group, once there are c."""
+        """Return the first c gradients as one group, once c gradients have arrived."""
         c = self.full_step(view.workers)
         return [list(pending[:c])] if len(pending) >= c else []
 

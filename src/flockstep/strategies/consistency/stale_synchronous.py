@@ -1,4 +1,4 @@
-"""Stale synchronous parallel, with parameters on request, cached, or sent eagerly."""
+"""Stale synchronous parallel: parameters are sent on request, cached by workers, or sent eagerly by servers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from flockstep.strategies.traits import Delivery
 
 @dataclass(frozen=True)
 class StaleSynchronous(ClockRule):
-    """Stale synchronous parallel (Ho et al. 2013), staleness bound s in clocks.
+    """Stale synchronous parallel (Ho et al. 2013) with staleness bound s, in clocks.
 
-    A read at clock c waits until it can see every update with timestamp <= c - s - 1, and is never shown an update with
+    A read at clock c waits until it can see every update with timestamp <= c - s - 1, and never sees an update with
     timestamp > c + s - 1: a gradient with timestamp t is applied once the slowest clock has reached t - s + 1. A
     worker's own updates are always visible to that worker.
 
-    Every gradient counts the same, whenever it is applied. With `weight="mean"` a gradient counts as 1/n of a step, n
-    being the number of workers at the start of the run, so that s = 0 is bulk synchronous, bit for bit. With
+    Every gradient has the same weight, whenever it is applied. With `weight="mean"` a gradient counts as 1/n of a step,
+    n being the number of workers at the start of the run, so that s = 0 is bulk synchronous, bit for bit. With
     `weight="sum"` a gradient counts as a whole step, which is the paper's sum of all updates, so that a bound that
     never binds is asynchronous, and the learning rate has to be about n times smaller. Gradients of equal timestamp
     that become applicable together make one step of the optimizer.
 
-    A dead worker's clock no longer counts, so the other workers continue with unchanged weights; with s = 0 every step
-    would lack the dead worker's part, so there the run stops.
+    A dead worker's clock no longer counts, so the other workers continue with unchanged weights; with s = 0, every step
+    would lack the dead worker's part, so the run stops.
     """
 
     s: int = field(default=3, metadata=SHOWN | searched(0, 16, log=False))
@@ -49,8 +49,8 @@ class StaleSynchronous(ClockRule):
         return self.s > 0
 
     def most_stale(self, workers: int) -> int:
-        """Largest staleness: between a read at clock c and the application of its gradient, each other worker's
-        gradients with timestamps c - s to c + s may be applied, and the worker's own s gradients before.
+        """Largest staleness: between a read at clock c and the application of its gradient, the gradients of every
+        other worker with timestamps c - s to c + s may be applied, and the worker's own s earlier gradients.
         """
         return (2 * self.s + 1) * (workers - 1) + self.s if self.s else 0
 
@@ -62,17 +62,18 @@ class StaleSynchronous(ClockRule):
         return self.s
 
     def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return the remaining gradients, which exist if workers do not wait for their last push."""
+        """Return the remaining gradients; there are some if workers do not wait for the answer to their last push."""
         return by_timestamp(pending)
 
 
 @dataclass(frozen=True)
 class CachedStaleSynchronous(StaleSynchronous):
-    """Stale synchronous parallel as SSPTable does it (Ho et al. 2013, section 3): a worker reads only when it must.
+    """Stale synchronous parallel with cached copies, as in SSPTable (Ho et al. 2013, section 3): a worker requests
+    parameters only when it must.
 
-    The bound s is that of `ssp`, but a worker computes on its copy until the copy is older than the bound allows, and
-    only then requests a new copy: fewer messages, and staler gradients. The worker's own updates that the copy does not
-    include yet are added to the copy (read-my-writes), as `essp` does.
+    The bound s is that of `ssp`, but a worker computes with its copy until the copy is older than the bound allows, and
+    only then requests a new copy, which saves messages and makes gradients staler. The worker adds its own updates that
+    the copy does not yet include (read-my-writes), as under `essp`.
     """
 
     @property
@@ -85,11 +86,11 @@ class EagerStaleSynchronous(StaleSynchronous):
     """Eager SSP, ESSP (Dai et al. 2015, section 4): servers send parameters whenever the slowest clock advances.
 
     The bound s is that of `ssp`, but workers request nothing: whenever the slowest clock advances, the servers send the
-    new parameters to every worker. A worker computes on the newest copy that has arrived, and waits only if that copy
-    is older than the bound allows. The worker's own updates that the copy does not include yet are added to the copy
-    (read-my-writes), each as a step of the worker's own optimizer times 1/n (times 1 with `weight="sum"`). With the
-    rule `plain` and SGD without momentum, that is exactly what the servers add; otherwise it is an approximation until
-    the servers' next copy arrives.
+    new parameters to every worker. A worker computes with the newest copy that has arrived, and waits only if this copy
+    is older than the bound allows. The worker adds its own updates that the copy does not yet include (read-my-writes),
+    each as a step of the worker's own optimizer times 1/n (times 1 with `weight="sum"`). With the rule `plain` and SGD
+    without momentum, the servers add exactly the same; otherwise, the worker's additions are an approximation until the
+    next copy arrives.
     """
 
     @property

@@ -13,10 +13,11 @@ from flockstep.strategies.consistency.base import Consistency, ConsistencyView, 
 
 @dataclass(frozen=True)
 class ValueBound(Consistency):
-    """VAP (Wei et al. 2013; Langer et al. 2020, section 3.3.4): asynchronous, while no value moves by `delta` or more.
+    """Value-bounded asynchronous parallel, VAP (Wei et al. 2013; Langer et al. 2020, section 3.3.4): asynchronous as
+    long as no value moves by `delta` or more.
 
     Gradients are applied on arrival. A read is admitted while no parameter has moved by `delta` or more since the
-    oldest version that some worker still computes on. If no worker computes, all waiting reads are admitted: a single
+    oldest version with which a worker still computes. If no worker computes, all waiting reads are admitted: a single
     update may exceed the bound, and no later event could then reduce the drift. With `decreasing`, the bound is delta /
     sqrt(t) in the t-th version (Dai et al. 2015, theorem 3).
     """
@@ -37,7 +38,7 @@ class ValueBound(Consistency):
         return 1
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads if the drift is below the bound or no worker computes, otherwise none."""
+        """Return all reads if the drift is below the bound or no worker computes; otherwise, return no reads."""
         bound = self.delta / math.sqrt(max(1, view.version)) if self.decreasing else self.delta
         return list(reads) if not view.reading or self._drift(view) < bound else []
 

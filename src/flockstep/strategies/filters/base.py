@@ -1,4 +1,4 @@
-"""The contract of a filter."""
+"""The interface of a filter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Filter(Component):
-    """Decides which entries of an update are sent now; several filters together send the entries that all of them let
-    through.
-    """
+    """Decides which entries of an update are sent now; of several filters, all must let an entry through."""
 
     noun: ClassVar[str] = "filter"
     carries: ClassVar[bool] = True
@@ -24,14 +22,14 @@ class Filter(Component):
 
     @property
     def lists(self) -> int:
-        """Number of key lists that both ends remember, so that a repeated list is sent as its hash."""
+        """Number of key lists that both ends remember, so that a repeated list can be sent as its hash."""
         return 0
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
         """Return a mask of shape (K,) of the entries to send, or None for all.
 
         Args:
-            update: the update, of shape (K,), including what earlier filters withheld.
+            update: the update, of shape (K,), including entries that were withheld from earlier updates.
             params: the sender's parameters, of shape (K,).
             random: the sender's random generator.
         """

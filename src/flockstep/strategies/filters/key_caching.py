@@ -1,4 +1,4 @@
-"""A key list that was sent before is sent as its hash."""
+"""A filter that sends a key list that was sent before as its hash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flockstep.strategies.filters.base import Filter
 class KeyCaching(Filter):
     """Key caching (Li, Andersen, Park et al. 2014, section 3.4), for use with a filter that repeats its choices.
 
-    Sender and receiver remember the last `remembered` distinct key lists, and forget the same ones. The filter lets
+    Sender and receiver remember the last `remembered` distinct key lists, and forget the same lists. The filter lets
     every entry through; an update sent in full has no key list.
     """
 

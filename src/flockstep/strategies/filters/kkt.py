@@ -1,4 +1,4 @@
-"""Entries that an l1 penalty keeps at zero are not sent."""
+"""A filter that drops entries whose parameters an l1 penalty keeps at zero."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kkt(Filter):
 
     Zero is optimal for a parameter whose gradient is at most l1 in magnitude (the Karush-Kuhn-Tucker condition). So an
     entry whose parameter is zero and whose gradient is at most l1 - slack is dropped: sending it would change nothing.
-    `slack` allows for a worker knowing its own gradient only.
+    `slack` is a margin, because a worker knows only its own gradient.
     """
 
     carries: ClassVar[bool] = False

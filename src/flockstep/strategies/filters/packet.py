@@ -1,4 +1,4 @@
-"""The wire format of a filtered update: its keys, then their values."""
+"""The wire format of a filtered update: the keys, then the values of the entries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flockstep.strategies.filters.base import Filter
 
 Keys = npt.NDArray[np.uint32]
 Lists = dict[bytes, Keys]
-"""Hash → list of keys, the most recently used at the end."""
+"""Hash → list of keys, in order of use; the most recently used list is last."""
 
 LISTED, HASHED = range(1, 3)
-"""First byte of a packet. LISTED: the number of keys (4 bytes) and the keys (4 bytes each) follow. HASHED: the hash of
-the key list follows.
+"""Values of the first byte of a packet. LISTED: the number of keys (4 bytes) and the keys (4 bytes each) follow.
+HASHED: the hash of the key list follows.
 
 If keys and values would take no fewer bytes than the whole update, the whole update is sent instead, encoded by the
 codec; the receiver recognizes it by its size. So no packet is larger than the update without filters, for which
@@ -30,7 +30,7 @@ receivers are prepared.
 """
 HASH_BYTES = 8
 FAR = 1 << 60
-"""Step number beyond the end of any run."""
+"""Step number larger than that of any step of a run."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
     """Check that the receiver can tell the number of encoded entries from a message's size.
 
     Raises:
-        CompositionError: the codec's size does not depend on the number of entries alone.
+        CompositionError: the size of the codec's encoding depends on more than the number of entries.
     """
     if filters and not (codec.exact_size and codec.wire_bytes(2, "float32") > codec.wire_bytes(1, "float32")):
         raise CompositionError(
@@ -78,8 +78,8 @@ def pack(
 ) -> Bytes:
     """Encode `update` (K,) plus the pending entries; store in `outbox` the entries that the filters withhold.
 
-    `flush` sends every entry. The codec's error in the values is not kept. Without filters, the result is the encoded
-    update alone.
+    `flush` sends every entry. The codec's error in the values is lost. Without filters, the result is just the encoded
+    update.
     """
     if not filters:
         return codec.encode(update, random)

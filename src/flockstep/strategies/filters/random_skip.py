@@ -1,4 +1,4 @@
-"""Each entry is withheld with a fixed probability."""
+"""A filter that withholds each entry with a fixed probability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from flockstep.strategies.filters.base import Filter, Mask
 class RandomSkip(Filter):
     """Random skip filter (Li, Andersen, Smola & Yu 2014): each entry is left out with probability `share`.
 
-    The paper does not say what happens to a skipped entry; here it is added to the next update that lets it through.
+    The paper does not say what happens to a skipped entry; here, the entry is added to the next update, until it is
+    sent.
     """
 
     share: float = field(default=0.5, metadata=SHOWN)

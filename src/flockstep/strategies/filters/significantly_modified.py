@@ -1,4 +1,4 @@
-"""Small changes are withheld until they add up."""
+"""A filter that withholds small changes until they add up to a large change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flockstep.strategies.filters.base import Filter, Mask
 class SignificantlyModified(Filter):
     """Significantly modified filter (Li, Andersen, Park et al. 2014, section 3.6): |change| > threshold.
 
-    The change is the sum of an entry's updates since it was last sent, in the unit of what is pushed: gradients, not
-    parameters. What was sent plus what is pending equals the sum of all updates.
+    The change is the sum of an entry's updates since it was last sent, in units of gradients, which are pushed, not of
+    parameters. The entries sent plus the pending entries equal the sum of all updates.
     """
 
     threshold: float = field(default=1e-3, metadata=SHOWN)
@@ -30,6 +30,6 @@ class SignificantlyModified(Filter):
         )
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """Send the entries above the threshold, and the entries that are not a number."""
+        """Return the mask of the entries above the threshold, and of entries that are not a number."""
         mask: Mask = ~(abs(update) <= self.threshold)
         return mask

@@ -1,4 +1,4 @@
-"""The support filter: zero entries are not sent."""
+"""The support filter, which sends no zero entries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flockstep.strategies.filters.base import Filter, Mask
 
 @dataclass(frozen=True)
 class Support(Filter):
-    """Sparse pushes (Li, Andersen, Park et al. 2014, section 3.1): the keys and values of the non-zero entries.
+    """Sparse pushes (Li, Andersen, Park et al. 2014, section 3.1): sends the keys and values of the non-zero entries.
 
-    The filter withholds nothing. Inputs that are zero in a whole batch leave their weights' gradients at zero.
+    No information is withheld. If an input is zero in a whole batch, the gradients of its weights are zero.
     """
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:

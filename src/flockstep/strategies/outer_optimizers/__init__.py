@@ -1,1 +1,1 @@
-"""Outer optimizers: how the mean of the replicas becomes the next model."""
+"""Outer optimizers, which compute the next model from the mean of the replicas."""

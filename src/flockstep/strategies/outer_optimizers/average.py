@@ -11,7 +11,9 @@ from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 @dataclass(frozen=True)
 class Average(OuterOptimizer):
-    """Plain averaging (McDonald, Hall & Mann 2010); with weighting=samples FedAvg (McMahan et al. 2017)."""
+    """Plain averaging (McDonald, Hall & Mann 2010); with weighting=samples, federated averaging, FedAvg (McMahan et al.
+    2017).
+    """
 
     moves: ClassVar[bool] = False
 

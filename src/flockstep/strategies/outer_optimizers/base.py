@@ -1,4 +1,4 @@
-"""The contract of an outer optimizer."""
+"""The interface of an outer optimizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class OuterOptimizer(Component):
 
     noun: ClassVar[str] = "outer_optimizer"
     moves: ClassVar[bool] = True
-    """Whether the optimizer moves the previous model; if not, the mean is the next model and no state is kept."""
+    """Whether the optimizer changes the previous model; if not, the mean is the next model and no state is kept."""
 
     @property
     def resets(self) -> bool:
-        """Whether every worker's own optimizer is reset after each average."""
+        """Whether every worker's own optimizer is reset to its initial state after each average."""
         return False
 
     def start(self, model: FlatArray, workers: int) -> Any:
@@ -45,7 +45,7 @@ class OuterOptimizer(Component):
         """
 
     def result(self, model: FlatArray, state: Any) -> FlatArray:
-        """Return the result (K,) of training that ends right after an average; `model` holds the parameters from which
-        replicas would start.
+        """Return the result (K,) of a training that ends right after an average; `model` holds the parameters from
+        which replicas would start.
         """
         return model

@@ -12,7 +12,7 @@ from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 @dataclass
 class Blocks:
-    """The filter's state: W_t (K,), its last change Delta_t (K,), and the block momentum eta."""
+    """The filter's state: the model W_t (K,), its last change Delta_t (K,), and the block momentum eta."""
 
     model: FlatArray
     change: FlatArray
@@ -26,7 +26,7 @@ class Bmuf(OuterOptimizer):
     With G = mean_i w_i - W_g: Delta ← eta Delta + zeta G, W ← W + Delta. Replicas continue from W_g = W (classical
     block momentum), or with `nesterov` from W_g = W + eta Delta; the result is W in both cases. The block momentum eta
     is 1 - 1/n by default. `reset` zeroes the workers' own momentum after every block, as CNTK's resetSGDMomentum does.
-    With eta = 0 and zeta = 1 this is plain averaging, up to rounding.
+    With eta = 0 and zeta = 1 the filter equals plain averaging, up to rounding.
     """
 
     momentum: float | None = None
@@ -65,5 +65,5 @@ class Bmuf(OuterOptimizer):
             model += eta * state.change
 
     def result(self, model: FlatArray, state: Blocks) -> FlatArray:
-        """Return W, not the look-ahead point."""
+        """Return the model W, not the look-ahead point W + eta Delta."""
         return state.model

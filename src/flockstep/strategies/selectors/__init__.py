@@ -1,1 +1,1 @@
-"""Selectors: which parameters are averaged if only a few are."""
+"""Selectors, which decide which parameters are averaged if only a few of them are."""

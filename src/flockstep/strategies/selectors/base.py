@@ -1,4 +1,4 @@
-"""The contract of a selector."""
+"""The interface of a selector."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flockstep.expression import Component
 class Selector(Component):
     """Decides which parameters are averaged after a step, the same on every worker, without communication.
 
-    A selection depends on the common seed and the number of the step alone, so that a selector has no state.
+    A selection depends only on the common seed and the number of the step, so that a selector has no state.
     """
 
     noun: ClassVar[str] = "selector"
 
     @abstractmethod
     def pick(self, size: int, share: float, seed: int, turn: int) -> npt.NDArray[np.int64]:
-        """Return about a fraction `share` of the indices range(size), ascending.
+        """Return about the fraction `share` of the indices of range(size), in ascending order.
 
         Args:
             size: number of parameters K.
@@ -33,7 +33,7 @@ class Selector(Component):
 
 
 def parts_for(size: int, share: float) -> int:
-    """Return ceil(1/share): the number of parts of `size` elements, each holding at most about a fraction `share` of
-    the elements.
+    """Return ceil(1/share): the number of parts into which `size` elements are divided, each with at most about the
+    fraction `share` of the elements.
     """
     return max(1, min(size, math.ceil(1 / share)))

@@ -1,4 +1,4 @@
-"""One part after another of a random partition that is redrawn in every pass."""
+"""A selector that takes one part after another of a random partition, which is redrawn in every pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flockstep.strategies.selectors.base import Selector, parts_for
 
 @dataclass(frozen=True)
 class Partitioned(Selector):
-    """A random partition into ceil(1/p) parts, redrawn when every part has been averaged once.
+    """Selects one part after another of a random partition into ceil(1/p) parts; the partition is redrawn when every
+    part has been averaged once.
 
     Every parameter is averaged exactly once per pass, each time with a different set of parameters.
     """

@@ -1,4 +1,4 @@
-"""Each parameter is selected independently, with the same probability."""
+"""A selector that selects each parameter independently, with the same probability."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flockstep.strategies.selectors.base import Selector
 
 @dataclass(frozen=True)
 class RandomSelector(Selector):
-    """Independent draws: each parameter is selected with probability p, whatever was selected before.
+    """Selects each parameter with probability p, independently of earlier selections.
 
     After T turns a parameter has been averaged with probability 1 - (1 - p)^T.
     """

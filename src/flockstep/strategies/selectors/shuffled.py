@@ -1,4 +1,4 @@
-"""One part after another of a random order that is drawn once."""
+"""A selector that takes one part after another of a random order, which is drawn once."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Update rules: how a server applies the gradients that its consistency rule releases."""
+"""Server updates: how a server applies the gradients that its consistency rule releases."""

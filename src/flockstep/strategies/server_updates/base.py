@@ -1,4 +1,4 @@
-"""The contract of a server update."""
+"""The interface of a server update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServerUpdate(Component):
 
     noun: ClassVar[str] = "server_update"
     weighs: ClassVar[bool] = False
-    """Whether the rule weighs the gradients of a group itself, so that it does not call `combine`."""
+    """Whether the rule itself weights the gradients of a group, so that it does not call `combine`."""
     compares_reads: ClassVar[bool] = False
     """Whether the rule depends on the parameters that each worker has read, so that the server calls `read` at every
     read.
@@ -33,7 +33,7 @@ class ServerUpdate(Component):
     """
 
     memory: ClassVar[Memory] = "optimizer"
-    """The server's memory of past steps under this rule, as in `Traits.memory`."""
+    """What the server remembers of past steps under this rule, as in `Traits.memory`."""
 
     def start(self, me: Server) -> Any:
         """Return the rule's state before the first gradient; the state is kept in the server's state."""
@@ -50,13 +50,13 @@ class ServerUpdate(Component):
         Args:
             me: the server.
             state: the rule's state.
-            group: the gradients, of shape (K,), with their versions and learning rates, of which the step takes the
-                mean (`rate_of`).
+            group: the gradients, of shape (K,), with their versions and learning rates, whose mean the step takes
+                (`rate_of`).
             share: the part of a full step that the group makes; 1 if it contains all gradients of a step.
             combine: the function that combines the gradients of the group; the mean, or another aggregation.
 
         Returns:
-            The weight of each gradient: the multiple of the learning rate at which it was applied.
+            The weight of each gradient: the factor on the learning rate with which it was applied.
         """
 
     def read(self, me: Server, state: Any, rank: int) -> None:
@@ -81,5 +81,5 @@ def rate_of(group: Iterable[Rated]) -> float:
 
 
 def equal_weights(group: Sequence[Push], share: float) -> list[float]:
-    """Return the weight of each gradient if the mean of the group is applied."""
+    """Return the weight of each gradient if the mean of the group is applied, which is the same for all gradients."""
     return [share / len(group)] * len(group)

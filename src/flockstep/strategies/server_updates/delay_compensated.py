@@ -1,4 +1,4 @@
-"""DC-ASGD: a first-order correction of stale gradients."""
+"""DC-ASGD: corrects stale gradients to first order."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class DelayCompensated(ServerUpdate):
     w_bak(m)), where g * g approximates the diagonal of the Hessian; then the job's optimizer steps along the result.
     `form="constant"` (DC-ASGD-c): lambda = lambda0, 0.04 in the paper. `form="adaptive"` (DC-ASGD-a): lambda = lambda0
     / sqrt(MS + eps) elementwise, MS ← m MS + (1 - m) g², lambda0 = 2. The paper keeps one MS on the server, and so does
-    this rule; the authors' code keeps one per worker. With one worker, or with lambda0 = 0, this is the plain rule, bit
-    for bit. `lambda0=none` is the paper's value. Memory: a copy of the parameters for each version that some worker
-    still computes on.
+    this rule; the authors' code keeps one MS per worker. With one worker, or with lambda0 = 0, the rule equals the
+    plain rule, bit for bit. `lambda0=none` stands for the paper's value. The server stores a copy of the parameters for
+    each version with which a worker still computes.
     """
 
     compares_reads: ClassVar[bool] = True
@@ -62,7 +62,7 @@ class DelayCompensated(ServerUpdate):
         return 2.0 if self.form == "adaptive" else 0.04
 
     def start(self, me: Server) -> DelayCompensationState:
-        """Return the state in which every worker has read the initial parameters."""
+        """Return the initial state, in which every worker has read the initial parameters."""
         initial = copied(me.params)
         mean_square = None
         if self.form == "adaptive":
@@ -84,7 +84,7 @@ class DelayCompensated(ServerUpdate):
         share: float = 1.0,
         combine: Combine = mean_of,
     ) -> list[float]:
-        """Compensate each gradient, and step along the combination that `combine` makes of the gradients."""
+        """Compensate each gradient, and take a step along the combination of the gradients that `combine` returns."""
         compensated = []
         for push in group:
             rate = self._lambda(state, push.gradient)

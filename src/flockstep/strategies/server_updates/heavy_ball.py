@@ -1,4 +1,4 @@
-"""Heavy-ball momentum of any sign, in place of the momentum of the job's optimizer."""
+"""Heavy-ball momentum of any sign, which replaces the momentum of the job's optimizer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 class HeavyBall(ServerUpdate):
-    """The update v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must train
-    with sgd.
+    """Base of updates v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must
+    train with sgd.
 
-    The job's own momentum is not applied; its weight decay is: g' = share (g + weight_decay w).
+    The momentum of the job is not applied, but its weight decay is: g' = share (g + weight_decay w).
     """
 
     @abstractmethod
     def explicit(self, workers: int, optimizer: SGD) -> float:
-        """Return mu, given the number of workers and the job's optimizer."""
+        """Return the explicit momentum mu, given the number of workers and the job's optimizer."""
 
     memory = "velocity"
 

@@ -1,4 +1,4 @@
-"""Explicit momentum reduced by the momentum that asynchrony causes."""
+"""Server update whose explicit momentum is reduced by the momentum that asynchrony causes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class MomentumCorrected(HeavyBall):
     """Momentum corrected for asynchrony (Mitliagkas, Zhang, Hadjis & Ré 2016, theorem 1 and section 4).
 
     M asynchronous workers whose gradients take exponentially distributed times behave in expectation as one worker with
-    momentum 1 - 1/M. Explicit momentum adds to that, to first order, so mu = total - (1 - 1/M): smaller than `total`,
-    and negative if asynchrony alone causes more. `total=none` is the momentum of the job's sgd, which is then the
-    momentum of the whole run. With one worker this is the job's sgd, bit for bit. Synchronous consistency rules cause
-    no momentum: use the rule plain with them.
+    momentum 1 - 1/M. Explicit momentum adds to this momentum, to first order. So mu = total - (1 - 1/M), which is
+    smaller than `total`, and negative if asynchrony alone causes more momentum than `total`. `total=none` stands for
+    the momentum of the job's sgd, which is then the momentum of the whole run. With one worker the rule equals the
+    job's sgd, bit for bit. Synchronous consistency rules cause no momentum: use the rule plain with them.
     """
 
     total: float | None = None

@@ -1,4 +1,4 @@
-"""The plain rule: the job's optimizer steps along the mean."""
+"""The plain server update: the job's optimizer takes a step along the mean."""
 
 from __future__ import annotations
 

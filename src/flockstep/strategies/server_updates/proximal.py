@@ -1,4 +1,4 @@
-"""A proximal step for an l1 penalty after the optimizer's step, for sparse models."""
+"""Server update for sparse models: a proximal step for an l1 penalty after the optimizer's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learning rate divided by the staleness of each gradient."""
+"""Server update that divides the learning rate by the staleness of each gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.strategies.server_updates.base import ServerUpdate, rate_of
 
 @dataclass
 class Seen:
-    """The rule's state: number and total staleness of the gradients so far."""
+    """The rule's state: the number and the total staleness of the gradients so far."""
 
     gradients: int = 0
     staleness: int = 0
@@ -33,8 +33,8 @@ class StalenessScaled(ServerUpdate):
     gradients moves w by - sum_i alpha(tau_i) g_i / c. `by="mean"` (Gupta et al., section 3.2): every gradient counts
     with alpha_0 / max(1, <tau>), where <tau> is `known`, the protocol's mean staleness (n in n-softsync), or by default
     the mean observed up to and including this group. A gradient's factor is the share of a step that the gradient
-    makes, so that with momentum and adaptive optimizers, too, the gradient moves w by that factor over all later steps,
-    and the momentum of earlier gradients does not change. Without staleness this is the plain rule, bit for bit.
+    makes. So even with momentum and adaptive optimizers, the gradient moves w by this factor over all later steps, and
+    the momentum of earlier gradients does not change. Without staleness the rule equals the plain rule, bit for bit.
     """
 
     weighs: ClassVar[bool] = True
@@ -57,7 +57,7 @@ class StalenessScaled(ServerUpdate):
     def apply(
         self, me: Server, state: Seen, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
     ) -> list[float]:
-        """Step along the weighted mean; the mean weight is the share of the step that is taken."""
+        """Take a step along the weighted mean; the mean weight is the share of a full step."""
         ages = [me.version - push.version for push in group]
         state.gradients += len(ages)
         state.staleness += sum(ages)
@@ -72,7 +72,7 @@ class StalenessScaled(ServerUpdate):
 
 
 def weighted_mean(gradients: Sequence[FlatArray], weights: Sequence[float]) -> FlatArray:
-    """Return sum_i weight_i g_i / sum_i weight_i; with equal weights the plain mean, with the same bits."""
+    """Return sum_i weight_i g_i / sum_i weight_i; with equal weights, the plain mean, bit for bit."""
     if len(set(weights)) == 1:
         return mean_of(gradients)
     total: FlatArray = namespace(gradients[0]).zeros_like(gradients[0])

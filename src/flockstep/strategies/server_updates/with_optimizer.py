@@ -1,4 +1,4 @@
-"""Servers step with an optimizer of their own."""
+"""Server update by which servers step with a separate optimizer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class WithOptimizer(ServerUpdate):
     """One step of `optimizer` along the mean, in place of the job's optimizer (Dean et al. 2012: Downpour with
     Adagrad).
 
-    The learning rate is the optimizer's own, not the workers' learning rate, also in the recorded weights. If a
-    strategy lets workers step locally, they do so with the job's optimizer. The optimizer must be elementwise, so that
-    each shard keeps the state of its own slice.
+    The learning rate is that of `optimizer`, not of the workers, even in the recorded weights. If a strategy lets
+    workers step locally, they do so with the job's optimizer. The optimizer must be elementwise, so that each shard
+    keeps the state of its own slice.
     """
 
     optimizer: Optimizer = field(default_factory=Adagrad, metadata=SHOWN)

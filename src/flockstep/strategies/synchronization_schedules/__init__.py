@@ -1,1 +1,1 @@
-"""Periods: after how many local steps replicas are averaged."""
+"""Synchronization schedules: after how many local steps replicas are averaged."""

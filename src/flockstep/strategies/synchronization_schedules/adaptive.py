@@ -1,4 +1,4 @@
-"""AdaComm: average more often as the loss falls."""
+"""AdaComm: replicas are averaged more often as the loss falls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flockstep.strategies.synchronization_schedules.base import SynchronizationS
 
 @dataclass
 class Losses:
-    """A worker's state: H, the step of its next change, learning rates, and the losses since the last average."""
+    """A worker's state: H, the step at which H changes next, learning rates, and the losses since the last average."""
 
     length: int
     change: int
     initial: float
     """eta_0, the largest learning rate so far."""
     rate: float
-    """The learning rate at which H was chosen."""
+    """The learning rate at which the current H was chosen."""
     total: float = 0.0
     count: int = 0
     first: float | None = None
@@ -37,11 +37,12 @@ class Adaptive(SynchronizationSchedule):
     """AdaComm (Wang & Joshi 2019, section 4): few averages at first, more as the loss falls and noise dominates.
 
     Every `block` steps H ← ceil(sqrt(eta_0 / eta · F / F_0) · first), F being the mean training loss of all workers
-    since their last average, eta the learning rate and eta_0 the largest learning rate so far, so that a warm-up
-    shortens no period. If that is not below the H chosen at the same learning rate, H ← decay · H; a schedule that
-    changes the rate at every step, such as cosine, leaves H to the formula alone. A smaller rate allows longer periods,
-    here at most `first`: the authors saw training diverge when a decay of the rate made H jump. Their blocks are in
-    seconds; steps, unlike clocks, are the same on every worker. Workers agree on F by averaging one number of 8 bytes.
+    since their last average, eta the learning rate and eta_0 the largest learning rate so far, so that a warm-up does
+    not shorten the period. If the new H is not below the H chosen at the same learning rate, H ← decay · H instead; a
+    schedule that changes the rate at every step, such as cosine, leaves H to the formula alone. A smaller rate allows
+    longer periods, here at most `first`: the authors saw training diverge when a decay of the rate made H jump. Their
+    blocks are in seconds; steps, unlike clocks, are the same on every worker. Workers agree on F by averaging one
+    number of 8 bytes.
     """
 
     needs_job: ClassVar[bool] = True
@@ -58,7 +59,7 @@ class Adaptive(SynchronizationSchedule):
 
     @property
     def every_step(self) -> bool:
-        """Whether H is always 1; H never exceeds `first`."""
+        """Whether H is always 1, because H never exceeds `first`."""
         return self.first == 1
 
     def start(self, me: Worker) -> Losses:
@@ -72,7 +73,7 @@ class Adaptive(SynchronizationSchedule):
         return since >= state.length
 
     async def met(self, me: Worker, state: Losses, collective: Collective) -> None:
-        """Agree on the mean loss of all workers when it is needed, and choose the next H."""
+        """Agree with all workers on their mean loss, if it is needed, and choose the next H."""
         state.initial = max(state.initial, me.lr)
         changes = me.step >= state.change
         if changes or state.first is None:

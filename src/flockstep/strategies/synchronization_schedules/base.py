@@ -1,4 +1,4 @@
-"""The contract of a synchronization schedule."""
+"""The interface of a synchronization schedule."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ class SynchronizationSchedule(Component):
         return False
 
     def start(self, me: Worker) -> Any:
-        """Return the period's state before the first step; the state is kept in the worker's state."""
+        """Return the schedule's state before the first step; the state is kept in the worker's state."""
         return None
 
     @abstractmethod
     def due(self, me: Worker, state: Any, since: int) -> bool:
-        """Whether replicas are averaged now; called once after every step, `since` steps after the last average."""
+        """Return whether replicas are averaged now; called once after every step, `since` steps after the last
+        average.
+        """
 
     async def met(self, me: Worker, state: Any, collective: Collective) -> None:
-        """Called right after an average, so that the workers can agree on the next period."""
+        """Called right after an average, so that the workers can agree on the next period, H."""

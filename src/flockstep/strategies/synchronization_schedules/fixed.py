@@ -1,4 +1,4 @@
-"""A fixed period: an average every H steps."""
+"""A fixed synchronization period: an average every H steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.strategies.synchronization_schedules.base import SynchronizationS
 
 @dataclass(frozen=True)
 class Fixed(SynchronizationSchedule):
-    """A fixed period (Stich 2019): always the same number of steps."""
+    """A fixed period (Stich 2019): the number of steps between two averages never changes."""
 
     period: int = field(default=10, metadata=searched(1, 128))
 

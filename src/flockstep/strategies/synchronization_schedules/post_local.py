@@ -25,7 +25,7 @@ class PostLocal(SynchronizationSchedule):
     per average.
 
     Without `start_at`, the second phase begins with the first step whose learning rate is below an earlier one, as the
-    authors advise; with `inf` it never begins.
+    authors advise; with `inf`, the second phase never begins.
     """
 
     start_at: float | None = None
@@ -48,7 +48,7 @@ class PostLocal(SynchronizationSchedule):
         return Phase(False, me.lr)
 
     def due(self, me: Worker, state: Phase, since: int) -> bool:
-        """True after each step of the first phase, and after H steps of the second phase."""
+        """Return True after each step of the first phase, and after every H steps of the second phase."""
         state.local |= me.lr < state.peak if self.start_at is None else me.run_step > self.start_at
         state.peak = max(state.peak, me.lr)
         return since >= (self.period if state.local else 1)

@@ -1,4 +1,4 @@
-"""Periods from a table of steps and lengths."""
+"""Synchronization periods from a table of steps and period lengths."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flockstep.strategies.synchronization_schedules.base import SynchronizationS
 
 @dataclass(frozen=True)
 class Scheduled(SynchronizationSchedule):
-    """A table of periods: H = periods[i] from step starts[i] on.
+    """Periods from a table: H = periods[i] from step starts[i] on.
 
     Growing periods suit a falling learning rate (Haddadpour et al. 2019), shrinking periods a falling loss (Wang &
-    Joshi 2019). H is the period at the last step taken.
+    Joshi 2019). H is the period that the table has for the last step taken.
     """
 
     periods: tuple[int, ...] = (1, 4, 16)
