@@ -8,6 +8,7 @@ import pytest
 from flockstep import registry
 from flockstep.claims.a03_geometric_staleness import chi_squared_above
 from flockstep.claims.a04_asynchrony_begets_momentum import fitted
+from flockstep.claims.a14_pipeline_schedules import PipelineSchedules, idle_share_of
 from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
 from flockstep.claims.base import Claim
 from flockstep.claims.c13_hogwild import rate
@@ -72,9 +73,20 @@ def test_free_messages_leave_the_times_of_gradients() -> None:
     assert not trace.staleness.any()
 
 
-def test_only_real_stages_are_missing_of_pipelines() -> None:
-    verdict = Claim.parse("A14").check(lambda line: None)
-    assert [row.what for row in verdict.rows if not row.holds] == ["stages in separate real processes"]
+def test_the_bubbles_of_schedules_are_the_published_ones() -> None:
+    rows = PipelineSchedules().computed(lambda line: None)
+    assert len(rows) == 25
+    assert [row.what for row in rows if not row.holds] == []
+
+
+def test_the_bubble_of_real_stages_is_the_time_without_passes() -> None:
+    """Two stages that compute for 2 and 1 of each 3 seconds; the second step and the last wait for 100 seconds."""
+    steps = [
+        StepEvent(100 * (at > 0) + 100 * (at == 6) + 3.0 * at, rank, at, None, busy, *[0] * 6)
+        for rank, busy in enumerate((2.0, 1.0))
+        for at in range(7)
+    ]
+    assert idle_share_of(steps) == pytest.approx(0.5)
 
 
 def test_steps_are_counted_while_all_workers_run() -> None:
