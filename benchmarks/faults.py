@@ -16,6 +16,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import statistics
@@ -44,17 +45,20 @@ from flockstep.errors import PeerLost, ProtocolError
 from flockstep.launchers.host_messages import Join, decoded, encoded
 from flockstep.launchers.hosts import RemoteHosts
 from flockstep.launchers.meeting import Meeting
+from flockstep.messages import Message
 from flockstep.records.events import Event, PromotedEvent, RefusedEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.base import Strategy
 from flockstep.transports.handshake import Handshake
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
-from flockstep.transports.wire import PROTOCOL
+from flockstep.transports.wire import PROTOCOL, SenderIdentity, decode, encode
+from support.disks import fill, small_disk
 from support.hosts import PORT, SECRET, Ended, network
 from support.jobs import go_on, paced
 
 FIGURES = Path(__file__).with_suffix(".json")
 FAULTY_TCP = Path(__file__).parents[1] / "tests" / "support" / "faulty_tcp.py"
+WALL_CLOCK = FAULTY_TCP.with_name("wall_clock.c")
 
 RUNS = 3
 STEPS = 3000
@@ -170,31 +174,36 @@ def link(fault: str, encrypt: bool) -> Callable[[], str]:
     return measured
 
 
-def cut() -> str:
-    """The cable of one of two hosts is out for 8 s."""
-    seconds = []
-    with network(2) as (one, other), tempfile.TemporaryDirectory() as place:
-        where = ["--nodes", "2", "--coordinator", f"{one.address}:{PORT}"]
-        words = ["softmax", "-s", "all_reduce", "-n", "2", "--steps", "100000000", "--evaluate-every", "100000"]
-        second = other.start("train", *where, "--node-rank", "1", *words)
-        with (Path(place) / "err").open("w") as err:
-            command = [*COMMAND, "train", *where, "--node-rank", "0", "--out", f"{place}/run", *words]
-            first = subprocess.Popen(
-                one.command(*command), stderr=err, env={**os.environ, "FLOCKSTEP_SECRET": SECRET}, text=True
-            )
-            file = Path(place) / "run/events/worker-1.jsonl"
-            wait(lambda: file.exists() and file.stat().st_size > 0)
-            for number in range(1, RUNS + 1):
-                other.cut()
-                time.sleep(8)
-                other.mend()
-                began = time.monotonic()
-                wait(lambda number=number: (Path(place) / "err").read_text().count("connected again") >= number)
-                seconds.append(time.monotonic() - began)
-            first.send_signal(signal.SIGINT)
-            first.wait()
-            Ended.of(second)
-    return f"connected again {text(seconds)} after the end of a cut of 8 s; no step was lost"
+def cut(one_way: bool) -> Callable[[], str]:
+    """The cable of one of two hosts is out for 8 s, or only the packets of that host are lost."""
+
+    def measured() -> str:
+        seconds = []
+        with network(2) as (one, other), tempfile.TemporaryDirectory() as place:
+            where = ["--nodes", "2", "--coordinator", f"{one.address}:{PORT}"]
+            words = ["softmax", "-s", "all_reduce", "-n", "2", "--steps", "100000000", "--evaluate-every", "100000"]
+            second = other.start("train", *where, "--node-rank", "1", *words)
+            with (Path(place) / "err").open("w") as err:
+                command = [*COMMAND, "train", *where, "--node-rank", "0", "--out", f"{place}/run", *words]
+                first = subprocess.Popen(
+                    one.command(*command), stderr=err, env={**os.environ, "FLOCKSTEP_SECRET": SECRET}, text=True
+                )
+                file = Path(place) / "run/events/worker-1.jsonl"
+                wait(lambda: file.exists() and file.stat().st_size > 0)
+                for number in range(1, RUNS + 1):
+                    other.mute(one) if one_way else other.cut()
+                    time.sleep(8)
+                    other.unmute(one) if one_way else other.mend()
+                    began = time.monotonic()
+                    wait(lambda number=number: (Path(place) / "err").read_text().count("connected again") >= number)
+                    seconds.append(time.monotonic() - began)
+                first.send_signal(signal.SIGINT)
+                first.wait()
+                Ended.of(second)
+        what = "8 s in which only the packets of one host were lost" if one_way else "a cut of 8 s"
+        return f"connected again {text(seconds)} after the end of {what}; no step was lost"
+
+    return measured
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -267,6 +276,184 @@ def joined() -> str:
             notes = " ".join(RunFolder(place / "run").read_summary().notes)
             seconds.append(float(re.findall(r"no worker trained for ([0-9.]+) s", notes)[0]))
     return f"no worker trained for {text(seconds)} while a third worker joined (softmax); no step was lost"
+
+
+def full_disk() -> str:
+    """The disk is full while a run takes a checkpoint every 20 steps, and has room again later."""
+    told, written = [], []
+    for _ in range(RUNS):
+        with tempfile.TemporaryDirectory() as name, small_disk(Path(name) / "small", "4m") as disk:
+            place = Path(name)
+            words = [
+                "train",
+                paced(place),
+                "-s",
+                "all_reduce",
+                "-n",
+                "2",
+                "--steps",
+                "2000",
+                "--checkpoint-every",
+                "20",
+            ]
+            with (place / "err").open("wb") as err:
+                run = subprocess.Popen([*COMMAND, *words, "--out", disk / "run"], stderr=err, stdout=err)
+            wait(lambda disk=disk: newest_manifest(disk / "run"))
+            fill(disk / "filler")
+            began = time.monotonic()
+            wait(lambda place=place: b"the previous checkpoint is kept" in (place / "err").read_bytes())
+            told.append(time.monotonic() - began)
+            before = newest_manifest(disk / "run")
+            assert before, "no checkpoint was kept"
+            (disk / "filler").unlink()
+            began = time.monotonic()
+            wait(lambda disk=disk, before=before: newest_manifest(disk / "run") > before)
+            written.append(time.monotonic() - began)
+            go_on(place)
+            assert run.wait() == 0, (place / "err").read_text()
+            assert RunFolder(disk / "run").read_summary().steps == 2 * 2000
+    return (
+        f"the run said so after {text(told)} and went on; the next checkpoint was complete {text(written)} after there "
+        "was room, with a checkpoint every 20 steps of 10 ms; no step was lost"
+    )
+
+
+def newest_manifest(run: Path) -> str:
+    """Name of the newest complete checkpoint of a run; empty if there is none."""
+    return max((file.parent.name for file in run.glob("checkpoints/*/manifest.json")), default="")
+
+
+OTHER_MODEL = """
+import multiprocessing
+from pathlib import Path
+from flockstep.workloads.softmax import Softmax
+
+def job():
+    try:
+        if multiprocessing.parent_process() is not None:
+            Path(__file__).with_name("chosen").touch(exist_ok=False)
+            return Softmax(features=19).job(0)
+    except FileExistsError:
+        pass
+    return Softmax().job(0)
+"""
+
+
+def another_shape() -> str:
+    """The model of one of two workers has another shape; a message has an array of another length."""
+    seconds = []
+    for _ in range(RUNS):
+        with tempfile.TemporaryDirectory() as place:
+            (Path(place) / "other.py").write_text(OTHER_MODEL)
+            words = ["train", f"{place}/other.py", "-s", "all_reduce", "-n", "2", "--out", f"{place}/run"]
+            began = time.monotonic()
+            done = subprocess.run([*COMMAND, *words], check=False, capture_output=True, text=True)
+            seconds.append(time.monotonic() - began)
+            assert "build the same model on every worker" in done.stderr, done.stderr
+    mine, theirs = (SenderIdentity("run", address, "0123456789abcdef", 4 << 20) for address in (2, 1))
+    header = encode(Message(1, "push", np.zeros(1 << 20, np.float32), number=1), theirs)
+    tracemalloc.start()
+    began = time.monotonic()
+    with contextlib.suppress(ProtocolError):
+        decode(header, memoryview(bytes(40)), 1, mine)
+        raise AssertionError("a message of another length was taken")
+    took, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return (
+        f"a model of another shape was refused after {text(seconds)}, start of the command included; a message of "
+        f"another length {1000 * took:.1f} ms after its arrival, with {peak / 1024:.0f} KiB of memory"
+    )
+
+
+WATCH = """
+import time
+from pathlib import Path
+from flockstep.records import failpoints
+
+FILE, last = Path(__file__).with_name("longest"), [time.monotonic(), 0.0, 0.0]
+
+def look(point):
+    if point == "gradient.computed":
+        now, ahead = time.monotonic(), time.time() - time.monotonic()
+        if abs(ahead - last[2]) > 1000 and last[2]:
+            with FILE.open("a") as file:
+                file.write(f"{now - last[0]}\\n")
+        last[:] = now, now - last[0], ahead
+
+failpoints.hooks.append(look)
+"""
+
+
+def clock_jumps() -> str:
+    """The wall clock of all processes of a run is an hour ahead, and then an hour behind."""
+    seconds = []
+    for _ in range(RUNS):
+        with tempfile.TemporaryDirectory() as name:
+            place = Path(name)
+            library, clock, jumps = place / "wall_clock.so", place / "clock", place / "longest"
+            subprocess.run(
+                [str(shutil.which("cc")), "-shared", "-fPIC", "-o", str(library), str(WALL_CLOCK)], check=True
+            )
+            (place / "watch.py").write_text(WATCH)
+            words = ["train", paced(place), "-s", "all_reduce", "-n", "2", "--steps", "2000", "--heartbeat", "3"]
+            words += ["--step-timeout", "60", "--import", str(place / "watch.py"), "--out", str(place / "run")]
+            own = {**os.environ, "LD_PRELOAD": str(library), "WALL_CLOCK": str(clock)}
+            with subprocess.Popen([*COMMAND, *words], stdout=subprocess.DEVNULL, env=own) as run:
+                file = place / "run/events/worker-1.jsonl"
+                wait(lambda file=file: new_step(file, 0))
+                for number, ahead in enumerate((3600, -3600), 1):
+                    (place / "next").write_text(str(ahead))
+                    (place / "next").replace(clock)
+                    wait(lambda jumps=jumps, n=number: jumps.exists() and len(jumps.read_text().split()) >= 2 * n)
+                go_on(place)
+                run.communicate()
+            assert run.returncode == 0
+            seconds += map(float, jumps.read_text().split())
+    return (
+        f"the step of a jump of one hour ahead or two hours back took {text(seconds)}, as do other steps of 10 ms; "
+        "no step was lost"
+    )
+
+
+WITH_THREADS = """
+import sys, threading, time
+import numpy as np
+import flockstep
+
+def train():
+    communicator = flockstep.join()
+    assert communicator.all_reduce(np.ones(1000)).sum() == 2000
+
+if __name__ == "__main__":
+    lock = threading.Lock()
+
+    def busy():
+        while True:
+            with lock:
+                np.ones((50, 50)) @ np.ones((50, 50))
+
+    for _ in range(8):
+        threading.Thread(target=busy, daemon=True).start()
+    time.sleep(0.2)
+    began = time.monotonic()
+    flockstep.launch(train, 2, transport="ipc", out=sys.argv[1])
+    print(time.monotonic() - began)
+"""
+
+
+def with_threads() -> str:
+    """A program with eight busy threads that share a lock trains a function on two workers."""
+    seconds = []
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "program.py").write_text(WITH_THREADS)
+        for number in range(RUNS):
+            command = [sys.executable, f"{place}/program.py", f"{place}/run{number}"]
+            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+            seconds.append(float(done.stdout.split()[-1]))
+    return (
+        f"{RUNS} of {RUNS} runs of `flockstep.launch`, from a program with eight busy threads that share a lock, "
+        f"finished after {text(seconds)}"
+    )
 
 
 def in_use() -> str:
@@ -436,7 +623,8 @@ MEASUREMENTS: dict[str, Callable[[], str]] = {
     "a link between hosts repeats data": link("repeat", True),
     "a link between hosts changes the order of data": link("reorder", True),
     "a link between hosts changes a byte": link("corrupt", True),
-    "the network between two groups of hosts is cut": cut,
+    "the network between two groups of hosts is cut": cut(one_way=False),
+    "messages pass in one direction only": cut(one_way=True),
     "a TCP connection is half open": link("half_open", False),
     "SIGKILL while a checkpoint is written": resumed,
     "a gradient is not finite": bad_gradient,
@@ -447,6 +635,10 @@ MEASUREMENTS: dict[str, Callable[[], str]] = {
     "a length of 2⁶² or a negative length is announced": announced,
     "a few compressed bytes that announce a large array": compressed,
     "a stranger sends one byte now and then": slow,
+    "the disk is full while a checkpoint is written": full_disk,
+    "an array of the wrong shape or dtype": another_shape,
+    "the wall clock jumps": clock_jumps,
+    "fork after threads; a notebook": with_threads,
     "SIGTERM, Ctrl-C, or a process killed for lack of memory": terminated,
     "two runs on one port or in one folder; a process of an earlier run": in_use,
     "a worker joins during the run": joined,

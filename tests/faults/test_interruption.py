@@ -161,3 +161,20 @@ def test_an_interrupted_search_keeps_what_is_finished_and_goes_on(
     assert captured.err.count("kept from before") == 2
     assert [len(one["trials"]) for one in json.loads(captured.out)["trials"]["found"]] == [1, 1]
     assert kept.read_bytes() == before
+
+
+def test_workers_of_a_stopped_command_say_why_they_ended(tmp_path: Path) -> None:
+    """SIGSTOP stops the command for longer than the heartbeat; the reason is told when it goes on."""
+    run = RealRun(["train", "softmax", "-s", "all_reduce", *ENDLESS, "--heartbeat", "1"], tmp_path / "run")
+    run.wait_for_work()
+    run.fault(signal.SIGSTOP, "main")
+    wait_until(lambda: not run.working(), PATIENCE, "all workers end")
+    os.kill(run.main.pid, signal.SIGCONT)
+    ended = run.end()
+    assert ended.code == 1
+    why = r"ended, because the process that supervises the run did not answer it within the heartbeat: that process "
+    assert re.search(rf"worker \d {why}was stopped, or the machine is too busy; raise --heartbeat", ended.err), (
+        ended.err
+    )
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"

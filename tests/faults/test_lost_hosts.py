@@ -55,16 +55,28 @@ def test_a_host_that_vanishes_ends_the_run_with_a_sentence(two: list[Host], tmp_
     require_idle(two)
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.full)])
-def test_a_cable_that_is_out_for_a_while_changes_no_bit(two: list[Host], tmp_path: Path, seconds: int) -> None:
-    """The cable is out for longer than the heartbeat, while all workers take steps."""
+@pytest.mark.parametrize(
+    ("seconds", "mute"),
+    [
+        (5, None),
+        pytest.param(60, None, marks=pytest.mark.full),
+        pytest.param(5, 0, marks=pytest.mark.full),  # the second host hears nothing of the coordinator, which hears it
+        pytest.param(5, 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_cable_that_is_out_for_a_while_changes_no_bit(
+    two: list[Host], tmp_path: Path, seconds: int, mute: int | None
+) -> None:
+    """The cable is out for longer than the heartbeat, while all workers take steps; or only packets of one host are
+    lost.
+    """
     arguments = ["-s", "all_reduce(ring)", "--steps", "1000", "--seed", "1", "--link-timeout", "90"]
     processes = start_two(two, tmp_path, *arguments)
-    two[1].cut()
+    two[1].cut() if mute is None else two[mute].mute(two[1 - mute])
     mend = time.monotonic() + seconds
     wait_until(lambda: time.monotonic() > mend, PATIENCE, "the cable is put in again")
     assert all(process.poll() is None for process in processes), "the cut came before the end"
-    two[1].mend()
+    two[1].mend() if mute is None else two[mute].unmute(two[1 - mute])
     ended = [Ended.of(process) for process in processes]
     require(ended, 0, 0)
     assert re.search(r"node 1 \(.*\) is connected again after [0-9.]+ s \(no answer for 3 s\)", ended[0].err)

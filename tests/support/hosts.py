@@ -141,6 +141,15 @@ class Host:
         """Put the network cable in again."""
         self.run("ip", "link", "set", "eth0", "up")
 
+    def mute(self, other: Host) -> None:
+        """Let no packet of this host reach another one, whose packets still arrive here."""
+        nobody = ["lladdr", "02:00:00:00:00:77", "nud", "permanent"]
+        self.run("ip", "neigh", "replace", other.address, "dev", "eth0", *nobody)
+
+    def unmute(self, other: Host) -> None:
+        """Let packets reach the other host again."""
+        self.run("ip", "neigh", "del", other.address, "dev", "eth0")
+
     def processes(self) -> list[str]:
         """Names of the processes that run on this host, besides its first one, sorted."""
         found = []

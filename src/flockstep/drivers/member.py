@@ -69,6 +69,14 @@ NO_MEMORY = re.compile("can't allocate memory|not enough memory|Cannot allocate 
 """Phrases by which an error of torch or of the system is recognized as a failed allocation."""
 PATIENCE = 1.0
 """Maximum number of seconds of one wait for a message; signals are handled between two waits."""
+SILENT = 84
+"""Exit code of a process whose supervisor does not answer. The supervisor can learn the reason only from this code."""
+
+
+class SupervisorSilent(Interrupted):
+    """The supervisor does not answer, although its process has not ended."""
+
+    exit_code = SILENT
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
@@ -448,7 +456,7 @@ class Member:
                 if early is not None:
                     self._early.append(early)
             except PeerLost:
-                raise Interrupted("the process that supervises this run has stopped answering") from None
+                raise SupervisorSilent("the process that supervises this run has stopped answering") from None
 
     def send_in_parts(self, note: Fields, arrays: Sequence[FlatArray]) -> None:
         """Send a snapshot to the supervisor: `note` with its description, then the bytes of the arrays in parts.

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from flockstep.drivers.member import SILENT
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.output import ERR, OUT, Sink
 from flockstep.launchers.scratch import house_fork_server
@@ -252,6 +253,11 @@ def how_it_ended(code: int) -> str:
         return "was lost with its host"
     if code == ENDED:
         return "has ended"
+    if code == SILENT:
+        return (
+            "ended, because the process that supervises the run did not answer it within the heartbeat: that process "
+            "was stopped, or the machine is too busy; raise --heartbeat"
+        )
     if code >= 0:
         return f"exited with code {code}"
     try:
