@@ -28,7 +28,7 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.setup import load_job
 from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.threads import limit_threads
 from flockstep.partitions.pipeline import Pipeline
@@ -152,11 +152,11 @@ def value(site: Site, strategy: Strategy, pipeline: Pipeline | None) -> float:
     todo = Plan(strategy, cluster, engine.optimizer, parts, task.batch, STEPS, 0, policy, STEPS)
     network = Handled(site.cluster.network(workers), work.message, work.receive, work.serve)
     compute, events = Longer(site.compute(workers), work.step), list[Event]()
-    run: Simulation | PipelineSimulation
+    run: Simulation | SplitSimulation
     if shape is None:
         run = Simulation(engine, todo, compute, network, events.append)
     else:
-        run = PipelineSimulation(shape.model(engine), todo, compute, network, events.append)
+        run = SplitSimulation(shape.model(engine), todo, compute, network, events.append)
     run.run()
     run.close()
     steps = [one for one in events if isinstance(one, StepEvent) and one.step > LEFT_OUT]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flockstep.drivers import sharded_way
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Job
 from flockstep.frameworks.shards import ShardedModel
@@ -140,7 +140,7 @@ def test_dropout_draws_as_the_micro_batches_of_a_pipeline_do() -> None:
 @pytest.mark.parametrize("ways", [2, 3, 5])
 def test_a_way_stores_its_shard_of_each_layer(ways: int) -> None:
     ran = simulated(job_of(optimizer="sgd(lr=0.2, momentum=0.9)"), "all_reduce", f"sharded({ways})", steps=1)
-    assert isinstance(ran.simulation, PipelineSimulation)
+    assert isinstance(ran.simulation, SplitSimulation)
     model = ran.simulation.model
     assert isinstance(model, ShardedModel)
     for unit, size in enumerate(SIZES):

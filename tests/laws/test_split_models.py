@@ -19,7 +19,7 @@ from flockstep import registry
 from flockstep.codecs.base import Codec
 from flockstep.drivers.plan import Batches
 from flockstep.drivers.setup import check
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
@@ -127,7 +127,7 @@ def test_the_seconds_of_a_run_are_those_of_its_schedule(partition: str) -> None:
     """With free messages and constant times: the end of the run, and the seconds of each stage."""
     ran = simulated(job_of(), "local_sgd(period=100)", partition, replicas=1, steps=5)
     simulation = ran.simulation
-    assert isinstance(simulation, PipelineSimulation)
+    assert isinstance(simulation, SplitSimulation)
     pipeline, parts = simulation.model.pipeline, simulation.model.parts
 
     def seconds(stage, work) -> float:
@@ -154,7 +154,7 @@ def test_a_worker_draws_one_duration_for_each_step(partition: str) -> None:
     compute, steps = "slow_spells(lognormal(0.012, 1), 0.3, 10, 2)", 9
     ran = simulated(job_of(), "local_sgd(period=100)", partition, replicas=2, steps=steps, compute=compute)
     simulation = ran.simulation
-    assert isinstance(simulation, PipelineSimulation)
+    assert isinstance(simulation, SplitSimulation)
     whole = simulated(job_of(), "local_sgd(period=100)", replicas=8, steps=steps, compute=compute)
     unsplit = {e.node: e.compute_seconds for e in whole.events if isinstance(e, NodeEvent)}
     for e in ran.events:
@@ -181,7 +181,7 @@ def test_the_shares_of_the_passes_make_up_a_gradient() -> None:
 def test_a_stage_keeps_as_many_activations_as_its_schedule_says(partition: str) -> None:
     most: dict[int, int] = {}
 
-    def watched(simulation: PipelineSimulation) -> None:
+    def watched(simulation: SplitSimulation) -> None:
         for number, part in enumerate(simulation.model.parts):
 
             def forward(*given, part=part, number=number, compute=part.forward):
@@ -204,7 +204,7 @@ def test_a_stage_keeps_as_many_versions_as_its_schedule_says(schedule: str) -> N
     pipeline = Pipeline.parse(f"pipeline(4, {schedule}, {4 if schedule in ('pipedream_2bw', '1f1b') else 1})")
     most = [0] * 4
 
-    def watched(simulation: PipelineSimulation) -> None:
+    def watched(simulation: SplitSimulation) -> None:
         for number, part in enumerate(simulation.model.parts):
 
             def forward(*given, number=number, compute=part.forward):
@@ -581,7 +581,7 @@ def test_a_dead_stage_leaves_the_cores_to_the_others() -> None:
 def test_a_worker_that_dies_between_two_parts_of_a_gradient_gets_no_more() -> None:
     answered: list[float] = []
 
-    def dying(simulation: PipelineSimulation) -> None:
+    def dying(simulation: SplitSimulation) -> None:
         group = simulation.groups[1]
 
         def answer(rank: int, gradient: Any, loss: float, give=group.answer) -> None:

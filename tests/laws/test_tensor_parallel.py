@@ -15,7 +15,7 @@ from torch import nn
 
 import flockstep
 from flockstep.drivers.tensor_way import TensorWay
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.stages import MicroBatch
@@ -182,7 +182,7 @@ def test_exactly_one_sum_of_a_pair_of_layers_in_each_pass(ways: int) -> None:
     steps = 6
     ran = simulated(job_of(), "local_sgd(period=100)", f"tensor({ways})", replicas=1, steps=steps)
     simulation = ran.simulation
-    assert isinstance(simulation, PipelineSimulation)
+    assert isinstance(simulation, SplitSimulation)
     copied = [len(part.copied(part.initial())) for part in simulation.model.parts]
     assert sum(copied) == 8 + 5 + 5 + 1
     events = sorted((e for e in ran.events if isinstance(e, NodeEvent)), key=lambda e: e.node)
@@ -199,7 +199,7 @@ def test_the_first_layers_of_a_transformer_need_no_sum_backward() -> None:
     """
     ran = simulated(words_of(language_model()), "local_sgd(period=100)", "tensor(3)", replicas=1, steps=1)
     simulation = ran.simulation
-    assert isinstance(simulation, PipelineSimulation)
+    assert isinstance(simulation, SplitSimulation)
     size, copied = BATCH * LENGTH, [len(part.copied(part.initial())) for part in simulation.model.parts]
     for event in (e for e in ran.events if isinstance(e, NodeEvent)):
         sums = 10 * ring_elements(3, size * WIDTH, event.node) + ring_elements(3, size * 4, event.node)
@@ -379,7 +379,7 @@ def test_the_bytes_of_a_product_are_those_of_its_factors() -> None:
     """
     ran = simulated(job_of(), "local_sgd(period=100)", "pipeline(2, gpipe, 1, (4,)) * tensor(2)", replicas=1, steps=1)
     simulation = ran.simulation
-    assert isinstance(simulation, PipelineSimulation)
+    assert isinstance(simulation, SplitSimulation)
     copied = [len(part.copied(part.initial())) for part in simulation.model.parts]
     assert sum(copied[:2]) == 8
     assert sum(copied[2:]) == 5 + 5 + 1

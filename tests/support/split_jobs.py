@@ -13,7 +13,7 @@ from torch import nn
 
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
@@ -68,7 +68,7 @@ def job_of(model: Callable[[], nn.Module] = chain, batch: int = BATCH, optimizer
 class Ran:
     """A run that has ended."""
 
-    simulation: Simulation | PipelineSimulation
+    simulation: Simulation | SplitSimulation
     events: list[Event]
 
     @property
@@ -76,7 +76,7 @@ class Ran:
         """The resulting model in the order of the unsplit model."""
         found = self.simulation.tracker.result
         assert found is not None
-        if isinstance(self.simulation, PipelineSimulation):
+        if isinstance(self.simulation, SplitSimulation):
             return np.asarray(self.simulation.model.engine.in_order(found))
         return np.asarray(found)
 
@@ -91,7 +91,7 @@ def simulated(
     compute: str = f"constant({GRADIENT})",
     network: str = "ideal",
     faults: tuple[str, ...] = (),
-    prepare: Callable[[PipelineSimulation], None] = lambda simulation: None,
+    prepare: Callable[[SplitSimulation], None] = lambda simulation: None,
 ) -> Ran:
     """Run the job on `replicas` replicas, split as `partition` says."""
     events: list[Event] = []
@@ -103,11 +103,11 @@ def simulated(
     plan = Plan(chosen, chosen.cluster(replicas), engine.optimizer, parts, job.batch, steps, 0, policy, 3)
     plan = dataclasses.replace(plan, faults=tuple(map(Fault.parse, faults)))
     models = ComputeModel.parse(compute), Network.parse(network)
-    simulation: Simulation | PipelineSimulation
+    simulation: Simulation | SplitSimulation
     if split is None:
         simulation = Simulation(engine, plan, *models, events.append)
     else:
-        simulation = PipelineSimulation(split, plan, *models, events.append)
+        simulation = SplitSimulation(split, plan, *models, events.append)
         prepare(simulation)
     simulation.run()
     simulation.stop()

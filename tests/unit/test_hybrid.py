@@ -19,7 +19,7 @@ from flockstep.costs import formulas
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.costs.layers import ModelShape
 from flockstep.drivers.plan import Plan
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.torch_stages import split_torch
@@ -83,7 +83,7 @@ def measured(job: Job, strategy: str, partition: str, site: Site, steps: int) ->
     todo = Plan(chosen, cluster, split.engine.optimizer, parts, job.batch, steps, 0, policy, steps)
     network = Handled(site.cluster.network(workers), work.message, work.receive, work.serve)
     events: list[StepEvent] = []
-    simulation = PipelineSimulation(
+    simulation = SplitSimulation(
         split, todo, Longer(site.compute(workers), work.step), network,
         lambda event: events.append(event) if isinstance(event, StepEvent) else None,
     )  # fmt: skip

@@ -73,8 +73,8 @@ def stepped(split: SplitModel, known: SplitModel) -> list[np.ndarray]:
 def test_a_part_without_the_whole_model_computes_its_bits(model: Callable[[], nn.Module]) -> None:
     job = job_of(model)
     known = with_obstacle(job, 0, split_torch(job, 0, PIPELINE))
-    assert known.cut.obstacle == ""
-    bare = stage_torch(job, 0, PIPELINE, known.cut)
+    assert known.facts.obstacle == ""
+    bare = stage_torch(job, 0, PIPELINE, known.facts)
     assert isinstance(bare.engine, PartsEngine)
     assert isinstance(bare.engine.whole, SkeletonEngine)
     assert all(one.is_meta for one in bare.engine.whole.module.parameters()), "no memory for values"
@@ -106,8 +106,8 @@ class Measured(nn.Linear):
 def test_a_model_that_needs_values_to_be_built_is_built_whole(first: Callable[[], nn.Module], reason: str) -> None:
     job = job_of(started(first))
     known = with_obstacle(job, 0, split_torch(job, 0, PIPELINE))
-    assert re.match(reason, known.cut.obstacle), known.cut.obstacle
-    whole = stage_torch(job, 0, PIPELINE, known.cut)
+    assert re.match(reason, known.facts.obstacle), known.facts.obstacle
+    whole = stage_torch(job, 0, PIPELINE, known.facts)
     for found, expected in zip(stepped(whole, known), stepped(known, known), strict=True):
         assert found.tobytes() == expected.tobytes()
 

@@ -385,5 +385,5 @@ def test_data_that_depend_on_the_models_random_numbers_need_the_whole_model() ->
         return Data(X, noisy, X, Y)
 
     job = _job(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data)
-    cut = without_whole(job, 0, make_split(job, 0, Pipeline(2))).cut
-    assert cut.obstacle.startswith("data drawn with torch's random numbers")
+    facts = without_whole(job, 0, make_split(job, 0, Pipeline(2))).facts
+    assert facts.obstacle.startswith("data drawn with torch's random numbers")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.drivers.setup import prepare
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import FlockstepError
 from flockstep.partitions.base import Partition
 from flockstep.records.config import RunConfig
@@ -60,7 +60,7 @@ def _run_split(mode: Mode) -> None:
     )
     _, plan, _ = prepare(config)
     assert plan.split is not None
-    PipelineSimulation(plan.split, plan, ConstantTime(0.01), Ideal(), lambda event: None).run()
+    SplitSimulation(plan.split, plan, ConstantTime(0.01), Ideal(), lambda event: None).run()
 
 
 def _failed(known: System) -> str:

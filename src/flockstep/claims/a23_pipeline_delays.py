@@ -12,7 +12,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.drivers.plan import Batches, Plan
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Job
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.timeline import most_versions
@@ -128,7 +128,7 @@ def _trained(pipeline: Pipeline) -> tuple[FlatArray, Plan]:
     split, strategy = split_torch(_job(), 0, pipeline), LocalSGD(period=STEPS + 1)
     parts = Iid().assign(split.engine.labels, split.engine.train_size, 1, 0)
     plan = Plan(strategy, strategy.cluster(1), split.engine.optimizer, parts, BATCH, STEPS, 0, "mean", STEPS)
-    run = PipelineSimulation(split, plan, Lognormal(0.01), Link("1gbit", "50us"), lambda event: None)
+    run = SplitSimulation(split, plan, Lognormal(0.01), Link("1gbit", "50us"), lambda event: None)
     run.run()
     assert run.tracker.result is not None
     return run.tracker.result, plan

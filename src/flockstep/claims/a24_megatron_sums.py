@@ -12,7 +12,7 @@ from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Data, Engine, Job
 from flockstep.partitions.tensor import TensorParallel
 from flockstep.records.events import Event, NodeEvent
@@ -142,7 +142,7 @@ def _trained(layers: int, heads: int, ways: int) -> WayTraffic:
     from flockstep.frameworks.torch_ways import split_layers
 
     model, events = split_layers(_job(layers, heads), SEED, TensorParallel(ways)), list[Event]()
-    run = PipelineSimulation(model, _plan(model.engine), Lognormal(0.01), Link("1gbit", "50us"), events.append)
+    run = SplitSimulation(model, _plan(model.engine), Lognormal(0.01), Link("1gbit", "50us"), events.append)
     run.run()
     run.stop()
     nodes = sorted((one for one in events if isinstance(one, NodeEvent)), key=lambda one: one.node)

@@ -48,7 +48,7 @@ from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError, in_short
 from flockstep.messages import Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import BadGradients, Cluster, Hosts, View
-from flockstep.partitions.model_cut import ModelCut
+from flockstep.partitions.split_facts import SplitFacts
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
@@ -176,7 +176,7 @@ class NodeSpec:
 
     link_timeout: float = LINK_TIMEOUT
     """Seconds for which the connection to another host may be interrupted before a node counts as lost."""
-    cut: ModelCut | None = None
+    facts: SplitFacts | None = None
     """Where the model is cut, if this process holds one part of it."""
     checkpoint: str = ""
     """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. A relative

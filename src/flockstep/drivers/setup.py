@@ -19,7 +19,7 @@ from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine, make_split
 from flockstep.frameworks.stages import SplitModel
 from flockstep.partitions.base import Partition
-from flockstep.partitions.model_cut import ModelCut
+from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.unsplit import Unsplit
 from flockstep.records.config import RunConfig
 from flockstep.schedules.base import Schedule
@@ -212,13 +212,13 @@ class BuiltJob:
     """The model cut into parts, if the configuration has a partition; `engine` is then the engine of the parts."""
 
     @classmethod
-    def of(cls, config: RunConfig, own: OwnData | None = None, cut: ModelCut | None = None) -> BuiltJob:
+    def of(cls, config: RunConfig, own: OwnData | None = None, facts: SplitFacts | None = None) -> BuiltJob:
         """Load the job of a configuration and build its engine.
 
         Args:
             config: the run's configuration.
             own: the samples of this process, in place of the job's samples.
-            cut: where the model is cut, if this process holds one part of a model that another process has cut.
+            facts: where the model is cut, if this process holds one part of a model that another process has cut.
 
         Raises:
             ConfigurationError: the configuration is invalid.
@@ -235,7 +235,7 @@ class BuiltJob:
                 f"all stages of a replica read its samples, but here each worker has samples of its own, got "
                 f"{partition}; leave the partition out"
             )
-        split = None if partition == Unsplit() else make_split(job, config.seed, partition, cut)
+        split = None if partition == Unsplit() else make_split(job, config.seed, partition, facts)
         engine = make_engine(job, config.seed) if split is None else split.engine
         if own is not None:
             engine.train_size = sum(own.sizes)

@@ -17,9 +17,9 @@ from flockstep.frameworks.numpy import Model, NumpyEngine
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
 from flockstep.partitions.base import Partition
-from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 
 _EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax"}
@@ -55,24 +55,24 @@ def make_engine(job: Job, seed: int) -> Engine:
     )
 
 
-def make_split(job: Job, seed: int, partition: Partition, cut: ModelCut | None = None) -> SplitModel:
+def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | None = None) -> SplitModel:
     """Return the job's model, split into the parts of `partition`.
 
-    With `cut`, which another process has found, this process holds only one part.
+    With `facts`, which another process has found, this process holds only one part.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.
         ConfigurationError: the model is not a torch module, or cannot be split into these parts.
         CompositionError: no framework can split models in this way.
     """
-    if cut is not None and isinstance(partition, Pipeline):
+    if facts is not None and isinstance(partition, Pipeline):
         from flockstep.frameworks.torch_stages import stage_torch
 
-        return stage_torch(job, seed, partition, cut)
-    if cut is not None and isinstance(partition, Sharded):
+        return stage_torch(job, seed, partition, facts)
+    if facts is not None and isinstance(partition, Sharded):
         from flockstep.frameworks.torch_shards import shards_without_values
 
-        return shards_without_values(job, seed, partition, cut)
+        return shards_without_values(job, seed, partition, facts)
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
@@ -100,7 +100,7 @@ def make_split(job: Job, seed: int, partition: Partition, cut: ModelCut | None =
 
 
 def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
-    """Return a model that `make_split` has split; `split.cut` has the reason if a process must build the whole model
+    """Return a model that `make_split` has split; `split.facts` has the reason if a process must build the whole model
     for one part.
     """
     if isinstance(split, PipelineModel):

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Engine, Indices, TrainedModel
 from flockstep.partitions.base import Partition
-from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.split_facts import SplitFacts
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class SplitModel(ABC):
     parts: Sequence[HeldPart]
     layers: tuple[str, ...]
     """Names of the layers of each part, as text."""
-    cut: ModelCut
+    facts: SplitFacts
 
     @property
     @abstractmethod
@@ -169,7 +169,7 @@ class SplitModel(ABC):
 
     def largest_message(self, batch: int) -> int:
         """Return the size in bytes of the largest array that parts send each other, for batches of `batch` samples."""
-        return -(-batch // self.microbatches) * self.cut.sample_bytes
+        return -(-batch // self.microbatches) * self.facts.sample_bytes
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -26,10 +26,10 @@ from flockstep.frameworks.torch_stages import (
     stage_torch,
     with_obstacle,
 )
-from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
 from flockstep.partitions.sharded import Sharded
+from flockstep.partitions.split_facts import SplitFacts
 
 
 class TorchUnit(TorchPart):
@@ -101,10 +101,10 @@ def shard_torch(job: Job, seed: int, sharded: Sharded) -> ShardedModel:
     return _sharded(units, sharded, who)
 
 
-def shards_without_values(job: Job, seed: int, sharded: Sharded, cut: ModelCut) -> ShardedModel:
+def shards_without_values(job: Job, seed: int, sharded: Sharded, facts: SplitFacts) -> ShardedModel:
     """Return the shards of a model that another process has cut into units, without values."""
-    pipeline = Pipeline(len(cut.starts), GPipe(), sharded.ways)
-    return _sharded(stage_torch(job, seed, pipeline, cut, TorchUnit), sharded, f"job {job.name!r}")
+    pipeline = Pipeline(len(facts.starts), GPipe(), sharded.ways)
+    return _sharded(stage_torch(job, seed, pipeline, facts, TorchUnit), sharded, f"job {job.name!r}")
 
 
 def with_obstacle_of_units(job: Job, seed: int, split: ShardedModel) -> ShardedModel:
@@ -114,8 +114,8 @@ def with_obstacle_of_units(job: Job, seed: int, split: ShardedModel) -> ShardedM
     pipeline = Pipeline(len(split.units), GPipe(), split.sharded.ways)
     engine = split.engine
     assert isinstance(engine, ShardsEngine)
-    units = PipelineModel(engine._units, split.units, split.layers, split.cut, pipeline, split.ties)
-    return replace(split, cut=with_obstacle(job, seed, units).cut)
+    units = PipelineModel(engine._units, split.units, split.layers, split.facts, pipeline, split.ties)
+    return replace(split, facts=with_obstacle(job, seed, units).facts)
 
 
 def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
@@ -143,7 +143,9 @@ def _sharded(units: PipelineModel, sharded: Sharded, who: str) -> ShardedModel:
     schema = Schema(dtype, tuple(_one_after_another([entry for part in entries for entry in part])))
     parts = tuple(ModelShard(schemas[way], engine.train_size, units.parts, spans[way]) for way in ways)
     words = tuple(f"shard {way} of {', '.join(units.layers)}" for way in ways)
-    return ShardedModel(ShardsEngine(engine, schema, within), parts, words, units.cut, units.parts, units.ties, sharded)
+    return ShardedModel(
+        ShardsEngine(engine, schema, within), parts, words, units.facts, units.parts, units.ties, sharded
+    )
 
 
 def _spans(units: Sequence[ModelPart], sharded: Sharded, way: int) -> list[slice]:

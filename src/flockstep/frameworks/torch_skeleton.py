@@ -17,7 +17,7 @@ from flockstep.frameworks.base import Engine, Evaluation, Indices, Job
 from flockstep.frameworks.torch import Tensors, seeded, stream_of
 from flockstep.frameworks.torch_flat import schema_of
 from flockstep.frameworks.torch_job import classes_of, optimizer_of, samples_of, tensors_of
-from flockstep.partitions.model_cut import ModelCut
+from flockstep.partitions.split_facts import SplitFacts
 
 
 class SkeletonEngine(Engine):
@@ -25,7 +25,7 @@ class SkeletonEngine(Engine):
     process that has built the whole model. The memory of this engine does not grow with the model.
     """
 
-    def __init__(self, job: Job, seed: int, cut: ModelCut):
+    def __init__(self, job: Job, seed: int, facts: SplitFacts):
         """Build the model without values, and load the data.
 
         Raises:
@@ -33,7 +33,7 @@ class SkeletonEngine(Engine):
                 are drawn from the random numbers that the model draws from.
         """
         assert job.loss is not None
-        self._seed, self._cut = seed, cut
+        self._seed, self._facts = seed, facts
         with seeded(seed):
             with torch.device("meta"):
                 module: torch.nn.Module = job.model()
@@ -67,12 +67,12 @@ class SkeletonEngine(Engine):
 
     def stream(self, replica: int, step: int, *part: int) -> contextlib.AbstractContextManager[None]:
         """Context in which torch's random numbers are seeded as `TorchEngine.stream` does."""
-        return stream_of(self._seed, replica, step, *part) if self._cut.random else contextlib.nullcontext()
+        return stream_of(self._seed, replica, step, *part) if self._facts.random else contextlib.nullcontext()
 
     @property
     def changing_buffers(self) -> Tensors:
         """Name → initial value of every buffer of this process's part that changes in training."""
-        return {name: self.constants[name] for name in self._cut.changing if name in self.constants}
+        return {name: self.constants[name] for name in self._facts.changing if name in self.constants}
 
     def initial(self) -> FlatArray:
         return self._refuse()

@@ -32,8 +32,8 @@ from flockstep.frameworks.torch_job import sample_facts
 from flockstep.frameworks.torch_layers import shape_of
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_trace import traced_chain
-from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
+from flockstep.partitions.split_facts import SplitFacts
 
 ROUNDING = 1e-6
 """Largest error of the sum of the shares of all micro-batches in a batch."""
@@ -78,45 +78,45 @@ def cut_chain(
         chain, shape, count, [str(name) for name in pipeline.split_at], job.batch, who, ties=pipeline.delays is None
     )
     chunks = _cut_at(starts, chain)
-    cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, _check(chunks, samples, whole, who))
+    facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, _check(chunks, samples, whole, who))
     check_buffers(whole, chunks, who)
-    split = _assembled(whole, chunks, cut, pipeline, _shares(chunks, shape, job.batch), make)
+    split = _assembled(whole, chunks, facts, pipeline, _shares(chunks, shape, job.batch), make)
     _compare(split, split, who)
     check_loss(_engine_of(split), whole, pipeline.microbatches, who, way_out)
     return split
 
 
 def stage_torch(
-    job: Job, seed: int, pipeline: Pipeline, cut: ModelCut, make: type[TorchPart] | None = None
+    job: Job, seed: int, pipeline: Pipeline, facts: SplitFacts, make: type[TorchPart] | None = None
 ) -> PipelineModel:
     """Return the parts of a model that another process has cut, of which this process gives one part its values with
     `ModelPart.take`.
 
-    If `cut` names no obstacle, the parts have no values and take no memory before. `make`: class of the parts; None:
+    If `facts` names no obstacle, the parts have no values and take no memory before. `make`: class of the parts; None:
     `TorchPart`.
     """
-    whole = TorchEngine(job, seed) if cut.obstacle else SkeletonEngine(job, seed, cut)
-    return _staged(whole, job, pipeline, cut, make)
+    whole = TorchEngine(job, seed) if facts.obstacle else SkeletonEngine(job, seed, facts)
+    return _staged(whole, job, pipeline, facts, make)
 
 
 def _staged(
-    whole: TorchEngine | SkeletonEngine, job: Job, pipeline: Pipeline, cut: ModelCut, make: type[TorchPart] | None
+    whole: TorchEngine | SkeletonEngine, job: Job, pipeline: Pipeline, facts: SplitFacts, make: type[TorchPart] | None
 ) -> PipelineModel:
-    chunks = _cut_at(cut.starts, model_chain(whole.module, f"job {job.name!r}"))
-    return _assembled(whole, chunks, cut, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
+    chunks = _cut_at(facts.starts, model_chain(whole.module, f"job {job.name!r}"))
+    return _assembled(whole, chunks, facts, pipeline, [PassShares(0.0, 0.0, 0.0)] * len(chunks), make)
 
 
 def with_obstacle(job: Job, seed: int, split: PipelineModel) -> PipelineModel:
     """Try to build the parts of `split` without the whole model; return `split`, with the reason if that is
     impossible.
     """
-    return replace(split, cut=replace(split.cut, obstacle=_obstacle(job, seed, split)))
+    return replace(split, facts=replace(split.facts, obstacle=_obstacle(job, seed, split)))
 
 
 def _obstacle(job: Job, seed: int, split: PipelineModel) -> str:
     """Reason why the parts of `split` cannot be built without the whole model; empty if they can."""
     try:
-        whole = SkeletonEngine(job, seed, split.cut)
+        whole = SkeletonEngine(job, seed, split.facts)
     except ConfigurationError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the reason
@@ -124,7 +124,7 @@ def _obstacle(job: Job, seed: int, split: PipelineModel) -> str:
     kind = type(split.parts[0])
     assert issubclass(kind, TorchPart)
     try:
-        bare = _staged(whole, job, split.pipeline, split.cut, kind)
+        bare = _staged(whole, job, split.pipeline, split.facts, kind)
         for part, known in zip(bare.parts, split.parts, strict=True):
             part.take(known.values())
         outputs, buffers = _differences(bare, split)
@@ -150,7 +150,7 @@ def _cut_at(starts: Sequence[int], chain: Sequence[ChainLayer]) -> list[Sequence
 def _assembled(
     whole: TorchEngine | SkeletonEngine,
     chunks: Sequence[Sequence[ChainLayer]],
-    cut: ModelCut,
+    facts: SplitFacts,
     pipeline: Pipeline,
     shares: Sequence[PassShares],
     make: type[TorchPart] | None,
@@ -163,7 +163,7 @@ def _assembled(
     for number, one in enumerate(used):
         owners.update({name: number % pipeline.stages for name in one if name not in owners})
     held = [chunks[part :: pipeline.stages] for part in stages]
-    buffers = [[name for chunk in part for name in buffers_within(chunk, cut)] for part in held]
+    buffers = [[name for chunk in part for name in buffers_within(chunk, facts)] for part in held]
     within = [dict.fromkeys(name for one in used[part :: pipeline.stages] for name in one) for part in stages]
     own = [[name for name in within[part] if owners[name] == part] for part in stages]
     borrowed = [[name for name in within[part] if owners[name] != part] for part in stages]
@@ -194,7 +194,7 @@ def _assembled(
     )
     words = [f"{chunk[0].name}-{chunk[-1].name}" if len(chunk) > 1 else chunk[0].name for chunk in chunks]
     described = [" and ".join(words[part :: pipeline.stages]) for part in stages]
-    return PipelineModel(engine, parts, tuple(described), cut, pipeline, ties)
+    return PipelineModel(engine, parts, tuple(described), facts, pipeline, ties)
 
 
 @dataclass(eq=False)
@@ -600,7 +600,7 @@ def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float
     """How loss and gradient of one batch, and the buffers afterwards, differ from those of the unsplit model of
     `known`: a description, empty if they agree up to rounding, and the largest difference of buffers, 0.0 likewise.
     """
-    engine, trial, count = _engine_of(known), _engine_of(split), len(split.cut.starts)
+    engine, trial, count = _engine_of(known), _engine_of(split), len(split.facts.starts)
     whole = _built(known)
     batch = MicroBatch(0, 0, 0, whole.trial_samples, 1.0)
     expected = np.empty_like(engine.initial())
@@ -704,10 +704,10 @@ def _names(names_of: Mapping[int, str], schema: Schema, chunk: Sequence[ChainLay
     return [name for name in found if name in known]
 
 
-def buffers_within(chunk: Sequence[ChainLayer], cut: ModelCut) -> list[str]:
+def buffers_within(chunk: Sequence[ChainLayer], facts: SplitFacts) -> list[str]:
     """Names of the buffers of a chunk that change in training."""
     found = [layer.named(name) for layer in chunk for name, _ in layer.module.named_buffers()]
-    return [name for name in dict.fromkeys(found) if name in cut.changing]
+    return [name for name in dict.fromkeys(found) if name in facts.changing]
 
 
 def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], who: str) -> None:

@@ -38,9 +38,9 @@ from flockstep.frameworks.torch_stages import (
     joined,
 )
 from flockstep.frameworks.ways import BlockShares, ModelWay, TensorModel, WayWeights
-from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.gpipe import GPipe
+from flockstep.partitions.split_facts import SplitFacts
 from flockstep.partitions.tensor import Product, TensorParallel
 
 Places = npt.NDArray[np.int64]
@@ -81,12 +81,12 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         for number, chain in enumerate(chains)
     ]
     _require_split(chunks, layers, tensor.ways, who)
-    cut = ModelCut(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, "single layers are split")
+    facts = SplitFacts(tuple(starts), tuple(whole.changing_buffers), whole.random, 0, "single layers are split")
     stages = [chunks[stage :: pipeline.stages] for stage in range(pipeline.stages)]
     held = [_held([chunk.blocks for chunk in stage], whole, tensor.ways) for stage in stages]
     every = [one for stage in held for one in stage]
     buffers = [
-        [name for chain in chains[stage :: pipeline.stages] for name in buffers_within(chain, cut)]
+        [name for chain in chains[stage :: pipeline.stages] for name in buffers_within(chain, facts)]
         for stage in range(pipeline.stages)
     ]
     engine = WaysEngine(whole, every, [name for one in buffers for _ in range(tensor.ways) for name in one])
@@ -105,13 +105,13 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
     itemsize = np.dtype(engine.schema.dtype).itemsize
     copied = max(sum(one.size for one in each.copied) for each in every) * itemsize
     words = tuple(word for stage in stages for word in _described(stage, tensor.ways))
-    model = TensorModel(engine, parts, words, cut, partition, pipeline, tensor, copied)
+    model = TensorModel(engine, parts, words, facts, partition, pipeline, tensor, copied)
     with engine.trial(), _without_dropout(whole.module):
         largest = _compare(model, engine, whole, who)
     for part in parts:
         part.forget()
     check_loss(engine, whole, pipeline.microbatches, who)
-    return replace(model, cut=replace(cut, sample_bytes=largest))
+    return replace(model, facts=replace(facts, sample_bytes=largest))
 
 
 def _require_split(chunks: Sequence[WayChunk], layers: Sequence[ChainLayer], ways: int, who: str) -> None:
@@ -635,7 +635,7 @@ def _compare(model: TensorModel, engine: PartsEngine, whole: TorchEngine, who: s
     largest, own = 0, math.nan
     order = [
         (range(stage * ways, stage * ways + ways), chunk, block)
-        for chunk, stage in (divmod(number, stages) for number in range(len(model.cut.starts)))
+        for chunk, stage in (divmod(number, stages) for number in range(len(model.facts.starts)))
         for block in range(len(model.parts[stage * ways].shares[chunk]))
     ]
     for group, chunk, block in order:

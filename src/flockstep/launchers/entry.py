@@ -26,7 +26,7 @@ from flockstep.launchers.parking import Orphaned, Parking, Part
 from flockstep.launchers.scratch import fork_servers_folder
 from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.launchers.threads import JAX_THREADS, limit_threads
-from flockstep.partitions.model_cut import ModelCut
+from flockstep.partitions.split_facts import SplitFacts
 from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
 
@@ -98,7 +98,7 @@ def _work(part: Part, make: _Maker, leaving: Event, *folders: str) -> NoReturn:
             parking.follow(node_spec, *folders)
         asked = leaving if found.min_workers is not None else Event()
         try:
-            ended = run_worker(node_spec, partial(make, found, node_spec.cut), asked.is_set)
+            ended = run_worker(node_spec, partial(make, found, node_spec.facts), asked.is_set)
         except Orphaned:
             assert parking is not None
             if (again := parking.wait(Path(node_spec.record), node_spec.address, leaving)) is None:
@@ -119,9 +119,9 @@ class _Maker:
         self._own = own
         self._built: BuiltJob | None = None
 
-    def __call__(self, config: RunConfig, cut: ModelCut | None = None) -> tuple[Engine, Plan]:
-        """The engine, which has computed a gradient, and the plan of a run; `cut`: see `BuiltJob.of`."""
-        first, self._built = self._built is None, self._built or BuiltJob.of(config, self._own, cut)
+    def __call__(self, config: RunConfig, facts: SplitFacts | None = None) -> tuple[Engine, Plan]:
+        """The engine, which has computed a gradient, and the plan of a run; `facts`: see `BuiltJob.of`."""
+        first, self._built = self._built is None, self._built or BuiltJob.of(config, self._own, facts)
         engine, plan, _ = prepare(config, self._own, self._built)
         if first and plan.split is None:  # no worker of a split model computes the gradient of the whole model
             warm_up(engine, plan.batch)

@@ -11,14 +11,14 @@ import numpy.typing as npt
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.stages import SplitModel
 from flockstep.messages import Address
-from flockstep.partitions.model_cut import ModelCut
+from flockstep.partitions.split_facts import SplitFacts
 
 
 @dataclass(frozen=True, eq=False)
 class InitialParts:
     """The initial values of each part of a model, in a file without a name, so that no process holds them in memory."""
 
-    cut: ModelCut
+    facts: SplitFacts
     sizes: tuple[int, ...]
     """Number of elements of the parameters of each part."""
     values: tuple[npt.NDArray[np.uint8], ...]
@@ -49,7 +49,7 @@ class InitialParts:
         stops = np.cumsum([part.held_bytes for part in split.parts])[:-1]
         lengths = tuple(part.schema.nbytes for part in split.parts)
         delayed = split.partition.delays is not None
-        return cls(split.cut, split.sizes, tuple(np.split(whole, stops)), delayed, lengths)
+        return cls(split.facts, split.sizes, tuple(np.split(whole, stops)), delayed, lengths)
 
     def of_node(self, address: Address, servers: int) -> npt.NDArray[np.uint8]:
         """Return the values for a node; `servers` is the number of servers of each part, which hold parameters only."""

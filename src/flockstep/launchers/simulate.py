@@ -11,7 +11,7 @@ from flockstep.drivers.node_metrics import Emit
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.completion import TargetReached, finished, until_target
 from flockstep.launchers.threads import limit_threads
@@ -80,7 +80,7 @@ def _simulation(
     emit: Emit,
     progress: Callable[[int, float], None],
     faults: Sequence[Fault],
-) -> Simulation | PipelineSimulation:
+) -> Simulation | SplitSimulation:
     if plan.split is not None:
-        return PipelineSimulation(plan.split, plan, compute, network, emit, progress)
+        return SplitSimulation(plan.split, plan, compute, network, emit, progress)
     return Simulation(engine, plan, compute, network, emit, progress, faults=faults)

@@ -329,7 +329,7 @@ class Supervisor:
             secret=self._secret.hex(),
             call=self._number,
             link_timeout=self._link_timeout,
-            cut=None if self._initial is None else self._initial.cut,
+            facts=None if self._initial is None else self._initial.facts,
             checkpoint="" if (resumed := self._resumed()) is None else str(resumed.folder.absolute()),
         )
 

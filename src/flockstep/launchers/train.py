@@ -100,10 +100,10 @@ def _initial_parts(built: BuiltJob, config: RunConfig) -> tuple[InitialParts | N
         return None, []
     parts = InitialParts.of(without_whole(built.job, config.seed, built.split))
     said = []
-    if parts.cut.obstacle:
+    if parts.facts.obstacle:
         said.append(
             f"every process built the whole model before it kept its part, because the parts cannot be built alone: "
-            f"{parts.cut.obstacle}"
+            f"{parts.facts.obstacle}"
         )
         on_stderr(said[0])
     return parts, said

@@ -20,7 +20,7 @@ import numpy as np
 from flockstep.codecs.base import Codec, Shape
 from flockstep.drivers.plan import Plan, require_steppable
 from flockstep.drivers.virtual import Simulation
-from flockstep.drivers.virtual_pipeline import PipelineSimulation
+from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
 from flockstep.planning.split_surrogate import SplitShape
@@ -235,11 +235,11 @@ class _Stage:
 
         compute = Longer(self.compute, self.work.step) if self.work.step else self.compute
         network = Handled(self.network, self.work.message, self.work.receive, self.work.serve, engine.factor)
-        simulation: Simulation | PipelineSimulation
+        simulation: Simulation | SplitSimulation
         if self.split is None:
             simulation = Simulation(engine, plan, compute, network, both)
         else:
-            simulation = PipelineSimulation(self.split.model(engine), plan, compute, network, both)
+            simulation = SplitSimulation(self.split.model(engine), plan, compute, network, both)
         simulation.run()
         groups = [simulation] if isinstance(simulation, Simulation) else simulation.groups
         states = [group.runners[rank].node.state for group in groups for rank in range(replicas)]

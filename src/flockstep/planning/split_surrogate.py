@@ -19,9 +19,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec
 from flockstep.frameworks.stages import MicroBatch, ModelPart, PassShares, PipelineModel
-from flockstep.partitions.model_cut import ModelCut
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.one_forward_one_backward import OneForwardOneBackward
+from flockstep.partitions.split_facts import SplitFacts
 from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.surrogate import SurrogateEngine
 
@@ -102,8 +102,8 @@ class SplitShape:
             del entries[:count]
         groups = groups_of(sizes, 0)
         parts = tuple(SurrogatePart(engine, self, group) for group in groups)
-        cut = ModelCut(tuple(range(len(self.chunks))), (), False, 0)
-        return PipelineModel(engine, parts, tuple(part[0].first for part in self.parts), cut, self.pipeline)
+        facts = SplitFacts(tuple(range(len(self.chunks))), (), False, 0)
+        return PipelineModel(engine, parts, tuple(part[0].first for part in self.parts), facts, self.pipeline)
 
 
 def split_shape(task: JobProfile, pipeline: Pipeline) -> SplitShape:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ModelCut:
+class SplitFacts:
     """What a process must know about a whole model to build one part of the model."""
 
     starts: tuple[int, ...]

@@ -131,7 +131,7 @@ class GroupSnapshots:
         self.joined.tracker.lose(address)
 
 
-class PipelineSimulation:
+class SplitSimulation:
     """A run of a split model in virtual time."""
 
     def __init__(
