@@ -8,6 +8,7 @@ counted, but not evaluated.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import shutil
@@ -15,6 +16,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,13 +27,17 @@ import numpy as np
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.setup import prepare
+from flockstep.drivers.plan import Plan
+from flockstep.drivers.setup import BuiltJob, prepare
 from flockstep.drivers.snapshot_tracker import SnapshotTick, SnapshotTracker
 from flockstep.errors import FlockstepError, RunError, in_short, of_kind
+from flockstep.frameworks.base import Engine
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
 from flockstep.launchers.entry import limit_process
 from flockstep.launchers.signals import leave_to_supervisor
 from flockstep.messages import Address
+from flockstep.partitions.split_facts import SplitFacts
+from flockstep.records.config import RunConfig
 from flockstep.records.events import ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.snapshots import LAST, SNAPSHOTS, Snapshot
@@ -77,10 +83,10 @@ class EvaluationOutcome(msgspec.Struct):
 class Evaluator(SnapshotHandler):
     """Sends snapshots to the evaluating process, which starts with the first snapshot."""
 
-    def __init__(self, record: Path, threads: int, own: OwnData | None = None):
-        """`own`: the test set, in place of the job's."""
+    def __init__(self, record: Path, threads: int, own: OwnData | None = None, split: SplitFacts | None = None):
+        """`own`: the test set, in place of the job's; `split`: what the launcher has found of a split model."""
         self.skipped: set[float] = set()
-        self._arguments = str(record), threads, own
+        self._arguments = str(record), threads, own, split
         self._child: Child | None = None
         self._feed: socket.socket
         self._unsent = bytearray()
@@ -154,7 +160,7 @@ class Evaluator(SnapshotHandler):
         return sum(item.nbytes for item in self._waiting) > BACKLOG
 
 
-def evaluate(folder: str, threads: int, own: OwnData | None, feed: socket.socket) -> None:
+def evaluate(folder: str, threads: int, own: OwnData | None, split: SplitFacts | None, feed: socket.socket) -> None:
     """Entry point of the evaluating process: evaluate snapshots until the supervisor reports the end of the run or
     dies.
     """
@@ -162,7 +168,7 @@ def evaluate(folder: str, threads: int, own: OwnData | None, feed: socket.socket
     limit_process(threads)
     outcome = EvaluationOutcome()
     try:
-        _evaluate(RunFolder(folder), own, feed)
+        _evaluate(RunFolder(folder), own, split, feed)
     except FlockstepError as error:
         outcome = _said(error, error)
     except Exception as error:  # noqa: BLE001 - of the job's loss or metric
@@ -175,9 +181,25 @@ def _said(error: FlockstepError, cause: Exception) -> EvaluationOutcome:
     return EvaluationOutcome(type(error).__name__, str(error), "".join(traceback.format_exception(cause)))
 
 
-def _evaluate(record: RunFolder, own: OwnData | None, feed: socket.socket) -> None:
-    engine, plan, _ = prepare(record.read_config(), own)
+def _built(config: RunConfig, own: OwnData | None, split: SplitFacts | None) -> tuple[Engine, Plan]:
+    """Build the job; a model that the launcher has cut is neither cut nor compared with its parts again."""
+    if split is not None and not split.obstacle:
+        split = dataclasses.replace(split, obstacle="this process evaluates the whole model")
+    engine, plan, _ = prepare(config, own, BuiltJob.of(config, own, split))
     release()
+    return engine, plan
+
+
+def _lower() -> None:
+    """Lower the priority of the calling thread, so that the workers come first."""
+    if hasattr(os, "setpriority"):
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELD)
+
+
+def _evaluate(record: RunFolder, own: OwnData | None, split: SplitFacts | None, feed: socket.socket) -> None:
+    with ThreadPoolExecutor(1, "flockstep-build", _lower) as builder:
+        engine, plan = builder.submit(_built, record.read_config(), own, split).result()
 
     def keep(tick: SnapshotTick, params: FlatArray) -> None:
         record.write_result(*engine.as_saved(params))
@@ -185,7 +207,7 @@ def _evaluate(record: RunFolder, own: OwnData | None, feed: socket.socket) -> No
 
     with EventWriter(record.node_events_file(None)) as events:
         desk = _Desk(SnapshotTracker(engine, plan, events.write, keep))
-        meanwhile = Thread(target=desk.work, args=(YIELD,))
+        meanwhile = Thread(target=desk.work, args=(True,))
         meanwhile.start()
         ended = desk.listen(feed)
         meanwhile.join()
@@ -222,22 +244,21 @@ class _Desk:
             self.over = True
             self.messages.put(None)
 
-    def work(self, nice: int) -> None:
+    def work(self, yields: bool) -> None:
         """Handle the messages in the queue.
 
-        With `nice`, the calling thread gets that niceness and stops when the run is over.
+        If it `yields`, the calling thread gets a lower priority, and stops when the run is over.
         """
-        if nice and hasattr(os, "setpriority"):
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-        while not (nice and self.over) and (message := self.messages.get()) is not None:
+        if yields:
+            _lower()
+        while not (yields and self.over) and (message := self.messages.get()) is not None:
             self.attempt(partial(self._act, message))
 
     def finish(self, ended: bool) -> None:
         """Choose the result. If the supervisor died (`ended` is false), only the newest snapshots are evaluated."""
         self.newest_only = not ended
         self.messages.put(None)  # the thread may have taken the first
-        self.work(0)  # the workers have ended
+        self.work(False)  # the workers have ended
         self.attempt(self.tracker.end)
         if ended:
             self.attempt(self.tracker.close)

@@ -90,7 +90,8 @@ class RunSegment:
             NodesChanged: the run continues with other nodes.
             RunError: the run failed.
         """
-        evaluation = Evaluator(self._path, self.config.threads or 1, self.test)
+        split = None if self.parts is None else self.parts.facts
+        evaluation = Evaluator(self._path, self.config.threads or 1, self.test, split)
         checkpoints = self._checkpointer(evaluation)
         supervisor = self._supervisor(evaluation, checkpoints)
         with finished(self.record, self.config) as notes:
