@@ -75,6 +75,24 @@ def test_messages_go_both_ways_in_order(make: Make, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", OVER_TCP)
+def test_only_an_encrypted_connection_goes_through_more_than_the_socket(make: Make, transport: str) -> None:
+    for bus in introduced(make, transport):
+        (connection,) = bus._peers.values()
+        assert isinstance(connection.socket, socket.socket) == (transport == "tcp")
+
+
+@LINUX
+def test_a_small_array_needs_no_slot_of_shared_memory(make: Make) -> None:
+    first, second = introduced(make, "shared_memory")
+    sizes = {streams.SMALLEST - 4: 0, streams.SMALLEST: 1}
+    for number, (size, slots) in enumerate(sizes.items(), 1):
+        first.send(1, Message(0, "push", np.ones(size // 4, np.float32), number=number))
+        assert arrived(second).payload.sum() == size // 4
+        assert first._heap is not None
+        assert len(first._heap._numbered) == slots
+
+
+@pytest.mark.parametrize("transport", OVER_TCP)
 @pytest.mark.parametrize("size", [1000, 200_000])
 def test_the_array_may_change_once_it_was_sent(make: Make, size: int, transport: str) -> None:
     """Also where most of it has to wait, since nobody reads."""

@@ -204,6 +204,11 @@ class NodeCheckpoints:
             case "go on":
                 self._from, self._wave = None, 0
 
+    @property
+    def asked(self) -> bool:
+        """Whether the supervisor is due an answer or a result, which `idle` gives."""
+        return self._wave > 0 or self._thread is not None
+
     def idle(self) -> None:
         """Answer a query from the supervisor; called when no message has arrived that the node could handle first."""
         self.report()

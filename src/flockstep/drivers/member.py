@@ -498,7 +498,7 @@ class Member:
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
             message = self._heard() or self.bus.poll(left, descriptors, wanted)
-            message = message or (self._heard() if also is not None or left == 0 else None)
+            message = message or (self._heard() if also is not None else None)
             if message is not None or also is not None or left == 0:
                 if message is None and self._linked and (seconds or 0.0) >= PATIENCE:
                     self.tell("alive")

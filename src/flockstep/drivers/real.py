@@ -38,6 +38,8 @@ WAIT_PERIOD = 1.0
 """Seconds that a worker waits before it tells the supervisor for what it waits, and seconds between two such
 reports.
 """
+COLLECT_PERIOD = 0.005
+"""Seconds of steps after which a worker that waits for nothing handles the messages that have arrived."""
 GLANCE = 0.001
 """Longest single wait for a message, in seconds, while background tasks wait for other events."""
 
@@ -64,7 +66,7 @@ class NodeConnection(Messenger):
         self._leaving = False
         self._member = member
         self._survives = bool(strategy.traits.survives)
-        self._moved = 0.0
+        self._moved = self._collected = 0.0
         self._flown = -math.inf
         """Time at which this node last sent its flight recorder because of a refused gradient."""
         self._noted: Wanted | Work | None = None
@@ -164,10 +166,10 @@ class NodeConnection(Messenger):
     def _next(self, seconds: float, wanted: Wanted | None = None) -> Message | None:
         """The next message; what the supervisor has asked for a checkpoint is answered when none has arrived."""
         self._tell_leaving()
-        message = self._receive(0, None, wanted)
-        if message is not None:
-            return message
-        self.checkpoints.idle()
+        if self.checkpoints.asked:
+            if (message := self._receive(0, None, wanted)) is not None:
+                return message
+            self.checkpoints.idle()
         return self._receive(seconds, None, wanted)
 
     def attend_stopped(self) -> None:
@@ -449,8 +451,11 @@ class NodeConnection(Messenger):
     def _stepped(self, loss: float | None) -> None:
         """Handle messages that arrived during a step."""
         self._tell_leaving()
-        self.collect()
-        self.checkpoints.report()
+        now = self.now()
+        if now - self._collected >= COLLECT_PERIOD or self.node.tasks:
+            self._collected = now
+            self.collect()
+            self.checkpoints.report()
         self.flight.note("step", None, "", self.node.step)
         self._moved = self.now()
         self.snapshots.newest(self.node, self.now, self.runner.metrics.traffic.sent_bytes)

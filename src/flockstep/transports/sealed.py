@@ -75,6 +75,13 @@ class SealedSocket:
         except LinkForged:
             return True  # `recv_into` raises it
 
+    @property
+    def plain(self) -> socket.socket | None:
+        """The socket itself, if it can be used from now on: the other end is proved, nothing waits, nothing is
+        encrypted.
+        """
+        return self._socket if self.established and self._sealer is None and not self._unsent else None
+
     def flush(self) -> None:
         """Send the bytes that wait in this object, as many as the socket accepts."""
         with contextlib.suppress(BlockingIOError):

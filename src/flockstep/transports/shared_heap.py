@@ -25,9 +25,9 @@ SLOTS = 64
 """Largest number of arrays in a node's segment at a time."""
 NODES = 1024
 """Largest number of nodes in a run that can share memory."""
-SMALLEST = 1 << 16
-"""Smallest payload in bytes that goes through shared memory; copying a smaller payload to the socket costs less than
-managing a slot.
+SMALLEST = 1 << 17
+"""Smallest payload in bytes that goes through shared memory; copying a smaller payload to the socket and from it costs
+less than managing a slot.
 """
 PAGE = 4096
 TOKEN = 16

@@ -564,7 +564,7 @@ class StreamBus(Bus):
         return moved
 
     def _drain(self, connection: _Connection) -> None:
-        """Read what was decrypted already, and send what the handshake had held back."""
+        """Read what was decrypted already, and send what the encryption had held back."""
         if isinstance(connection.socket, SealedSocket):
             while connection.connected() and connection.has_input():
                 self._read(connection)
@@ -883,9 +883,14 @@ class StreamBus(Bus):
 
     def _prove(self, connection: _Connection) -> bool:
         """Go on with the handshake; return whether the other end has proved that it belongs to this run."""
-        if isinstance(connection.socket, SealedSocket) and not connection.socket.shake():
-            self._end_unproved(connection, "the connection ended before the other end proved that it knows the secret")
-            return False
+        link = connection.socket
+        if isinstance(link, SealedSocket):
+            if not link.shake():
+                why = "the connection ended before the other end proved that it knows the secret"
+                self._end_unproved(connection, why)
+                return False
+            connection.socket = link.plain or link
+            self._flush(connection)  # what the handshake has held back
         connection.staging = memoryview(bytearray(STAGING))
         connection.ahead = _PREFIX.size  # nothing is read beyond the greeting, which precedes the session
         return True
