@@ -404,7 +404,7 @@ class Runner:
                 self._attend()
                 return
             if message.array is not None and message.tag not in self._checks:
-                require_finite_message(node, message)
+                require_finite_message(node, message, message.array)
             if self.progress is not None:
                 self.progress.heard(message)
             if message.tag == OPTIMIZER and taken_over(node, message):

@@ -12,17 +12,8 @@ from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, 
 
 
 @dataclass(frozen=True)
-class Adam(Optimizer):
-    """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
-
-    With g' = g + weight_decay w at step t = 1, 2, ...: m ← beta1 m + (1 - beta1) g', v ← beta2 v + (1 - beta2) g'², w ←
-    w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). For a share q of a full step lr is multiplied by q,
-    the means keep the fractions beta1^q and beta2^q of their values, and t grows by q. Slots: `mean` (m) and `square`
-    (v).
-    """
-
-    decoupled: ClassVar[bool] = False
-    """Whether weight decay shrinks the parameters directly instead of being added to the gradient."""
+class AdaptiveMoments(Optimizer):
+    """An optimizer with running means of the gradient and of its square. Slots: `mean` and `square`."""
 
     lr: float = 0.001
     beta1: float = 0.9
@@ -31,11 +22,11 @@ class Adam(Optimizer):
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        who = type(self).__name__.lower()
+        who, eps = type(self).__name__.lower(), type(self).eps
         require(0 <= self.lr < math.inf, f"lr of {who}", ">= 0 and finite", self.lr, "use for example 0.001")
         require(0 <= self.beta1 < 1, f"beta1 of {who}", "in [0, 1)", self.beta1, "use for example 0.9")
         require(0 <= self.beta2 < 1, f"beta2 of {who}", "in [0, 1)", self.beta2, "use for example 0.999")
-        require(0 < self.eps < math.inf, f"eps of {who}", "> 0 and finite", self.eps, "use for example 1e-8")
+        require(0 < self.eps < math.inf, f"eps of {who}", "> 0 and finite", self.eps, f"use for example {eps:g}")
         decays = 0 <= self.weight_decay < math.inf
         require(decays, f"weight_decay of {who}", ">= 0 and finite", self.weight_decay, "use 0 for none")
 
@@ -48,6 +39,20 @@ class Adam(Optimizer):
         require_visible(self.eps, params)
         xp = namespace(params)
         return OptimizerState(slots={"mean": xp.zeros_like(params), "square": xp.zeros_like(params)})
+
+
+@dataclass(frozen=True)
+class Adam(AdaptiveMoments):
+    """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
+
+    With g' = g + weight_decay w at step t = 1, 2, ...: m ← beta1 m + (1 - beta1) g', v ← beta2 v + (1 - beta2) g'², w ←
+    w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). For a share q of a full step lr is multiplied by q,
+    the means keep the fractions beta1^q and beta2^q of their values, and t grows by q. Slots: `mean` (m) and `square`
+    (v).
+    """
+
+    decoupled: ClassVar[bool] = False
+    """Whether weight decay shrinks the parameters directly instead of being added to the gradient."""
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
-from flockstep.optimizers.base import Optimizer, OptimizerState, layers_of, norm, require, require_visible
+from flockstep.optimizers.adam import AdaptiveMoments
+from flockstep.optimizers.base import OptimizerState, layers_of, norm, require
 
 
 @dataclass(frozen=True)
-class LAMB(Optimizer):
+class LAMB(AdaptiveMoments):
     """Layer-wise adaptive moments (You et al. 2020, algorithm 2); one tensor is one layer.
 
     m ← beta1 m + (1 - beta1) g, v ← beta2 v + (1 - beta2) g², u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
@@ -23,31 +24,13 @@ class LAMB(Optimizer):
 
     elementwise: ClassVar[bool] = False
 
-    lr: float = 0.001
-    beta1: float = 0.9
-    beta2: float = 0.999
     eps: float = 1e-6
     weight_decay: float = 0.01
     largest: float = math.inf
 
     def __post_init__(self) -> None:
-        require(0 <= self.lr < math.inf, "lr of lamb", ">= 0 and finite", self.lr, "use for example 0.001")
-        require(0 <= self.beta1 < 1, "beta1 of lamb", "in [0, 1)", self.beta1, "use for example 0.9")
-        require(0 <= self.beta2 < 1, "beta2 of lamb", "in [0, 1)", self.beta2, "use for example 0.999")
-        require(0 < self.eps < math.inf, "eps of lamb", "> 0 and finite", self.eps, "use for example 1e-6")
-        decays = 0 <= self.weight_decay < math.inf
-        require(decays, "weight_decay of lamb", ">= 0 and finite", self.weight_decay, "use 0 for none")
+        super().__post_init__()
         require(self.largest > 0, "largest of lamb", "> 0", self.largest, "use inf for no bound")
-
-    def init(self, params: FlatArray) -> OptimizerState:
-        """Return a fresh state for `params`; its `tensors` must still be set.
-
-        Raises:
-            ConfigurationError: eps is zero in the dtype of `params`.
-        """
-        require_visible(self.eps, params)
-        xp = namespace(params)
-        return OptimizerState(slots={"mean": xp.zeros_like(params), "square": xp.zeros_like(params)})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0

@@ -352,7 +352,7 @@ class Empirical(ComputeModel):
 
 
 @dataclass(frozen=True)
-class _Wrapper(ComputeModel):
+class Wrapper(ComputeModel):
     """Changes the durations of another model and keeps that model's random draws."""
 
     base: ComputeModel
@@ -371,7 +371,7 @@ class _Wrapper(ComputeModel):
 
 
 @dataclass(frozen=True)
-class Speeds(_Wrapper):
+class Speeds(Wrapper):
     """Worker r takes `factors[r mod len]` times as long as `base` says."""
 
     factors: tuple[float, ...]
@@ -390,7 +390,7 @@ class Speeds(_Wrapper):
 
 
 @dataclass(frozen=True)
-class SlowSpells(_Wrapper):
+class SlowSpells(Wrapper):
     """A worker is occasionally slow for several steps at a time.
 
     Outside a slow spell, each step begins a spell with probability `probability`; the `length` steps of a spell take
@@ -428,7 +428,7 @@ class SlowSpells(_Wrapper):
 
 
 @dataclass(frozen=True)
-class SharedCores(_Wrapper):
+class SharedCores(Wrapper):
     """Worker r computes on core r mod `cores`; a core computes one gradient at a time, in order of arrival.
 
     With `turns`, all gradients in progress share all cores evenly, as under an operating system.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES, Address
 from flockstep.nodes import Cluster, Hosts
-from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.compute import Wrapper
 from flockstep.simulation.network import Fabric, Network, Transit
 
 
@@ -30,26 +30,13 @@ class Overheads:
 
 
 @dataclass(frozen=True)
-class Longer(ComputeModel):
+class Longer(Wrapper):
     """A compute model that adds `extra` seconds to each gradient, for example for the optimizer and for encoding."""
 
-    base: ComputeModel
     extra: float
 
     def __post_init__(self) -> None:
         _time(self.extra, "extra")
-
-    @property
-    def sharing(self) -> int | None:
-        return self.base.sharing
-
-    @property
-    def turns(self) -> bool:
-        return self.base.turns
-
-    @property
-    def spells(self) -> int:
-        return self.base.spells
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
         return (seconds + self.extra for seconds in self.base.stream(seed, rank))

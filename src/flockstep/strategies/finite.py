@@ -8,7 +8,7 @@ from flockstep.arrays.namespace import first_not_finite, namespace, zeros
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, Diverged
 from flockstep.messages import Message, node_name
-from flockstep.nodes import BadGradients, Node, Server
+from flockstep.nodes import BadGradients, Node
 from flockstep.strategies.base import Strategy
 
 
@@ -32,14 +32,14 @@ def bad_gradient(
     return None if most is None else _too_large(part, most, f"the gradient of {node_name(node.address)}", node.run_step)
 
 
-def require_finite_message(node: Node, message: Message) -> None:
-    """Check that the array of a message that a server would apply is finite.
+def require_finite_message(node: Node, message: Message, array: FlatArray) -> None:
+    """Check that `array`, the array of a message that a server would apply, is finite.
 
     Raises:
         Diverged: an element is infinite or not a number.
     """
-    if isinstance(node, Server) and message.array is not None and getattr(message.array.dtype, "kind", "f") == "f":
-        update = message.array if message.array.ndim == 1 else message.array.reshape(-1)
+    if getattr(array.dtype, "kind", "f") == "f":
+        update = array if array.ndim == 1 else array.reshape(-1)
         where = first_not_finite(update)
         if where >= 0:
             raise Diverged(_not_finite(node, message, update, where))

@@ -103,11 +103,6 @@ class SenderIdentity:
     secret: bytes = field(default=b"", repr=False)
     """Secret of the run, which both ends of a TCP connection must know; empty if connections are not authenticated."""
 
-    @property
-    def limit(self) -> int:
-        """Largest payload without encoding that a node of this run may send, in bytes: the whole model."""
-        return self.model_bytes
-
 
 def encode(message: Message, me: SenderIdentity, place: int = -1, start: int = 0) -> bytes:
     """Encode the header of `message`.
@@ -239,9 +234,9 @@ def _array(
         raise ProtocolError(f"{who} sent an array of {head.dtype!r}; allowed: {', '.join(sorted(DTYPES))}")
     dtype = _little(head.dtype)
     nbytes = head.size * dtype.itemsize
-    if head.size < 0 or nbytes > me.limit + (MAX_CODING if head.dtype == "uint8" else 0):
+    if head.size < 0 or nbytes > me.model_bytes + (MAX_CODING if head.dtype == "uint8" else 0):
         raise ProtocolError(
-            f"{who} announced {nbytes} bytes with {head.tag!r}, but the model has only {me.limit} bytes"
+            f"{who} announced {nbytes} bytes with {head.tag!r}, but the model has only {me.model_bytes} bytes"
         )
     if head.place >= 0 and payload is None:
         if head.source not in me.peer_memory:
