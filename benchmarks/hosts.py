@@ -5,7 +5,8 @@ turns in the same processes, round after round. flockstep's links are encrypted,
 workers share the cores of this machine, so their processor time is shown too, which other programs hardly change. Needs
 Linux and root.
 
-    python benchmarks/hosts.py [--links 100mbit,1gbit,none] [--models digits,wide] [--rounds 6] [--plain] [--json]
+    python benchmarks/hosts.py [--links 100mbit,1gbit,none] [--models digits,wide] [--rounds 6] [--plain | --encrypted]
+        [--json]
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import json
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,30 +43,34 @@ def main() -> None:
     parser.add_argument("--links", default="100mbit,1gbit,none")
     parser.add_argument("--models", default="digits,wide", help="digits: its CNN; wide: 25 M parameters.")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--plain", action="store_true", help="Measure without encryption only.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--plain", action="store_true", help="Measure without encryption only.")
+    which.add_argument("--encrypted", action="store_true", help="Measure with encryption only.")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = [
-        measure(model, link, encrypt, options.rounds)
-        for model in options.models.split(",")
-        for link in options.links.split(",")
-        for encrypt in ((False,) if options.plain else (True, False))
-    ]
+    encryptions = (False,) if options.plain else (True,) if options.encrypted else (True, False)
+    cases = list(product(options.models.split(","), options.links.split(","), encryptions))
     if options.json:
-        print(json.dumps(rows))
+        print(json.dumps([measure(*case, options.rounds) for case in cases]))
         return
-    print("model        link encrypted     DDP ms flockstep ms  of DDP     processor ms")
-    for row in rows:
-        print(
-            f"{row['model']:8} {row['link']:>8} {'yes' if row['encrypt'] else 'no':>9} {row['ddp']:>10.2f} "
-            f"{row['flockstep']:>12.2f} {row['ratio']:>7.2f} {row['processor']['ddp']:>8.1f} "
-            f"{row['processor']['flockstep']:>7.1f}"
-        )
+    print("model        link encrypted     DDP ms flockstep ms  of DDP     processor ms", flush=True)
+    for case in cases:
+        show(measure(*case, options.rounds))
     print("medians over rounds; of DDP: median of the rounds' own ratios; 2 hosts x 2 workers; processor: mean of a")
     print("worker's step, DDP and flockstep")
 
 
-def measure(model: str, link: str, encrypt: bool, rounds: int) -> dict[str, object]:
+def show(row: dict[str, Any]) -> None:
+    """Print a row of the table."""
+    print(
+        f"{row['model']:8} {row['link']:>8} {'yes' if row['encrypt'] else 'no':>9} {row['ddp']:>10.2f} "
+        f"{row['flockstep']:>12.2f} {row['ratio']:>7.2f} {row['processor']['ddp']:>8.1f} "
+        f"{row['processor']['flockstep']:>7.1f}",
+        flush=True,
+    )
+
+
+def measure(model: str, link: str, encrypt: bool, rounds: int) -> dict[str, Any]:
     """Run the workers on both hosts and return rank 0's figures."""
     with tempfile.TemporaryDirectory() as folder, network(2, None if link == "none" else link) as hosts:
         out = Path(folder) / "figures.json"

@@ -3,10 +3,12 @@
 Four hosts with a worker each, network namespaces joined by links of 20 and 100 Mbit/s. Both train the same job on the
 same parts of its data, each with three learning rates (the job's times 1/2, 1 and 2), one run after the other; the best
 counts. DDP's clock stands still while rank 0 evaluates; flockstep's does not, and the models to be evaluated travel
-over the same links. The plan sees the links and the time of a gradient, measured here, and nothing of the runs. Needs
-Linux and root.
+over the same links. The plan sees the links and the time of a gradient, measured here, and nothing of the runs. The
+hosts share the cores of this machine, so the time in which a worker of the advised strategy computed is shown, and how
+many times faster than DDP the run would have been if it had done nothing else. Needs Linux and root.
 
-    python benchmarks/slow_links.py [--links 20mbit,100mbit] [--jobs digits,charlm] [--limit 300] [--json] [--keep]
+    python benchmarks/slow_links.py [--links 20mbit,100mbit] [--jobs digits,charlm] [--rates 1,0.5,2] [--limit 300]
+        [--json] [--keep]
 
 `--keep` writes the rows to benchmarks/slow_links.json, from which docs/generate.py and docs/picture.py make the
 README's table and picture.
@@ -21,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,14 @@ from flockstep.frameworks.base import Job
 from flockstep.optimizers.adam import AdamW
 from flockstep.optimizers.sgd import SGD
 from flockstep.planning.step_prediction import ALONE
+from flockstep.records.events import StepEvent
+from flockstep.records.folder import RunFolder
 from flockstep.workloads.base import Workload
 
 HOSTS = 4
-FACTORS = (1.0, 0.5, 2.0)
-"""Learning rates, times the job's own."""
 EVALUATE = {"digits": 20, "charlm": 50}
 """Steps between two evaluations."""
+TITLES = "{:8} {:>8} {:30} {:>8} {:>10} {:>8} {:>13} {:>8}"
 KEPT = Path(__file__).with_suffix(".json")
 """The rows that the README shows."""
 
@@ -51,26 +55,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--links", default="20mbit,100mbit")
     parser.add_argument("--jobs", default="digits,charlm")
+    parser.add_argument("--rates", default="1,0.5,2", help="Learning rates, times the job's own.")
     parser.add_argument("--limit", type=float, default=300.0, help="Seconds after which a run of DDP ends.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", action="store_true", help=f"Write the rows to {KEPT.name}.")
     options = parser.parse_args()
+    rates = tuple(map(float, options.rates.split(",")))
     rows = []
+    if not options.json:
+        print(
+            TITLES.format("job", "link", "advised", "seconds", "computing", "DDP", "times faster", "at most"),
+            flush=True,
+        )
     for job in options.jobs.split(","):
         seconds = gradient_seconds(job)
-        rows += [compare(job, link, seconds, options.limit) for link in options.links.split(",")]
+        for link in options.links.split(","):
+            rows.append(compare(job, link, seconds, options.limit, rates))
+            if not options.json:
+                show(rows[-1])
     if options.keep:
         KEPT.write_text(json.dumps(rows, indent=1) + "\n")
     if options.json:
         print(json.dumps(rows))
         return
-    print("{:8} {:>8} {:40} {:>10} {:>10} {:>12}".format("job", "link", "advised", "seconds", "DDP", "times faster"))
-    for row in rows:
-        ours, theirs = (math.inf if row[side] is None else row[side] for side in ("flockstep", "ddp"))
-        print(
-            f"{row['job']:8} {row['link']:>8} {row['advised']:40} {ours:>10.1f} {theirs:>10.1f} {theirs / ours:>12.1f}"
-        )
-    print("seconds until the target, of the best of three learning rates; inf: never reached")
+    print("seconds until the target, of the best learning rate; inf: never reached; computing: seconds in which a")
+    print("worker computed gradients, on cores that all hosts share; at most: times faster if it did nothing else")
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a row of the table."""
+    ours, computing, theirs = (
+        math.inf if row[side] is None else row[side] for side in ("flockstep", "computing", "ddp")
+    )
+    figures = (f"{figure:.1f}" for figure in (ours, computing, theirs, theirs / ours, theirs / computing))
+    print(TITLES.format(row["job"], row["link"], row["advised"], *figures), flush=True)
 
 
 def gradient_seconds(name: str) -> float:
@@ -95,7 +113,7 @@ def advised(name: str, link: str, seconds: float, folder: Path) -> str:
     return flockstep.plan(name, cluster).advice.choice.name
 
 
-def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any]:
+def compare(name: str, link: str, seconds: float, limit: float, rates: Sequence[float]) -> dict[str, Any]:
     """The best times of both, in turns."""
     with tempfile.TemporaryDirectory() as text, network(HOSTS, link) as hosts:
         folder = Path(text)
@@ -104,7 +122,8 @@ def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any
         assert isinstance(job.optimizer, SGD | AdamW)
         ours: dict[float, float | None] = {}
         theirs: dict[float, float | None] = {}
-        for factor in FACTORS:
+        computing: dict[float, float] = {}
+        for factor in rates:
             rate = factor * job.optimizer.lr
             out = folder / f"run-{factor:g}"
             command: list[Any] = ["-m", "flockstep", "train", name, "--lr", rate, "--evaluate-every", EVALUATE[name]]
@@ -117,6 +136,7 @@ def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any
             codes = [process.wait() for process in started]
             summary = json.loads((out / "summary.json").read_text())
             ours[factor] = summary["seconds_to_target"]
+            computing[factor] = computed(out, math.inf if ours[factor] is None else ours[factor])
             figures = folder / "ddp.json"
             script: list[Any] = [__file__, "--worker", figures, name, hosts[0].address, factor, limit]
             started = [
@@ -128,7 +148,16 @@ def compare(name: str, link: str, seconds: float, limit: float) -> dict[str, Any
             print(f"{name} {link} x{factor:g}: {strategy} {ours[factor]} s, DDP {theirs[factor]} s, exit codes "
                   f"{codes}", file=sys.stderr, flush=True)  # fmt: skip
         row = {"job": name, "link": link, "advised": strategy, "gradient": seconds, "limit": limit}
+        fastest = [computing[factor] for factor in rates if ours[factor] is not None and ours[factor] == best(ours)]
+        row["computing"] = fastest[0] if fastest else None
         return {**row, "flockstep": best(ours), "ddp": best(theirs), "rates": [ours, theirs], "load": os.getloadavg()}
+
+
+def computed(folder: Path, until: float) -> float:
+    """Seconds in which a worker computed gradients before that time, as a mean over the workers of a record."""
+    steps = [event for event in RunFolder(folder).read_events() if isinstance(event, StepEvent)]
+    workers = len({event.rank for event in steps})
+    return sum(event.compute_seconds for event in steps if event.seconds <= until) / workers
 
 
 def best(times: dict[float, float | None]) -> float | None:
