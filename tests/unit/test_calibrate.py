@@ -199,6 +199,7 @@ def probed(
     for pair in ((0, 1), (0, 2), (1, 2)):
         events += [ScalarEvent(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
     events += [ScalarEvent(0.0, 0, f"message {one} {one + 1}", 2e-5) for one in range(2)]
+    events += [ScalarEvent(0.0, one, f"copy {one} {n}", 2e-9 + 2e-5 / n) for one in range(2) for n in (4, 100000)]
     machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6, cores)
     found = calibrate._described(events, job, workers, "tcp", steps, machine)
     assert read_cluster(found.to_toml(), name="here") == found.shape
@@ -207,7 +208,7 @@ def probed(
 
 def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
     shape = probed(0.01, 0.0201)
-    assert shape.message == 2e-5
+    assert (shape.message, shape.copy) == (2e-5, pytest.approx(2e-9)), "a core also handles the message"
     assert shape.wires[0].latency == pytest.approx(1e-4 - 2 * 2e-5, rel=1e-3), "both ends handle a message"
     assert shape.wires[0].bandwidth == pytest.approx(1e9, rel=1e-3)
     assert (shape.groups[0].cores, mean_of(shape.law)) == (2, pytest.approx(0.01005, rel=0.01))
@@ -219,6 +220,16 @@ def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
     assert probed(0.01, 0.0134, cores=64).groups[0].cores == 3
     odd = probed(0.01, 0.0163)
     assert (odd.groups[0].cores, mean_of(odd.law)) == (3, pytest.approx(0.0163 * 3 / 4, rel=0.01))
+
+
+def test_a_step_besides_its_gradient_is_that_of_a_worker_that_computes_alone() -> None:
+    def step(rank: int, number: int, seconds: float, compute: float) -> StepEvent:
+        return StepEvent(seconds, rank, number, None, compute, 0, 0, 0, 0, 0, 0)
+
+    alone = [step(rank, i, 10 * rank + 0.013 * i, 0.01) for rank in (0, 1) for i in range(1, 8)]
+    together = [step(rank, i, 30 + i, 0.02) for rank in (0, 1) for i in range(8, 12)]
+    assert calibrate._besides([*alone, *together], 2, 7) == pytest.approx(0.003)
+    assert calibrate._besides([], 2, 7) == 0.0
 
 
 JOB_FILE = """

@@ -298,3 +298,64 @@ def test_cores_are_shared_once() -> None:
 def test_impossible_runs_are_refused(workers: int, seed: int, name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be >="):
         ConstantTime(1.0).start(workers, seed)
+
+
+def shared(cores: int, *times: float) -> Clock:
+    """Workers that share cores by turns, whose gradients take these seconds on a core."""
+    return SharedCores(ConstantTime(1.0), cores, turns=True).clock([itertools.repeat(one) for one in times])
+
+
+def test_messages_take_their_core_from_the_gradients() -> None:
+    clock = shared(1, 1.0)
+    clock.begin(0, 0.0)
+    assert clock.handle(0.2, 0.3) == pytest.approx(0.5)
+    assert clock.due(0, 0.1) == pytest.approx(1.3)
+    assert clock.due(0, 0.4) == pytest.approx(1.3)
+    assert clock.handle(0.6, 0.1) == pytest.approx(0.7)
+    assert clock.due(0, 0.6) == pytest.approx(1.4)
+    assert clock.due(0, 1.4) <= 1.4
+
+
+def test_a_message_on_a_core_that_is_free_delays_nothing() -> None:
+    clock = shared(2, 1.0, 1.0)
+    clock.begin(0, 0.0)
+    assert clock.handle(0.0, 0.4) == 0.4
+    assert clock.due(0, 0.0) == pytest.approx(1.0)
+    clock.begin(1, 0.0)
+    assert clock.due(1, 0.0) == pytest.approx(1.2), "for 0.4 s both gradients share a core"
+
+
+def test_no_more_messages_than_cores_are_handled_at_a_time() -> None:
+    clock = shared(2, 1.0)
+    assert [clock.handle(t, 0.5) for t in (0.0, 0.1, 0.2, 0.0)] == pytest.approx([0.5, 0.6, 1.0, 1.1])
+    assert [shared(2, 1.0).handle(3.0, 0.5), clock.handle(3.0, 0.5)] == [3.5, 3.5]
+
+
+def test_cores_of_their_own_handle_messages_beside_gradients() -> None:
+    clock = ConstantTime(1.0).start(2, 0)
+    clock.begin(0, 0.0)
+    assert clock.handle(0.0, 0.5) == 0.5
+    assert clock.due(0, 0.0) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_share_the_cores_that_handle_no_message(seed: int) -> None:
+    """An oracle in steps of 0.2 ms."""
+    random, step = np.random.default_rng(seed), 2e-4
+    times = random.uniform(0.2, 1.0, 4).tolist()
+    clock = shared(2, *times)
+    for rank in range(4):
+        clock.begin(rank, 0.0)
+    messages = [(begin, seconds / 3) for begin, seconds in random.uniform(0, 1, (6, 2)).tolist()]
+    handled = [(end - seconds, end) for t, seconds in messages for end in [clock.handle(t, seconds)]]
+    left, ends, now = dict(enumerate(times)), dict[int, float](), 0.0
+    while left:
+        cores = 2 - sum(begin <= now < end for begin, end in handled)
+        assert cores >= 0
+        pace = min(1.0, cores / len(left))
+        left = {rank: one - step * pace for rank, one in left.items()}
+        now += step
+        ends |= {rank: now for rank, one in left.items() if one <= 0}
+        left = {rank: one for rank, one in left.items() if one > 0}
+    assert [clock.due(rank, 0.0) for rank in range(4)] == pytest.approx([ends[rank] for rank in range(4)], abs=4e-3)
+    assert [clock.due(rank, 0.1) for rank in range(4)] == pytest.approx([ends[rank] for rank in range(4)], abs=4e-3)

@@ -50,6 +50,21 @@ def test_bytes_cost_servers_and_workers_that_receive_them() -> None:
     assert seconds("all_reduce", Overheads(serve=1e-5)) == seconds("all_reduce", Overheads())
 
 
+def test_bytes_that_cores_copy_slow_the_gradients_on_these_cores() -> None:
+    """Four workers on two cores that send NBYTES to two neighbors, and receive as much, while the gradients go on."""
+
+    def step(cost: float, compute: str) -> float:
+        law = ComputeModel.parse(compute)
+        work = Overheads(copy=cost)
+        strategy = Strategy.parse("dpsgd(topology=ring)")
+        return rehearse(strategy, 4, NBYTES, law, NETWORK, work=work, steps=12).seconds_per_step
+
+    cost = 0.001 / NBYTES
+    own, cores = "constant(0.05)", "shared_cores(constant(0.05), 2, turns=true)"
+    assert step(cost, own) == pytest.approx(step(0.0, own)), "the network is slower than the copies"
+    assert step(cost, cores) - step(0.0, cores) == pytest.approx(4 * 4 * 0.001 / 2, rel=0.15)
+
+
 def test_steps_are_longer_by_the_optimizer() -> None:
     assert seconds("ps", Overheads(step=0.02)) - seconds("ps", Overheads()) == pytest.approx(0.02)
     law = Longer(ComputeModel.parse("shared_cores(constant(1), 2)"), 0.5)
@@ -64,13 +79,14 @@ def test_factors_of_matrices_are_worked_out_and_decoded_twice() -> None:
 
 
 def test_a_run_in_virtual_time_takes_its_times_from_a_cluster_and_says_so() -> None:
-    shape = replace(load_cluster("laptop"), message=2e-5)
+    shape = replace(load_cluster("laptop"), message=2e-5, copy=3e-9, step=0.5)
     config = on_cluster(RunConfig(kind="simulate", job="softmax", strategy="ps", workers=4), shape)
     network, compute = Network.parse(str(config.network)), ComputeModel.parse(str(config.compute))
     assert isinstance(network, Handled)
     assert isinstance(compute, Longer)
-    assert network.message == 2e-5
+    assert (network.message, network.copy) == (2e-5, 3e-9)
     assert network.serve > 0
+    assert compute.extra == pytest.approx(0.5), "servers step the optimizer"
     assert (network.network, compute.base) == (shape.network(4), Site(task_of("softmax"), shape).compute(4))
 
 
@@ -94,7 +110,7 @@ def test_a_law_that_was_measured_is_that_of_the_jobs_own_batch() -> None:
     assert large != usual
 
 
-@pytest.mark.parametrize("name", ["message", "receive", "serve", "factor"])
+@pytest.mark.parametrize("name", ["message", "receive", "serve", "factor", "copy"])
 def test_times_that_cannot_be_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         Handled(NETWORK, **{name: -1.0})

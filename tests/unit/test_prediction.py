@@ -141,6 +141,14 @@ def test_two_records_tell_what_a_byte_takes_and_the_latency(fitted: ClusterShape
     assert wire.latency == pytest.approx(3e-4, rel=0.1)
 
 
+def test_cores_spend_more_on_each_byte_of_a_slow_card(fitted: ClusterShape) -> None:
+    calibration = Calibration(replace(fitted, copy=7e-9), ())
+    known = prediction.Known(calibration, 1.0, ((10e6, 3e-9), (100e6, 1.2e-9)))
+    assert [known.at(one).copy for one in (10e6, 20e6, 100e6)] == pytest.approx([3e-9, 2e-9, 1.2e-9])
+    assert prediction.Known(calibration, 1.0).at(20e6).copy == 7e-9
+    assert prediction.Known(calibration, 1.0, ((10e6, 3e-9), (100e6, 0.0))).at(1e9).copy == 0.0
+
+
 @pytest.mark.full
 def test_a_latency_of_the_probe_is_the_least_and_frames_are_the_least_share(
     fitted: ClusterShape, tmp_path: Path

@@ -34,6 +34,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation import units
+from flockstep.simulation.handling import Overheads
 from flockstep.strategies.base import Strategy
 
 JOB = "softmax(features=20000, train=512, test=64, batch=32)"
@@ -82,10 +83,10 @@ WITHIN = 0.2
 """Largest relative error at which a prediction counts as accurate."""
 RANKED = 0.9
 """Smallest rank correlation of predicted and measured times at which predictions count as accurate."""
-GRADIENTS, ROUNDS, TURNS = 30, 3, 3
-"""Size of the calibration. GRADIENTS: gradients of each worker, both alone and while all workers compute. ROUNDS:
-rounds of large messages between two workers. TURNS: iterations that fit the links' latency and their usable share of
-the bandwidth alternately.
+GRADIENTS, LEAST_GRADIENTS, ROUNDS, TURNS = 30, 3, 3, 3
+"""Size of the calibration. GRADIENTS: gradients of each worker on the slow link, both alone and while all workers
+compute. LEAST_GRADIENTS: the same on the quick link, of which only messages count. ROUNDS: rounds of large messages
+between two workers. TURNS: iterations that fit the links' latency and their usable share of the bandwidth alternately.
 """
 SECONDS = 6.0
 """Seconds that a run should last; slow runs last longer, because `FEW` steps are the minimum."""
@@ -225,39 +226,65 @@ class Known:
 
     calibration: Calibration
     share: float
+    copies: tuple[tuple[float, float], ...] = ()
+    """Bandwidth of a card in bytes per second, and seconds of a core for each byte on it, of two cards; empty: the
+    calibration's value on all cards.
+    """
 
     @classmethod
-    def of(cls, probed: Calibration, slow: tuple[Path, float], quick: tuple[Path, float]) -> Known:
+    def of(
+        cls,
+        probed: Calibration,
+        slow: tuple[Path, float],
+        quick: tuple[Path, float],
+        copies: tuple[tuple[float, float], ...] = (),
+    ) -> Known:
         """Fit the cluster's link to two records, each with its card's bandwidth in bytes per second.
 
         A step on the slow link is mostly transfer, which gives the share. A step on the quick link also waits for cores
         and for threads to wake up: the fit counts that time as latency, at least the latency of the probe.
         """
-        shape, message = probed.shape, probed.shape.message
+        shape = probed.shape
+        work = Overheads(shape.message, step=shape.step, copy=shape.copy)
         (wire,) = shape.wires
         latency, share, notes = wire.latency, FRAMES, list(probed.notes)
         for _ in range(TURNS):  # either depends a little on the other
-            slowly = fit_records([slow[0]], latency=latency, message=message)
+            slowly = fit_records([slow[0]], latency=latency, work=work)
             share = max(FRAMES, slow[1] / slowly.shape.wires[0].bandwidth)
-            quickly = fit_records([quick[0]], bandwidth=quick[1] / share, message=message)
+            quickly = fit_records([quick[0]], bandwidth=quick[1] / share, work=work)
             latency = max(wire.latency, quickly.shape.wires[0].latency)
         notes += [*slowly.notes, *quickly.notes]
         wires = (replace(wire, latency=latency, fair=True),)
-        return cls(Calibration(replace(shape, wires=wires), tuple(notes)), share)
+        return cls(Calibration(replace(shape, wires=wires), tuple(notes)), share, copies)
 
     def at(self, bandwidth: float) -> ClusterShape:
         """The cluster with network cards of `bandwidth` bytes per second."""
         shape = self.calibration.shape
-        return replace(shape, wires=(replace(shape.wires[0], bandwidth=bandwidth / self.share),))
+        wires = (replace(shape.wires[0], bandwidth=bandwidth / self.share),)
+        return replace(shape, wires=wires, copy=self.copy(bandwidth))
+
+    def copy(self, bandwidth: float) -> float:
+        """Seconds of a core for each byte on a card of `bandwidth`.
+
+        A core spends its time on segments, and on slow cards segments are smaller: the seconds are linear in 1 /
+        bandwidth.
+        """
+        if not self.copies:
+            return self.calibration.shape.copy
+        (slow, most), (quick, least) = self.copies
+        return max(0.0, least + (most - least) * (1 / bandwidth - 1 / quick) / (1 / slow - 1 / quick))
 
 
 def calibrated(runs: _Runs, task: JobProfile, strategies: Sequence[str]) -> Known:
     """Calibrate the cluster, and fit its link to the records of two runs."""
-    transport = f"namespaces('{ENDS[0]}')"
-    probed = calibrate(runs.job, runs.workers, transport=transport, gradients=GRADIENTS, rounds=ROUNDS)
+    probed, brief = (
+        calibrate(runs.job, runs.workers, transport=f"namespaces('{end}')", gradients=gradients, rounds=ROUNDS)
+        for end, gradients in zip(ENDS, (GRADIENTS, LEAST_GRADIENTS), strict=True)
+    )
+    copies = tuple((units.bandwidth(end), one.shape.copy) for end, one in zip(ENDS, (probed, brief), strict=True))
     rates = measure_rates(coded(strategies), shapes=task.tensors)
     slow, quick = ((runs.record(CALIBRATED, text, 80 * SPANS // 3), units.bandwidth(text)) for text in ENDS)
-    return Known.of(Calibration(replace(probed.shape, rates=rates), probed.notes), slow, quick)
+    return Known.of(Calibration(replace(probed.shape, rates=rates), probed.notes), slow, quick, copies)
 
 
 def cores() -> int:

@@ -44,6 +44,10 @@ class ClusterShape:
     rates: Rates = field(default_factory=Rates)
     message: float = 0.0
     """Seconds that a worker spends on each message that it sends or receives, whatever the message's size."""
+    copy: float = 0.0
+    """Seconds that a core spends on each byte of payload at either end of a link, while the link carries the byte."""
+    step: float = 0.0
+    """Seconds of a worker's step besides the gradient, the optimizer, messages and codecs."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -52,7 +56,7 @@ class ClusterShape:
             raise WrongValue(
                 f"operations must be > 0 per second, got {self.operations:g}; leave it out if unknown", "operations"
             )
-        for key in ("overhead", "message"):
+        for key in ("overhead", "message", "copy", "step"):
             if not 0 <= (got := getattr(self, key)) < math.inf:
                 raise WrongValue(f"{key} must be >= 0 seconds, got {got:g}; leave it out for no delay", key)
         if self.law.sharing is not None:

@@ -233,6 +233,8 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     operations = top.quantity("operations", _rate, "10G/s")
     overhead = top.quantity("overhead", lambda text: units.duration(text, "overhead"), "200us")
     message = top.quantity("message", lambda text: units.duration(text, "message"), "20us")
+    copy = top.quantity("copy", lambda text: units.duration(text, "copy"), "2ns")
+    step = top.quantity("step", lambda text: units.duration(text, "step"), "100us")
     text = top.take("compute", str, "a compute model as text, such as 'lognormal(0.05, sigma=0.3)'")
     groups = tuple(_group(*one) for one in top.tables("nodes"))
     wires = tuple(map(_wire, top.array("links")))
@@ -249,9 +251,8 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     except ConfigurationError as error:
         raise top.wrong("compute", str(error)) from None
     said = about or ""
-    return ClusterShape(
-        name, groups, wires, law, operations, overhead or 0.0, said, job, Rates(**rates), message or 0.0
-    )
+    costs = (message or 0.0, copy or 0.0, step or 0.0)
+    return ClusterShape(name, groups, wires, law, operations, overhead or 0.0, said, job, Rates(**rates), *costs)
 
 
 def _group(name: str, table: _Table) -> MachineGroup:

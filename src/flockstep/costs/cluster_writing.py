@@ -17,7 +17,7 @@ def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
     data["compute"] = str(shape.law)
     if shape.operations is not None:
         data["operations"] = _scaled(shape.operations, "/s")
-    for key in ("overhead", "message"):
+    for key in ("overhead", "message", "copy", "step"):
         if getattr(shape, key):
             data[key] = f"{getattr(shape, key) * 1e6:.12g}us"
     if shape.job is not None:

@@ -127,3 +127,6 @@ class _Stretched(Clock):
 
     def drop(self, rank: int, t: float) -> None:
         self._clock.drop(rank, t)
+
+    def handle(self, t: float, seconds: float) -> float:
+        return self._clock.handle(t, seconds)

@@ -112,6 +112,8 @@ class Simulation:
         self._clock_of_run = partial(getattr, self._queue, "now")
         self._fault_injector = FaultInjector(faults, plan.cluster)
         self._clock = self._fault_injector.clock(compute.start(plan.cluster.workers, plan.seed))
+        if within.start is None:
+            self._fabric.handle_with(self._clock.handle)
         for t, node, factor in reversed(
             self._fault_injector.narrowings()
         ):  # refuses the impossible, applies those at 0

@@ -166,6 +166,7 @@ class SplitSimulation:
         self._faults = FaultInjector(plan.faults, everyone)
         self._durations = StepDurations(compute.streams(everyone.workers, plan.seed))
         self._clock = self._faults.clock(compute.clock([repeat(1.0)] * everyone.workers))
+        self._fabric.handle_with(self._clock.handle)
         for t, node, factor in reversed(self._faults.narrowings()):  # refuses the impossible, applies those at 0
             self._fabric.narrow(node, everyone.processes, 1.0 if t else factor)
         self._everyone = everyone

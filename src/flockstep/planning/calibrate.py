@@ -135,9 +135,10 @@ def _described(
         cores = max(cores, machine.cores)
     fit = fit_law(times)
     notes.append(f"compute is {fit.why}")
-    wires, message = [], 0.0
+    wires, message, copy = [], 0.0, 0.0
     if workers > 1:
         message = _message(events)
+        copy = _copy(events, message)
         wires.append(_wire(_figures(events), message, notes))
         notes.append(
             "links were measured one pair of workers at a time: the slowdown of simultaneous messages is not included"
@@ -163,6 +164,8 @@ def _described(
         identity(job),
         machine.rates,
         message,
+        copy,
+        _besides(events, 2, gradients),
     )
     return Calibration(shape, tuple(notes))
 
@@ -216,6 +219,32 @@ def _message(events: Sequence[Event]) -> float:
     """Seconds that a node spends on a message; 0 if not measured."""
     found = [event.value for event in events if isinstance(event, ScalarEvent) and event.name.startswith("message ")]
     return float(f"{statistics.median(found):.4g}") if found else 0.0
+
+
+def _copy(events: Sequence[Event], message: float) -> float:
+    """Seconds that a core spends on a byte at either end of a link, without the handling of its message; 0 if not
+    measured.
+    """
+    found: dict[int, list[float]] = {}
+    for event in events:
+        if isinstance(event, ScalarEvent) and event.name.startswith("copy "):
+            found.setdefault(int(event.name.split()[2]), []).append(event.value)
+    if not found:
+        return 0.0
+    nbytes = max(found)
+    return float(f"{max(0.0, statistics.median(found[nbytes]) - message / nbytes):.4g}")
+
+
+def _besides(events: Sequence[Event], first: int, last: int) -> float:
+    """Median seconds by which a step of a worker that computes alone is longer than its gradient; 0 if unknown."""
+    found = []
+    previous: dict[int, float] = {}
+    for one in events:
+        if isinstance(one, StepEvent):
+            if first <= one.step <= last and one.rank in previous:
+                found.append(one.seconds - previous[one.rank] - one.compute_seconds)
+            previous[one.rank] = one.seconds
+    return float(f"{max(0.0, statistics.median(found)):.4g}") if found else 0.0
 
 
 def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes: list[str]) -> ClusterLink:

@@ -94,8 +94,8 @@ class _Run:
     """Usual seconds of a step; see `usual_seconds`."""
     hosts: Hosts
     """The workers of each host; without hosts in the record, each worker is on its own."""
-    message: float = 0.0
-    """Seconds that a node spends on a message."""
+    work: Overheads = Overheads()
+    """Costs of nodes besides gradients."""
 
     @property
     def steps(self) -> int:
@@ -115,7 +115,7 @@ class _Run:
         return self.compute[rank][first_counted(self.steps) :]
 
     def takes(self, latency: float, bandwidth: float) -> float:
-        """Seconds of a step over links of that latency and bandwidth; nodes spend `message` seconds on each message."""
+        """Seconds of a step over links of that latency and bandwidth."""
         events: list[Event] = []
         rehearse(
             self.strategy,
@@ -128,7 +128,7 @@ class _Run:
             steps=self.steps,
             quick=True,
             seed=self.config.seed,
-            work=Overheads(self.message),
+            work=self.work,
             listen=events.append,
         )
         return usual_seconds(steps_by_worker(events, self.config.workers), self.steps)
@@ -147,7 +147,7 @@ def fit_records(
     latency: float | None = None,
     bandwidth: float | None = None,
     imports: Sequence[str] = (),
-    message: float = 0.0,
+    work: Overheads = Overheads(),  # noqa: B008
 ) -> Calibration:
     """Fit the description of the cluster on which the recorded runs took place.
 
@@ -156,7 +156,7 @@ def fit_records(
         latency: latency of the links in seconds if it is known; None to fit it.
         bandwidth: bandwidth of the links in bytes per second if it is known; None to fit it.
         imports: the Python files that the records may need; no other file is executed.
-        message: seconds that a node spends on each message that it sends or receives.
+        work: costs of nodes besides gradients, as far as they are known.
 
     Returns:
         The description of the cluster, with notes about the fit.
@@ -167,7 +167,7 @@ def fit_records(
     """
     if not folders:
         raise ConfigurationError("a fit needs at least one record, got none; name the folder of a run")
-    runs = [replace(_read(Path(folder), imports), message=message) for folder in folders]
+    runs = [replace(_read(Path(folder), imports), work=work) for folder in folders]
     first = runs[0]
     for run in runs[1:]:
         for name in ("job", "workers", "batch"):

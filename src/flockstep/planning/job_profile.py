@@ -226,7 +226,7 @@ class Site:
         task, traits = self.task, strategy.traits
         add, update = 1 / self.rate("reduce", ""), task.elements / self.rate("optimizer", self.optimizer)
         receive = serve = add / task.itemsize
-        step = 0.0 if traits.server_optimizer else update
+        step = self.cluster.step + (0.0 if traits.server_optimizer else update)
         if (once := self.encoded(strategy)) is not None:
             name = str(strategy.coding)
             decode = task.elements / self.rate("decode", name)
@@ -235,7 +235,7 @@ class Site:
         if traits.server_optimizer:
             each = update / workers if traits.delivery == "synchronous" else update
             serve += each / (once or task.nbytes)
-        return Overheads(self.cluster.message, receive, serve, step)
+        return Overheads(self.cluster.message, receive, serve, step, self.cluster.copy)
 
     def assumptions(self) -> list[str]:
         """Sentences about what is assumed where job and cluster give no information."""

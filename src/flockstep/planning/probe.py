@@ -33,6 +33,8 @@ class Probe(Strategy):
     Scalars, in seconds: "one way a b N" is half of the median round trip of N bytes between workers a and b, for one
     element, and for the whole model or `LARGE` bytes, whichever is more. "message a b" is the time of each of `BURST`
     successive messages of one element from a to b: the time of handling a message, without the latency of the link.
+    "copy r N" is the time that the cores of worker r spend on each byte that it sends or receives in round trips of N
+    bytes.
     """
 
     largest_message: ClassVar[int] = LARGE
@@ -84,8 +86,10 @@ class Probe(Strategy):
 
     async def _talk(self, me: Worker, pair: tuple[int, int], array: Array) -> None:
         first, second = pair
-        spent = []
-        for _ in range(self.rounds + 1):
+        spent, busy = [], 0.0
+        for number in range(self.rounds + 1):
+            if number == 1:
+                busy = time.process_time()
             if me.rank == second:
                 await me.receive("ping", first)
                 me.send(first, "pong", array)
@@ -94,6 +98,8 @@ class Probe(Strategy):
             me.send(second, "ping", array)
             await me.receive("pong", second)
             spent.append((time.perf_counter() - start) / 2)
+        busy = time.process_time() - busy
+        me.record_scalar(f"copy {me.rank} {array.nbytes}", busy / (2 * self.rounds * array.nbytes))
         if spent:
             me.record_scalar(f"one way {first} {second} {array.nbytes}", statistics.median(spent[1:]))
 

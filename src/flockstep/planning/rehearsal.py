@@ -234,7 +234,9 @@ class _Stage:
             self.listen(event)
 
         compute = Longer(self.compute, self.work.step) if self.work.step else self.compute
-        network = Handled(self.network, self.work.message, self.work.receive, self.work.serve, engine.factor)
+        network = Handled(
+            self.network, self.work.message, self.work.receive, self.work.serve, engine.factor, self.work.copy
+        )
         simulation: Simulation | SplitSimulation
         if self.split is None:
             simulation = Simulation(engine, plan, compute, network, both)

@@ -158,7 +158,7 @@ def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
     strategy, partition = Strategy.parse(config.strategy), Partition.parse(config.partition or "none")
     replicas = partition.replicas(config.workers)
     work = site.work(strategy, replicas, _share_encoded(strategy, site, replicas))
-    network = Handled(shape.network(config.workers), work.message, work.receive, work.serve)
+    network = Handled(shape.network(config.workers), work.message, work.receive, work.serve, copy=work.copy)
     compute = Longer(site.compute(config.workers), work.step)
     return replace(config, network=str(network), compute=str(compute), cluster=shape.name)
 

@@ -7,6 +7,7 @@ random numbers).
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -54,6 +55,13 @@ class Clock(ABC):
     @abstractmethod
     def drop(self, rank: int, t: float) -> None:
         """Cancel the current gradient of worker `rank`."""
+
+    @abstractmethod
+    def handle(self, t: float, seconds: float) -> float:
+        """Return when a node has handled a message for which a core needs `seconds` from time `t` on.
+
+        On shared cores messages go before gradients.
+        """
 
 
 def portion(share: float) -> float:
@@ -131,6 +139,9 @@ class _Fixed(Clock):
     def drop(self, rank: int, t: float) -> None:
         pass
 
+    def handle(self, t: float, seconds: float) -> float:
+        return t + seconds
+
 
 class _OwnCores(_Fixed):
     def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
@@ -150,7 +161,10 @@ class _SharedCores(_Fixed):
 
 
 class _Turns(Clock):
-    """Gradients that run at the same time share the cores evenly: each has at most one core."""
+    """Gradients that run at the same time share the cores evenly: each has at most one core.
+
+    Each message that is handled takes a core from them.
+    """
 
     fixed = False
 
@@ -160,6 +174,8 @@ class _Turns(Clock):
         self._work = [0.0] * len(streams)
         self._left: dict[int, float] = {}
         """Worker → seconds that its running gradient still takes on a core of its own."""
+        self._handling: list[tuple[float, float]] = []
+        """Beginning and end of the times in which a core handles a message."""
         self._now = 0.0
 
     def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
@@ -174,20 +190,36 @@ class _Turns(Clock):
         self._flow(t)
         self._left.pop(rank, None)
 
-    def _pace(self, running: int) -> float:
-        """Speed of a gradient while `running` gradients share the cores."""
-        return min(1.0, self._cores / running)
+    def handle(self, t: float, seconds: float) -> float:
+        """Handle the message as soon as fewer messages than cores are handled at the same time."""
+        for begin in sorted({t, *(end for _, end in self._handling if end > t)}):
+            end = begin + seconds
+            if sum(other < end and begin < until for other, until in self._handling) < self._cores:
+                break
+        bisect.insort(self._handling, (begin, end))
+        return end
+
+    def _pace(self, running: int, t: float) -> float:
+        """Speed of a gradient at time `t` while `running` gradients share the cores."""
+        taken = sum(begin <= t < end for begin, end in self._handling)
+        return min(1.0, (self._cores - taken) / running)
+
+    def _changes(self, t: float) -> list[float]:
+        """Times after `t` at which the cores that handle messages change."""
+        return sorted({one for both in self._handling for one in both if one > t})
 
     def _flow(self, t: float) -> None:
         """Let the gradients run until time `t`."""
         while self._left and self._now < t:
-            pace = self._pace(len(self._left))
-            first = min(self._left.values()) / pace
-            passed = min(first, t - self._now)
-            self._now = t if passed < first else self._now + passed
+            pace = self._pace(len(self._left), self._now)
+            until = min([t, *self._changes(self._now)])
+            first = min(self._left.values()) / pace if pace else math.inf
+            passed = min(first, until - self._now)
+            self._now = until if passed < first else self._now + passed
             rest = {rank: left - passed * pace for rank, left in self._left.items()}
             self._left = {rank: left for rank, left in rest.items() if left > _CLOSE * self._work[rank]}
         self._now = max(self._now, t)
+        self._handling = [both for both in self._handling if both[1] > self._now]
 
     def _end(self, rank: int, until: float) -> float:
         """Time at which `until` seconds are left of a worker's gradient, if no other begins before."""
@@ -198,8 +230,17 @@ class _Turns(Clock):
         for left in sorted(self._left.values()):
             if left >= wanted:
                 break
-            at, done, running = at + (left - done) / self._pace(running), left, running - 1
-        return at + (wanted - done) / self._pace(running)
+            at, done, running = self._later(at, left - done, running), left, running - 1
+        return self._later(at, wanted - done, running)
+
+    def _later(self, at: float, work: float, running: int) -> float:
+        """Time at which each of `running` gradients has computed for `work` seconds of a core since time `at`."""
+        for change in self._changes(at):
+            pace = self._pace(running, at)
+            if pace * (change - at) >= work:
+                break
+            at, work = change, work - pace * (change - at)
+        return at + work / self._pace(running, at)
 
 
 def _generator(seed: int, stream: int, rank: int) -> np.random.Generator:

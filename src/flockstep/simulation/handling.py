@@ -5,8 +5,9 @@ adding, optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import add
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES, Address
@@ -27,6 +28,8 @@ class Overheads:
     """Seconds per byte of payload that a server receives."""
     step: float = 0.0
     """Seconds per step of a worker in addition to the gradient, for the optimizer and for encoding."""
+    copy: float = 0.0
+    """Seconds per byte of payload that a node sends or receives, while the network carries the byte."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class Handled(Network):
     """A network whose nodes handle messages one after another, and in which a byte of payload counts as `factor` bytes.
 
     A node spends `message` seconds on each message that it sends or receives. In addition, a worker spends `receive`
-    seconds, and a server `serve` seconds, on each byte of payload that it receives.
+    seconds, and a server `serve` seconds, on each byte of payload that it receives. While the network carries a
+    message, either end spends `copy` seconds on each byte of payload, which delay the message only if no core is free.
+    Where gradients share cores by turns, all these seconds are taken from the cores.
     """
 
     network: Network
@@ -55,9 +60,10 @@ class Handled(Network):
     receive: float = 0.0
     serve: float = 0.0
     factor: float = 1.0
+    copy: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("message", "receive", "serve"):
+        for name in ("message", "receive", "serve", "copy"):
             _time(getattr(self, name), name)
         if not 0 < self.factor < math.inf:
             raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor:g}; leave it out for 1")
@@ -85,21 +91,27 @@ class _Handled(Fabric):
     def __init__(self, fabric: Fabric, work: Handled) -> None:
         self._inner = fabric
         self._work = work
-        self._free = not (work.message or work.receive or work.serve)
         self._sending: dict[Address, float] = {}
         self._receiving: dict[Address, float] = {}
+        self._handle: Callable[[float, float], float] = add
+
+    def handle_with(self, handle: Callable[[float, float], float]) -> None:
+        self._handle = handle
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
-        heavy = HEADER_BYTES + round((nbytes - HEADER_BYTES) * self._work.factor)
-        if not self._work.message or source == to:
-            return self._received(self._inner.depart(source, to, heavy, t))
-        self._sending[source] = ready = max(t, self._sending.get(source, 0.0)) + self._work.message
-        return _Begun(source, to, heavy, ready, (), (), False)
+        payload = round((nbytes - HEADER_BYTES) * self._work.factor)
+        heavy, copying = HEADER_BYTES + payload, self._work.copy * payload
+        if not self._work.message + copying or source == to:
+            return self._received(self._inner.depart(source, to, heavy, t), t)
+        begin = max(t, self._sending.get(source, 0.0))
+        self._sending[source] = end = self._handle(begin, self._work.message + copying)
+        return _Begun(source, to, heavy, max(t, end - copying), (), (), False)
 
     def advance(self, transit: Transit) -> None:
+        now = transit.time
         if not isinstance(transit, _Begun):
             self._inner.advance(transit)
-            self._received(transit)
+            self._received(transit, now)
             return
         if transit.carried is None:
             carried = self._inner.depart(transit.source, transit.to, transit.nbytes, transit.time)
@@ -108,15 +120,20 @@ class _Handled(Fabric):
             self._inner.advance(carried)
         transit.carried = carried
         transit.time, transit.done = carried.time, carried.done
-        self._received(transit)
+        self._received(transit, now)
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
         self._inner.narrow(node, others, factor)
 
-    def _received(self, transit: Transit) -> Transit:
+    def _received(self, transit: Transit, now: float) -> Transit:
         """Add the receiver's handling time, after all messages that arrived before."""
         work, to = self._work, transit.to
-        if transit.done and transit.source != to and not self._free:
-            seconds = work.message + (work.serve if to < 0 else work.receive) * (transit.nbytes - HEADER_BYTES)
-            self._receiving[to] = transit.time = max(transit.time, self._receiving.get(to, 0.0)) + seconds
+        if not transit.done or transit.source == to:
+            return transit
+        payload = transit.nbytes - HEADER_BYTES
+        if copying := work.copy * payload:
+            transit.time += self._handle(now, copying) - (now + copying)
+        if seconds := work.message + (work.serve if to < 0 else work.receive) * payload:
+            begin = max(transit.time, self._receiving.get(to, 0.0))
+            self._receiving[to] = transit.time = self._handle(begin, seconds)
         return transit

@@ -105,6 +105,11 @@ class Fabric:
             self.advance(transit)
         return transit
 
+    def handle_with(self, handle: Callable[[float, float], float]) -> None:
+        """Use `handle` for the time at which a node has handled a message: a function of its beginning and its seconds
+        on a core. A network whose nodes spend no time on messages ignores it.
+        """
+
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
         """Set the bandwidth of the node's own link to 1/`factor` of its full bandwidth from now on.
 
