@@ -186,8 +186,8 @@ class FlockstepAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if input_dir is not None and any(Path(input_dir).glob("*.safetensors")):
             raise ConfigurationError(
-                f"safetensors cannot load {input_dir} into prepared models, whose parameters are parts of one memory; "
-                "load the models before prepare(), or save with safe_serialization=False"
+                f"safetensors cannot load {input_dir} into prepared models, whose parameters are views of one array; "
+                f"load the models before prepare(), or save with safe_serialization=False"
             )
         super().load_state(input_dir, **options)
         self.sync()

@@ -283,7 +283,7 @@ import ray
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=os.getcwd())
 place = ray.remote(lambda: ray.get_runtime_context().get_node_id())
 assert ray.get(place.remote()) == ray.get_runtime_context().get_node_id()
-print("ray", ray.__version__, "on a node of its own")
+print("ray", ray.__version__, "on a separate node")
 ray.shutdown()
 """
 _SPARK = """

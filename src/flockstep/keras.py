@@ -249,7 +249,7 @@ class Flockstep(keras.callbacks.Callback):  # type: ignore[misc]
             "use_ema=True": bool(getattr(optimizer, "use_ema", False)),
             "steps_per_execution > 1": model.steps_per_execution > 1,
             "a keras.distribution": keras.distribution.distribution() is not None,
-            "a train_step of its own": jax and type(model).train_step is not keras.Model.train_step,
+            "a custom train_step": jax and type(model).train_step is not keras.Model.train_step,
             "jit_compile=True on PyTorch": not jax and model.jit_compile is True,
         }
         found = [name for name, is_so in wrong.items() if is_so]

@@ -141,7 +141,7 @@ class Task:
 
     def _wait_for(self, effect: Effect) -> None:
         if isinstance(effect, NeedGradient):
-            raise TypeError("a background task cannot ask for a gradient; ask for gradients in the worker's program")
+            raise TypeError("a background task cannot request a gradient; request gradients in the worker's program")
         if isinstance(effect, NeedWork):
             self.work = effect.work
         else:

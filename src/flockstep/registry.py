@@ -430,7 +430,7 @@ def load(noun: str, name: str) -> Any:
         short = alias(noun, name)
         if short is not None:
             raise ConfigurationError(
-                f"{name} stands for {short} and takes no arguments; write the long form with your arguments"
+                f"{name} stands for {short} and takes no arguments; write this expression with your arguments"
             )
         raise unknown(noun, name)
     key = noun, name

@@ -157,7 +157,7 @@ def test_a_run_that_ended_without_a_usable_model_is_not_finished(capsys: pytest.
         (["--lr-grid", "0.1,x"], "--lr-grid must be different numbers > 0, got 0.1,x; write 0.03,0.1,0.3"),
         (["--lr-grid", "0.1,0.1"], "--lr-grid must be different numbers > 0"),
         (["--lr-grid", "0.1", "--lr", "0.2"], "--lr 0.2 and --lr-grid 0.1 contradict each other"),
-        (["--seeds", "0"], "seeds must be >= 1 run of each strategy, got 0"),
+        (["--seeds", "0"], "seeds must be >= 1, got 0"),
         (["--result", "server"], "result must be one of"),
     ],
 )

@@ -158,9 +158,9 @@ def test_what_cannot_travel_is_refused_before_anything_starts(tmp_path: Path) ->
     assert ended.returncode == 0, ended.stderr
     assert not (tmp_path / "run").exists()
     starts = [
-        "locks uses lock, which cannot travel to another process (lock is _thread.lock",
-        "reads uses texts, which cannot travel to another process (texts is numpy.ndarray",
-        "plain uses args[0], which cannot travel to another process (args[0] is _thread.lock",
+        "locks uses lock, which cannot be sent to another process (lock is _thread.lock",
+        "reads uses texts, which cannot be sent to another process (texts is numpy.ndarray",
+        "plain uses args[0], which cannot be sent to another process (args[0] is _thread.lock",
         "launch takes a function that is defined at the top of a notebook's cell or of a module, got within.<locals>.i",
         "launch takes a function that is defined at the top of a notebook's cell or of a module, got <lambda>",
         "launch takes a function, got partial",

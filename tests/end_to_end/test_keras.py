@@ -84,4 +84,4 @@ def test_what_cannot_work_is_refused(results: Any) -> None:
         assert 'pass for example optimizer="adam(lr=0.001)"' in found["servers"]
         assert "a model with use_ema=True" in found["average"]
         # The refusal is that of JAX, whose train_step computes gradients and steps in one function.
-        assert ("a model with a train_step of its own" in found["step"]) == (each["backend"] == "jax"), found["step"]
+        assert ("a model with a custom train_step" in found["step"]) == (each["backend"] == "jax"), found["step"]

@@ -226,7 +226,7 @@ def test_a_defect_of_a_real_run_is_found_and_a_command_repeats_it(
     out = capfd.readouterr().out
     assert what in out
     assert "  fired  " in out
-    assert "1 disruptions, 1 broke an invariant" in out
+    assert "1 disruptions, 1 violated an invariant" in out
     repeat = shlex.split(next(line for line in out.splitlines() if "repeat: " in line).partition("repeat: ")[2])
     assert repeat[:3] == ["flockstep", "chaos", "softmax"]
     assert Disruption.parse(repeat[repeat.index("--disruption") + 1]) == Disruption.parse(disruption)

@@ -230,7 +230,10 @@ def test_workers_that_cannot_join_are_refused_and_the_run_continues(
             ["-s", "all_reduce", "--max-workers", "1"],
             "max_workers must be >= 2, the number of workers, got 1; raise it",
         ),
-        (["-s", "ensemble", "--max-workers", "4"], "no rule gives a new worker its model; leave out --min-workers and"),
+        (
+            ["-s", "ensemble", "--max-workers", "4"],
+            "no rule determines the model of a new worker; leave out --min-workers and",
+        ),
         (["-s", "hogwild", "--max-workers", "4"], "has no checkpoints"),
     ],
 )

@@ -162,7 +162,7 @@ def test_workers_leave_one_after_another(tmp_path: Path) -> None:
         (["-s", "all_reduce"], "min_workers needs checkpoints, from which the run continues when a worker is lost"),
         (
             ["-s", "ensemble", "--checkpoint-every", "9"],
-            "no rule gives a new worker its model; leave out --min-workers and --max-workers",
+            "no rule determines the model of a new worker; leave out --min-workers and --max-workers",
         ),
         (["-s", "hogwild", "--checkpoint-every", "9"], "has no checkpoints"),
         (["-s", "all_reduce", "--checkpoint-every", "9", "--min-workers", "3"], "min_workers must be <= 2, the number"),

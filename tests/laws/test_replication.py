@@ -270,7 +270,7 @@ def test_a_server_that_wakes_up_is_fenced() -> None:
     woken = run("ps(asynchronous, replicas=1)", simulation=Wakes)
     assert isinstance(woken.simulation, Wakes)
     assert woken.simulation.ended == (
-        "server 0 was taken for dead, and another process leads server 0 in epoch 1; this process ends"
+        "server 0 was declared lost, and another process leads server 0 in epoch 1; this process ends"
     )
     assert sum(e.value for e in woken.of(ScalarEvent) if e.name == "fenced_messages") > 0
     assert applied(woken) == {(-1, rank): STEPS for rank in range(WORKERS)}

@@ -224,7 +224,9 @@ def test_the_outer_optimizer_goes_on_and_block_momentum_follows_the_number_of_wo
 
 @pytest.mark.parametrize("text", ["ensemble", "codistillation"])
 def test_strategies_whose_workers_train_separate_models_refuse(text: str) -> None:
-    said = f"a run with {text} cannot continue with another number of workers, because each worker trains a model"
+    said = (
+        f"a run with {text} cannot continue with another number of workers, because each worker trains a separate model"
+    )
     with pytest.raises(CompositionError, match=said):
         changed(text, 4, 3)
 

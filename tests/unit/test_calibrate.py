@@ -359,8 +359,8 @@ def test_the_command_fits_a_record_and_refuses_options_of_the_other_way(records,
     assert done.exit_code == 0, done.output
     assert read_cluster(done.output).wires[0].bandwidth == pytest.approx(BANDWIDTH, rel=0.02)
     for wrong, rule in (
-        (["--from", folder, "-n", "3"], "is for a measurement"),
-        (["--bandwidth", "1gbit"], "is for --from"),
+        (["--from", folder, "-n", "3"], "is only for measuring this machine"),
+        (["--bandwidth", "1gbit"], "is only for --from"),
         (["--from", folder, "--latency", "100"], "--latency must have a unit, got '100'; write it like '100us'"),
         (["--from", folder, "--bandwidth", "1"], "--bandwidth must have a unit, got '1'; write it like '1gbit'"),
         (["--from", folder, "--out", "x.json"], "--out must be a .toml file, got 'x.json'; end the name in .toml"),

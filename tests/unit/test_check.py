@@ -95,7 +95,7 @@ def test_a_simulated_run_of_another_network_than_the_clusters_is_said_to_be_so(
     folder = record(tmp_path / "run", "all_reduce")
     assert check(folder).notes == ()
     found, gradients = check(folder, shape).notes
-    assert found == f"{note}: the error includes the difference to lab-1gbit"
+    assert found == f"{note}: the error includes the difference from lab-1gbit"
     assert gradients.startswith("a gradient of all_reduce took 10.00 ms in the run and takes 200 µs on lab-1gbit: ")
     (told,) = for_report([folder], shape)
     assert told is not None

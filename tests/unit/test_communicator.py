@@ -172,8 +172,8 @@ def test_a_wait_ends_after_its_timeout_and_takes_nothing_away(three: Group) -> N
 def test_misuse_is_named(three: Group) -> None:
     comm = three.ranks[0]
     wrong: list[tuple[Any, str]] = [
-        (lambda: comm.send(3, "x", np.ones(1)), r"a rank must be one of 0..2, got 3"),
-        (lambda: comm.receive("x", -1), r"a rank must be one of 0..2, got -1"),
+        (lambda: comm.send(3, "x", np.ones(1)), r"a rank must be from 0 to 2, got 3"),
+        (lambda: comm.receive("x", -1), r"a rank must be from 0 to 2, got -1"),
         (lambda: comm.send(1, "x", np.array([None])), "an array must be one of .*, got object; convert it"),
         (lambda: comm.send(1, "x", np.zeros(MOST)), "at most 1048576 bytes, got 8388608; send it in parts"),
         (lambda: comm.send(1, "x", np.ones(1), codec="haff"), "did you mean 'half'"),

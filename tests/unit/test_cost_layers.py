@@ -372,7 +372,7 @@ def test_layers_that_share_weights_are_in_one_stage():
 
 
 def test_branches_are_no_pipeline():
-    with pytest.raises(ConfigurationError, match="has branches, so that its layers are no chain"):
+    with pytest.raises(ConfigurationError, match="has branches, so its layers do not form a chain"):
         cut(reference("googlenet"), 2, 8)
     assert "branches" in report.document(reference("googlenet"), 8, 2)["pipeline"]["impossible"]
     assert report.document(reference("vgg-a"), 8, 4)["pipeline"]["speedup"] > 2

@@ -73,7 +73,10 @@ def test_what_cannot_be_counted() -> None:
         return jax.lax.while_loop(lambda h: h.sum() > 0, lambda h: h @ params["w"], x)
 
     square = {"w": jnp.ones((6, 6))}
-    with pytest.raises(ConfigurationError, match=r"while in apply computes products as often .*; use jax\.lax\.scan"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"while in apply computes a number of products that depends on the data, .*; use jax\.lax\.scan",
+    ):
         shape_of(JaxModel(lambda key: square, loops), X, "loops")
     with pytest.raises(ConfigurationError, match="wrong failed on the sample batch: TypeError: "):
         shape_of(JaxModel(lambda key: square, lambda params, x: x @ params["w"][:3]), X, "wrong")

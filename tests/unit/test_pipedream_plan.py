@@ -69,6 +69,8 @@ def test_small_weights_are_replicated_and_small_outputs_cut() -> None:
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="a plan needs layers and workers, got 0 and 2"):
         pipedream_plan([], [], [], 2, BANDWIDTH)
-    with pytest.raises(ConfigurationError, match="2 layers on 4 workers make no pipeline of stages with 1 workers"):
+    with pytest.raises(
+        ConfigurationError, match="2 layers on 4 workers do not form a pipeline of stages with 1 workers"
+    ):
         pipedream_plan([1, 1], [1, 1], [1, 1], 4, BANDWIDTH, replicas=1)
     assert math.isfinite(even_plan([1, 1], [1, 1], [1, 1], 4, BANDWIDTH).seconds)

@@ -357,8 +357,8 @@ def test_a_plan_that_is_interrupted_after_its_predictions_prints_them(
     said = capsys.readouterr()
     rest = json.loads(said.out)
     assert said.err.endswith(
-        "flockstep: interrupted; this plan lacks how the strategies scale, and the circumstances "
-        "that would change the recommendation\n"
+        "flockstep: interrupted; this plan does not show how the strategies scale, nor which conditions "
+        "would change the recommendation\n"
     )
     assert rest["strategies"] == whole["strategies"]
     assert rest["advice"]["choice"] == whole["advice"]["choice"]

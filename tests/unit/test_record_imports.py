@@ -96,7 +96,7 @@ def test_what_is_run_is_the_readers_own_file(
     assert run(["report", str(record), *page]) == 2
     assert run(["report", str(record), *page, "--import", str(own)]) == 0
     assert run(["calibrate", "--import", str(own)]) == 2
-    assert f"--import {own} is for --from" in capsys.readouterr().err
+    assert f"--import {own} is only for --from" in capsys.readouterr().err
     assert not mark.exists()
 
 

@@ -147,7 +147,7 @@ class Flipped(Counted):
 
 def test_a_random_flip_is_noticed_and_missing_values_are_not_random() -> None:
     for seed in range(50):
-        with pytest.raises(ConfigurationError, match=r"sample \d+ of train is not the same each time that it is read"):
+        with pytest.raises(ConfigurationError, match=r"sample \d+ of train differs each time it is read"):
             Data.of(Flipped(seed), (X, Y))
     missing = X.copy()
     missing[0, 0] = np.nan
@@ -158,11 +158,14 @@ def test_what_cannot_be_counted_or_repeated_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("flockstep.frameworks.streams.MOST", 100)
     weighted = WeightedRandomSampler([1.0] * 40, 40)
     cases: list[tuple[Any, str]] = [
-        (Noisy(), r"sample 0 of train is not the same each time .*; draw random changes in the model's forward\(\)"),
+        (Noisy(), r"sample 0 of train differs each time .*; draw random changes in the model's forward\(\)"),
         (Counted(X[:0], Y[:0]), "train must hold at least one sample, got none"),
         ([{"x": 1, "y": 2}], r"a sample of train must be a pair \(x, y\), got dict; return one, or name the columns"),
         (iter(lambda: (1, 2), None), "train is an iterable of more than 100 samples, which cannot be counted"),
-        (DataLoader(Counted(), sampler=weighted), "the loader of train has a WeightedRandomSampler or batches of its"),
+        (
+            DataLoader(Counted(), sampler=weighted),
+            "the loader of train has a WeightedRandomSampler or makes its own batches",
+        ),
         (17, "train must be a pair of arrays, a data set with __len__ and __getitem__, .* got int"),
     ]
     for samples, message in cases:
@@ -215,7 +218,7 @@ def test_workers_that_read_an_iterable_in_another_order_end_the_run(
     shuffled = "(PAIRS[i] for i in np.random.default_rng().permutation(64))"
     (tmp_path / "shuffled.py").write_text(JOB.format(data=f"flockstep.Data.of({shuffled}, PAIRS)"))
     with pytest.raises(
-        FlockstepError, match=r"the data has changed: train is .* read them in the same order each time"
+        FlockstepError, match=r"the data has changed: train is .* read the data in the same order in every process"
     ):
         flockstep.run("shuffled.py", "all_reduce", workers=2, out="run")
 
@@ -226,7 +229,7 @@ def test_windows_of_a_text(tmp_path: Path) -> None:
     assert [(bytes(x.tolist()), bytes(y.tolist())) for x, y in (windows[i] for i in range(len(windows)))] == [
         (b"abc", b"bcd"), (b"def", b"efg"), (b"ghi", b"hij"),
     ]  # fmt: skip
-    with pytest.raises(ConfigurationError, match="has 10 bytes, got windows of 10, which need one byte more"):
+    with pytest.raises(ConfigurationError, match="has 10 bytes, got windows of 10, which need at least one byte more"):
         TextWindows(tmp_path / "text", 10)
     with pytest.raises(ConfigurationError, match="there is no text in"):
         TextWindows(tmp_path / "other", 3)

@@ -176,7 +176,7 @@ def test_what_would_lose_state_is_refused() -> None:
         calls.before_step()
     for call in ("before_step", "before_restart"):
         calls, _, _ = begun(EXTRA)
-        with pytest.raises(ConfigurationError, match="in a resumed run the script must come to"):
+        with pytest.raises(ConfigurationError, match="in a resumed run the script must call"):
             getattr(calls, call)()
     calls, _, keeper = begun()
     keeper.refusal = "no place to stop"

@@ -160,7 +160,7 @@ def test_a_shared_bench_changes_nothing(site: Site) -> None:
 def test_what_cannot_be_tried_is_refused(site: Site) -> None:
     reference = Site(task_of("vgg-a"), cluster())
     with pytest.raises(
-        ConfigurationError, match="vgg-a describes sizes but has no data, so no model can be trained; give"
+        ConfigurationError, match="vgg-a describes only sizes and has no data, so no model can be trained; give"
     ):
         trial(reference, None, 1)
     with pytest.raises(ConfigurationError, match="time to target needs a finite target, got nan"):
@@ -374,7 +374,7 @@ def test_options_of_trials_without_trials_are_refused(capsys: pytest.CaptureFixt
     assert run_command(["plan", JOB, "--trials", "3"]) == 2
     assert "--trials 3 has an effect on trials only; add --simulate" in capsys.readouterr().err
     assert run_command(["plan", "vgg-a", "-c", "edge", "--simulate", "-s", "all_reduce"]) == 2
-    assert "vgg-a describes sizes but has no data" in capsys.readouterr().err
+    assert "vgg-a describes only sizes and has no data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["2", "0", "-0.5"])

@@ -46,7 +46,7 @@ class RunHistory:
 def disruption_fires(history: RunHistory) -> Iterator[str]:
     """The disruption happens before the run ends."""
     if not history.fired:
-        yield "the disruption did not fire"
+        yield "the disruption did not happen before the run ended"
 
 
 def ends_as_expected(history: RunHistory) -> Iterator[str]:
@@ -205,7 +205,7 @@ def _mass_in(folder: Path, history: RunHistory) -> Iterator[str]:
     waiting += [message for one in saved for taken in one.taken.values() for message in taken]
     mass = history.setting.strategy.mass([one.state for one in saved], waiting)
     if mass is not None and mass[0] != mass[1]:
-        yield f"checkpoint {folder.name}: the mass is {mass[0]} in place of {mass[1]}"
+        yield f"checkpoint {folder.name}: the mass (push-sum weight) is {mass[0]} in place of {mass[1]}"
 
 
 def _named(nodes: frozenset[int]) -> str:

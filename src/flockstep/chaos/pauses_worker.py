@@ -44,7 +44,8 @@ class PausesWorker(Disruption):
         if setting.heartbeat * BELOW < self.seconds < setting.heartbeat * ABOVE:
             raise ConfigurationError(
                 f"seconds must be <= {BELOW * setting.heartbeat:g} or >= {ABOVE * setting.heartbeat:g} with a "
-                f"heartbeat of {setting.heartbeat:g} s, got {self.seconds:g}: in between the worker may be lost or not"
+                f"heartbeat of {setting.heartbeat:g} s, got {self.seconds:g}; between these limits it is uncertain "
+                f"whether the worker is lost"
             )
 
     @property

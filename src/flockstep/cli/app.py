@@ -214,7 +214,12 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")],
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-n", min=1, help="Number of workers from now on; by default as many as before."),
+        typer.Option(
+            "--workers",
+            "-n",
+            min=1,
+            help="Number of workers with which the run continues (default: the number that the run had).",
+        ),
     ] = None,
     where: o.HostOptions = o.HERE,
     as_json: o.Json = False,
@@ -323,7 +328,7 @@ def compare(
     strategy: Annotated[
         list[str],
         typer.Option(
-            "--strategy", "-s", help="A strategy to compare; repeat the option for each one.", autocompletion=o.STRATEGY
+            "--strategy", "-s", help="A strategy to compare; repeat the option for several.", autocompletion=o.STRATEGY
         ),
     ],
     workers: o.Workers = 4,

@@ -127,5 +127,6 @@ def _measured(
 def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
     """Refuse options that were given although they mean nothing here."""
     for option, value in o.given_options(context, names):
-        means = "is for a measurement and has no effect with --from" if names == _MEASURING else "is for --from"
+        measuring = "is only for measuring this machine and has no effect with --from"
+        means = measuring if names == _MEASURING else "is only for --from"
         raise ConfigurationError(f"{option} {value} {means}; leave it out")

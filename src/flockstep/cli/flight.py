@@ -24,7 +24,9 @@ def show_flight(folder: Path, as_json: bool) -> None:
         show.json({"folder": str(folder), "lost": lost_nodes(record), "flight": flights})
         return
     if not record.flight:
-        raise ConfigurationError(f"{folder} holds no flight recorder, because its run had no fault; name another run")
+        raise ConfigurationError(
+            f"{folder} holds no flight recorder, because no fault occurred in this run; name another run"
+        )
     for sentence in lost_nodes(record):
         print(sentence)
     for name, events in record.flight.items():

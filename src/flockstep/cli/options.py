@@ -164,7 +164,7 @@ Heartbeat = Annotated[
 LinkTimeout = Annotated[
     float,
     typer.Option(
-        help="Seconds for which the connection between two hosts may be away before a process counts as lost.",
+        help="Seconds for which the connection between two hosts may be interrupted before a process counts as lost.",
         rich_help_panel=PROCESSES,
     ),
 ]
@@ -180,7 +180,8 @@ OnBadGradient = Annotated[
     str,
     typer.Option(
         "--on-bad-gradient",
-        help="For a gradient that is not finite or too large: stop, skip, or quarantine the worker.",
+        help="What happens to a gradient that is not finite or too large: stop the run, skip the gradient, or "
+        "quarantine the worker.",
         rich_help_panel=TRAINING,
     ),
 ]
@@ -188,13 +189,14 @@ MaxGradientNorm = Annotated[
     float | None,
     typer.Option(
         "--max-gradient-norm",
-        help="Largest norm of a gradient, or of its slice on a shard; a larger one counts as bad (default: no limit).",
+        help="Largest norm of a gradient, or of its slice on a shard; a gradient with a larger norm counts as bad "
+        "(default: no limit).",
         rich_help_panel=TRAINING,
     ),
 ]
 Strikes = Annotated[
     int,
-    typer.Option(help="Bad gradients of one worker until its quarantine.", rich_help_panel=TRAINING),
+    typer.Option(help="Number of bad gradients after which a worker is quarantined.", rich_help_panel=TRAINING),
 ]
 Nodes = Annotated[
     int | None,
@@ -417,7 +419,7 @@ Imports = Annotated[
     typer.Option("--import", help="Python file that registers components; repeat the option for several."),
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="Folder for the record (default: a new one in runs/).", rich_help_panel=OUTPUT)
+    Path | None, typer.Option(help="Folder for the record (default: a new folder in runs/).", rich_help_panel=OUTPUT)
 ]
 CheckpointEvery = Annotated[
     str | None,
@@ -469,7 +471,7 @@ Resumes = Annotated[
         "--resume",
         help=(
             "Continue the run of this command in the folder of --out from its newest checkpoint, if the run has begun: "
-            "for commands that systemd, Slurm or a shell starts again."
+            "use this for commands that systemd, Slurm or a shell may restart."
         ),
         rich_help_panel=OUTPUT,
     ),

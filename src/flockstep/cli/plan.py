@@ -48,7 +48,7 @@ Hours = Annotated[
     float | None,
     typer.Option(
         help="Length of the run in hours; it determines how many failures are expected.",
-        show_default="the time of the job's own epochs; 24 without data",
+        show_default="the time of the job's epochs; 24 without data",
     ),
 ]
 Strategies = Annotated[
@@ -81,14 +81,14 @@ Partitions = Annotated[
     typer.Option(
         "--partition",
         help="Partition to consider, such as pipeline(2, 1f1b, 8); repeat the option for several (default with "
-        "--hybrid: the best found by a search).",
+        "--hybrid: the best partitions that a search finds).",
         rich_help_panel=SPLIT_PANEL,
     ),
 ]
 Memory = Annotated[
     str | None,
     typer.Option(
-        help="Memory of a worker, such as 16GB; activations count. Implies --hybrid.",
+        help="Memory of a worker, such as 16GB; activations are included. Implies --hybrid.",
         show_default="as the cluster says",
         rich_help_panel=SPLIT_PANEL,
     ),
@@ -147,7 +147,7 @@ everything is shown.
 """
 MATTERS = 5
 """Largest rank of the columns in the table of a plan; with --all, all columns are shown."""
-LACKS = "this plan lacks how the strategies scale, and the circumstances that would change the recommendation"
+LACKS = "this plan does not show how the strategies scale, nor which conditions would change the recommendation"
 """Sentence that a plan prints if the user interrupted its advice."""
 BUDGET = 120.0
 """Default budget in real seconds for all trials, if neither --trials nor --budget is given."""

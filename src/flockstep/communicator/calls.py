@@ -50,7 +50,7 @@ class Calls:
             ConfigurationError: there is no such rank.
         """
         if not 0 <= rank < self.workers:
-            raise ConfigurationError(f"a rank must be one of 0..{self.workers - 1}, got {rank!r}")
+            raise ConfigurationError(f"a rank must be from 0 to {self.workers - 1}, got {rank!r}")
 
     def packet(self, array: Any, codec: str | Codec | None, use: str = "") -> Packet:
         """Return a copy of the array as it is now, encoded if a codec is given.

@@ -64,8 +64,8 @@ class SharedArray:
         with self._turn:
             if self._given_up:
                 raise TimedOut(
-                    f"an earlier sum of this shared array failed ({self._given_up}), so the ranks are no longer at "
-                    "the same sum; create a new shared array on all ranks"
+                    f"an earlier sum of this shared array failed ({self._given_up}), so the ranks no longer call the "
+                    f"same sum; create a new shared array on all ranks"
                 )
             self._gone = set()
             try:

@@ -61,7 +61,7 @@ class ClusterShape:
                 raise WrongValue(f"{key} must be >= 0 seconds, got {got:g}; leave it out for no delay", key)
         if self.law.sharing is not None:
             raise WrongValue(
-                f"compute must describe a worker that has a core to itself, got {self.law}; set cores = "
+                f"compute must describe a worker that has its own core, got {self.law}; set cores = "
                 f"{self.law.sharing} in [nodes.…] instead",
                 "compute",
             )

@@ -113,7 +113,7 @@ class ClusterLink:
             raise WrongValue(f"latency must be >= 0 and finite, got {self.latency:g} s; write '50us'", "latency")
         if len(set(self.groups)) != len(self.groups):
             raise WrongValue(
-                f"{self.reach} must name each group only once, got {listed(self.groups)}; leave out the repetition",
+                f"{self.reach} must name each group only once, got {listed(self.groups)}; remove the duplicate",
                 self.reach,
             )
         if self.reach == "between" and len(self.groups) != 2:

@@ -60,7 +60,9 @@ def pipedream_plan(
     """
     layers = len(seconds)
     if not layers or workers < 1:
-        raise ConfigurationError(f"a plan needs layers and workers, got {layers} and {workers}; give at least one each")
+        raise ConfigurationError(
+            f"a plan needs layers and workers, got {layers} and {workers}; give at least one of each"
+        )
     time, size = [0.0, *accumulate(seconds)], [0.0, *accumulate(weights)]
 
     def stage(first: int, last: int, count: int) -> float:
@@ -84,7 +86,8 @@ def pipedream_plan(
     found, stages = best[layers - 1, workers]
     if not found < math.inf:
         raise ConfigurationError(
-            f"{layers} layers on {workers} workers make no pipeline of stages with {replicas} workers each; use a "
+            f"{layers} layers on {workers} workers do not form a pipeline of stages with {replicas} workers each; "
+            f"use a "
             "divisor of the number of workers, and at most as many stages as layers"
         )
     return PipeDreamPlan(stages, found)

@@ -90,8 +90,8 @@ def units(model: ModelShape) -> list[Chain]:
     before = [(), *((layer.name,) for layer in model.layers)]
     if any(layer.after not in (None, known) for layer, known in zip(model.layers, before, strict=False)):
         raise ConfigurationError(
-            f"{model.name} has branches, so that its layers are no chain to be cut into stages; split single layers, "
-            "or the data"
+            f"{model.name} has branches, so its layers do not form a chain that can be cut into stages; split single "
+            f"layers, or use data parallelism"
         )
     return [model.layers[start:end] for start, end in pairwise([*_places(model), len(model.layers)])]
 

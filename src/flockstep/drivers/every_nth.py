@@ -56,7 +56,7 @@ class ShardedBatches(EpochBatches[B]):
         loading = getattr(self._batches, "num_workers", 0)
         if loading > 1 and self._rank == 0 and digests[0] == digests[1]:
             warnings.warn(
-                f"the {loading} processes of the loader read the same batches, so every sample of an epoch comes "
+                f"the {loading} processes of the loader read the same batches, so every sample occurs in an epoch "
                 f"{loading} times; let the __iter__ of the data set yield a different part in each process, by "
                 "torch.utils.data.get_worker_info()",
                 UserWarning,

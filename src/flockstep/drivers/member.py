@@ -408,7 +408,7 @@ class Member:
         if peer in self.bus.broken(2 * self.node_spec.heartbeat):
             raise PeerLost(
                 f"{self.bus.why_broken(peer)} before the run began, although both processes are alive; let the "
-                "firewall pass the workers' ports, which --transport \"tcp(memory=true, ports='29500-29600')\" limits"
+                f"firewall allow the workers' ports, which --transport \"tcp(memory=true, ports='29500-29600')\" limits"
             )
 
     def _sent(self, to: Address, message: Message) -> bool:

@@ -163,7 +163,7 @@ def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) 
     """
     if need.unless or need.samples or need.teachers or need.block is not None or need.turn is not None:
         raise CompositionError(
-            f"{strategy} asks for more than the gradient of the worker's next batch, which the parts of {partition} do "
+            f"{strategy} requests more than the gradient of the worker's next batch, which the parts of {partition} do "
             "not compute; use partition=none, or a strategy such as local_sgd"
         )
 

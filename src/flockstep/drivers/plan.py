@@ -132,7 +132,7 @@ def require_splittable(plan: Plan) -> None:
             "a number of steps that is not fixed" if traits.plain_gradients else "more than gradients of its next batch"
         )
         raise CompositionError(
-            f"the stages of a split model take every step together, got {strategy}, of which a worker asks for {why}; "
+            f"the stages of a split model take every step together, got {strategy}, of which a worker requests {why}; "
             "use a strategy such as local_sgd, or partition=none"
         )
     if plan.cluster.replicas:
@@ -147,8 +147,8 @@ def require_splittable(plan: Plan) -> None:
         )
     if plan.bad_gradients.action != "stop" or plan.bad_gradients.max_norm is not None:
         raise CompositionError(
-            f"on_bad_gradient={plan.bad_gradients.action} and max_gradient_norm need whole gradients, which no stage "
-            "of a split model has; leave them out, or use partition=none"
+            f"on_bad_gradient={plan.bad_gradients.action} and max_gradient_norm need whole gradients, but a stage of "
+            f"a split model has only a part; leave these settings out, or use partition=none"
         )
 
 

@@ -364,7 +364,7 @@ class ReplicatedServer(Endpoint):
                 self._commit(position)
             case Fenced(epoch):
                 raise PeerLost(
-                    f"{node_name(self._address)} was taken for dead, and another process leads "
+                    f"{node_name(self._address)} was declared lost, and another process leads "
                     f"{node_name(self._server)} in epoch {epoch}; this process ends"
                 )
 

@@ -32,7 +32,7 @@ def script_checkpoints(name: str) -> ScriptCheckpoints | None:
         )
     if live[0].script is None:
         raise ConfigurationError(
-            f"flockstep.{name} works with PyTorch after flockstep.distribute, got a run without it; save the state in "
-            "the script itself"
+            f"flockstep.{name} works with PyTorch after flockstep.distribute, got a run without it; let the script "
+            f"itself save the state"
         )
     return live[0].script

@@ -130,15 +130,16 @@ class ScriptCheckpoints:
     def _require_begun(self, what: str) -> None:
         if self._kept is not None and not self._begun:
             raise ConfigurationError(
-                f"in a resumed run the script must come to flockstep.checkpoint before {what}; leave out what belongs "
-                "to the first start alone unless flockstep.resumed() is None"
+                f"in a resumed run the script must call flockstep.checkpoint before {what}; run code for "
+                "the first start only if flockstep.resumed() is None"
             )
 
     def _begin(self, extra: Extra) -> None:
         """The first call: a resumed run is where it was when the checkpoint was taken."""
         if not self._asked:
             raise ConfigurationError(
-                "flockstep.checkpoint needs a script that goes on where it was; call flockstep.resumed() before the "
+                "flockstep.checkpoint needs a script that can continue where it stopped; call flockstep.resumed() "
+                "before the "
                 "loop, and restore the values that it returns"
             )
         now = _encoded(extra)

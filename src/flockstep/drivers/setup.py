@@ -121,7 +121,8 @@ def _require_plain_run(config: RunConfig, partition: Partition) -> None:
             )
     if config.checkpoint_every is not None and partition.delays is not None:
         raise CompositionError(
-            f"checkpoints need steps at whose end no micro-batch is in flight, got checkpoint_every="
+            f"checkpoints need a schedule in which no micro-batch is in flight at the end of a step, got "
+            f"checkpoint_every="
             f"{config.checkpoint_every} with {config.partition}; use a schedule such as 1f1b, or leave it out"
         )
 
@@ -232,7 +233,7 @@ class BuiltJob:
         partition = partition_of(config)
         if own is not None and partition != Unsplit():
             raise CompositionError(
-                f"all stages of a replica read its samples, but here each worker has samples of its own, got "
+                f"all stages of a replica read its samples, but in this run each worker has its own samples, got "
                 f"{partition}; leave the partition out"
             )
         split = None if partition == Unsplit() else make_split(job, config.seed, partition, facts)
@@ -266,7 +267,7 @@ def prepare(
         if facts.get(fact) != value:
             raise ConfigurationError(
                 f"the data has changed: {fact} is {facts.get(fact)}, but the record says {value}; train with "
-                "the data of the record, and read them in the same order each time and in every process"
+                "the data of the record, and read the data in the same order in every process and every time"
             )
     if config.until_target and job.target is None:
         raise ConfigurationError(f"until_target needs a target, and {job.name} has none; give one with --target")
@@ -329,8 +330,8 @@ def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: i
     schedule = Schedule.parse(config.schedule)
     if math.isnan(lr):
         raise ConfigurationError(
-            f"the schedule {schedule} needs a learning rate to change, and that of this optax optimizer is its own; "
-            "use for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or a schedule of optax"
+            f"the schedule {schedule} must change the learning rate, but only optax knows the learning rate of this "
+            f"optimizer; use for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or a schedule of optax"
         )
     facts = lr, job.batch, workers, train_size
     if config.steps and config.epochs is None:

@@ -247,8 +247,8 @@ def clip_values(parameters: Parameters, limit: float, strategy: Strategy) -> Non
     """
     if place_of_script()[1] > 1 and strategy.traits.clips != "own":
         raise CompositionError(
-            f"{strategy} combines gradients in step(), so values clipped before would not be those of the combined "
-            "gradient; clip by norm instead"
+            f"{strategy} combines gradients in step(), so clipping values before step() would not clip the combined "
+            f"gradient; clip by norm instead"
         )
     torch.nn.utils.clip_grad_value_(parameters, limit)
 

@@ -191,8 +191,9 @@ class Guard:
         names = [entry.name for entry, p, old in moved if p._version != old and entry.size > BLOCK]
         if names:
             warnings.warn(
-                f"parameter {names[0]} was written to between two steps; the parts of it that flockstep compares are "
-                "unchanged, but others may not be; if its values are not the old ones, call optimizer.sync() on every "
+                f"parameter {names[0]} was written to between two steps; the elements that flockstep compares are "
+                f"unchanged, but other elements may have changed; if the values of the parameter are new, call "
+                f"optimizer.sync() on every "
                 "rank after the change; from now on every parameter is compared as a whole",
                 RuntimeWarning,
                 stacklevel=6,

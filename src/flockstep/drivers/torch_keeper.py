@@ -70,7 +70,7 @@ class TorchKeeper:
         if self._joining():
             return (
                 "flockstep.checkpoint does not work inside optimizer.join() or over private data, because ranks that "
-                "have used their batches do not come to it; give every rank the same number of batches "
+                "have used all their batches do not call it; give every rank the same number of batches "
                 "(flockstep.shard does)"
             )
         return ""

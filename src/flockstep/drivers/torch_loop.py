@@ -180,8 +180,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._consent.joining:
             raise CompositionError(
-                f"{type(self.inner).__name__} evaluates its closure on all ranks together, also where a rank has no "
-                "more batches; give every rank the same number of batches (flockstep.shard does) without join() and "
+                f"{type(self.inner).__name__} evaluates its closure on all ranks together, even if a rank has no "
+                f"more batches; give every rank the same number of batches (flockstep.shard does) without join() and "
                 "private=True"
             )
         self._guard.check()

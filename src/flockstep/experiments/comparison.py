@@ -55,7 +55,7 @@ class Grid:
                 "a comparison needs at least one strategy, got none; give for example 'all_reduce' and 'gossip'"
             )
         if self.seeds < 1:
-            raise ConfigurationError(f"seeds must be >= 1 run of each strategy, got {self.seeds}; 5 are usual")
+            raise ConfigurationError(f"seeds must be >= 1, got {self.seeds}; 5 are usual")
 
     @property
     def count(self) -> int:

@@ -74,10 +74,10 @@ def launch(
         The finished run, with what the function returned on each rank.
 
     Raises:
-        ConfigurationError: the function, or something that it uses, cannot travel to another process; or an argument is
-            invalid.
+        ConfigurationError: the function, or something that it uses, cannot be sent to another process; or an argument
+            is invalid.
         RunError: the run failed, or was interrupted; the record is complete up to that point. If the function has
-            raised, the error's note is its traceback. Or the run has finished, but a result cannot travel back.
+            raised, the error's note is its traceback. Or the run has finished, but a result cannot be sent back.
     """
     program = program_of(function, tuple(args))
     name = function.__name__

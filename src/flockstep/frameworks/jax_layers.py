@@ -146,8 +146,8 @@ def _require_no_products(step: Any) -> None:
     for part in parts:
         for _ in _walk(part.jaxpr, [_Origin()] * len(part.jaxpr.invars), []):
             raise ConfigurationError(
-                f"{step.primitive.name} in apply computes products as often as the data say, so they cannot be "
-                "counted; use jax.lax.scan, or a loop in Python"
+                f"{step.primitive.name} in apply computes a number of products that depends on the data, so the "
+                f"products cannot be counted; use jax.lax.scan, or a loop in Python"
             )
 
 

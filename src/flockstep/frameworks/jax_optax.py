@@ -95,8 +95,8 @@ class OptaxOptimizer(Optimizer):
         """Return this optimizer with another learning rate, if optax allows the rate to be set."""
         if math.isnan(self.lr):
             raise ConfigurationError(
-                f"the learning rate {lr:g} cannot be set, because the learning rate of this optax optimizer is its "
-                "own; use for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "
+                f"the learning rate {lr:g} cannot be set, because only optax knows the learning rate of this "
+                f"optimizer; use for example optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or the expression "
                 '"sgd(lr=0.1)"'
             )
         return replace(self, lr=lr)
@@ -108,7 +108,7 @@ class OptaxOptimizer(Optimizer):
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        assert share == 1, "only steps of servers have shares"
+        assert share == 1, "only servers take shares of a step"
         own = jax.tree.unflatten(self.structure, state.foreign)
         if not math.isnan(self.lr):
             own.hyperparams["learning_rate"] = np.asarray(lr, own.hyperparams["learning_rate"].dtype)

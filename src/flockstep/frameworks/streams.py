@@ -42,7 +42,7 @@ class SampleReader:
         self._last: tuple[bytes, tuple[Any, Any]] = (b"-", (None, None))
         self.size = len(samples)
         if not self.size:
-            raise ConfigurationError(f"{name} must hold at least one sample, got none; check its source")
+            raise ConfigurationError(f"{name} must hold at least one sample, got none; check the source of the data")
         self._require_fixed()
 
     @property
@@ -108,8 +108,8 @@ class SampleReader:
             first, *others = (self._batch(index[None]) for _ in range(READINGS))
             if not all(_equal(a, b) for other in others for a, b in zip(first, other, strict=True)):
                 raise ConfigurationError(
-                    f"sample {index} of {self._name} is not the same each time that it is read, so that no run could "
-                    "be repeated; draw random changes in the model's forward(), where they depend on seed, worker and "
+                    f"sample {index} of {self._name} differs each time it is read, so that no run could be repeated; "
+                    f"draw random changes in the model's forward(), where they depend on seed, worker and "
                     "step"
                 )
 
@@ -231,6 +231,6 @@ def _require_plain(loader: Any, loading: Any, name: str) -> None:
     )
     if not plain or loader.batch_size is None or type(loader.batch_sampler) is not loading.BatchSampler:
         raise ConfigurationError(
-            f"the loader of {name} has a {type(sampler).__name__} or batches of its own, and a job draws batches "
-            "itself, from each worker's part; give loader.dataset, and batch=… to the Job"
+            f"the loader of {name} has a {type(sampler).__name__} or makes its own batches, but a job draws the "
+            f"batches from each worker's part; give loader.dataset, and batch=… to the Job"
         )

@@ -41,8 +41,8 @@ class SkeletonEngine(Engine):
             data = job.data()
             if not torch.equal(torch.get_rng_state(), before):
                 raise ConfigurationError(
-                    "data drawn with torch's random numbers depend on the numbers that the model draws before; draw "
-                    "them with a torch.Generator of their own"
+                    "data drawn with torch's random numbers depend on the numbers that the model has drawn before; "
+                    "draw the data with a separate torch.Generator"
                 )
         for name, one in module.named_parameters():
             if not one.is_meta:
@@ -89,4 +89,4 @@ class SkeletonEngine(Engine):
         return self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise RunError("a process that holds one part of a model has no whole model; ask a process that has one")
+        raise RunError("this process holds only one part of the model; use a process that holds the whole model")

@@ -722,14 +722,16 @@ def check_buffers(whole: TorchEngine, chunks: Sequence[Sequence[ChainLayer]], wh
         names = [found[0].name for found in users if found]
         if not names:
             raise ConfigurationError(
-                f"a buffer that changes in training must be used by a layer, got {name!r} of {who}, which the layers, "
-                "run one after another, leave as it is; change it in the forward method of a layer, not in a hook, or "
+                f"a buffer that changes in training must be used by a layer, got {name!r} of {who}, which the "
+                f"layers, run one after another, do not change; change the buffer in the forward method of a layer, "
+                f"not in a hook, or "
                 "use partition=none"
             )
         if len(names) > 1:
             raise ConfigurationError(
                 f"layers that share a buffer which changes in training must be in one stage, got {names[0]} and "
-                f"{names[1]} of {who}, which share {name!r}; cut elsewhere with split_at, or use a layer for each"
+                f"{names[1]} of {who}, which share {name!r}; cut elsewhere with split_at, or use a separate layer "
+                f"for each"
             )
 
 

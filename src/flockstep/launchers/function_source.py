@@ -68,7 +68,8 @@ def _require_function(function: object) -> str:
     if name == "<lambda>" or "." in within:
         raise ConfigurationError(
             f"launch takes a function that is defined at the top of a notebook's cell or of a module, got {within}, "
-            "whose surroundings other processes do not have; define it there, and give values as args=(…,)"
+            "whose enclosing scope other processes do not have; define the function at the top, and pass values as "
+            "args=(…,)"
         )
     return name
 
@@ -77,13 +78,13 @@ def _encoded(value: object, name: str, function: str) -> bytes:
     """The value as bytes.
 
     Raises:
-        ConfigurationError: the value cannot travel.
+        ConfigurationError: the value cannot be sent to another process.
     """
     try:
         return to_bytes(value, name)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"{function} uses {name}, which cannot travel to another process ({error}); create it inside {function}"
+            f"{function} uses {name}, which cannot be sent to another process ({error}); create it inside {function}"
         ) from None
 
 

@@ -40,7 +40,7 @@ def held_values(path: str, value: Any, source: str, namespace: Mapping[str, Any]
     """The values of a function or class that its `source`, evaluated again in `namespace`, would not give.
 
     Raises:
-        ConfigurationError: such a value cannot travel.
+        ConfigurationError: such a value cannot be sent to another process.
     """
     yield from _held(path, value, ast.parse(source).body[0], namespace)
 
@@ -157,7 +157,7 @@ def _known(expression: ast.expr, namespace: Mapping[str, Any]) -> Any:
 
 
 def _data(value: object, path: str) -> bytes | None:
-    """The value as bytes; None if it cannot travel."""
+    """The value as bytes; None if it cannot be encoded."""
     try:
         return to_bytes(value, path)
     except ConfigurationError:
@@ -201,7 +201,8 @@ def _own(name: str, kind: str) -> str:
 
 def _refused(path: str, what: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{path} {what}, and cannot travel to another process; run the cell or program of its definition again, create "
+        f"{path} {what}, and cannot be sent to another process; run the cell or program of its definition again, "
+        f"create "
         "it inside the function, or define it in a Python file and import it"
     )
 

@@ -379,7 +379,7 @@ class RemoteHosts(OtherHosts):
             time.sleep(POLL)
             self.pump()
             self.require_running()
-            self._require_hosts("before the run began")
+            self._require_hosts("before the start of the run")
             if time.monotonic() > until:
                 raise ConfigurationError(
                     f"{missing} did not join within {self._meeting.timeout:g} s{self._turned_away}; start flockstep "

@@ -150,7 +150,7 @@ def _described(
         overhead = max(0.0, mean_of(fit.law) - machine.work / machine.operations)
     notes.append(
         "operations per second are measured on a matrix product, and overhead is the remaining time of this job's "
-        "gradient: a rough guess for other jobs"
+        "gradient: a rough estimate for other jobs"
     )
     notes.append("the rate of failures is not measured")
     shape = ClusterShape(

@@ -197,7 +197,7 @@ def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
     if not own:
         return ()
     return (
-        f"the run was simulated with {' and '.join(own)}: the error includes the difference to {site.cluster.name}",
+        f"the run was simulated with {' and '.join(own)}: the error includes the difference from {site.cluster.name}",
     )
 
 

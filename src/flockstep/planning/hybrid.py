@@ -361,7 +361,7 @@ def _unsplittable(strategy: Strategy) -> str | None:
     """Reason why a strategy cannot train a split model, as its traits say; None if they do not rule it out."""
     if strategy.traits.fixed_steps and strategy.traits.plain_gradients:
         return None
-    return "its workers ask for more than the gradient of their next batch, which stages do not compute"
+    return "its workers request more than the gradient of their next batch, but stages compute only that"
 
 
 def _crossed(

@@ -140,7 +140,8 @@ class Search:
         lr = self._context.engine(self._context.job(self.seed), self.seed).optimizer.lr
         if math.isnan(lr):
             raise ConfigurationError(
-                "a search changes the learning rate, and the optimizer of this job has one of its own; use for example "
+                "a search changes the learning rate, but only optax knows the learning rate of this job's optimizer; "
+                "use for example "
                 "optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), or plan without trials"
             )
         self._studies = [

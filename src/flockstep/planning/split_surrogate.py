@@ -158,8 +158,8 @@ def _require_cut(task: JobProfile, shape: SplitShape) -> None:
     planned = tuple(sum(chunk.parameters for chunk in part) for part in shape.parts)
     if found != planned:
         raise ConfigurationError(
-            f"{pipeline} cuts {task.name} into parts of {', '.join(map(str, found))} parameters, but its layers make "
-            f"parts of {', '.join(map(str, planned))}, so that no plan can be made; use partition=none"
+            f"{pipeline} cuts {task.name} into parts of {', '.join(map(str, found))} parameters, but the parts of "
+            f"its layers have {', '.join(map(str, planned))}, so that no plan can be made; use partition=none"
         )
 
 

@@ -98,7 +98,8 @@ class TrialContext:
             make = self.site.task.job
             if make is None:
                 raise ConfigurationError(
-                    f"{self.site.task.name} describes sizes but has no data, so no model can be trained; give a job, "
+                    f"{self.site.task.name} describes only sizes and has no data, so no model can be trained; give a "
+                    f"job, "
                     "such as digits, or a Python file with job()"
                 )
             job = make(seed)

@@ -49,7 +49,7 @@ def check(folder: Path) -> None:
         RunError: the folder was removed, another folder is in its place, or another process coordinates the run.
     """
     if _superseded(folder):
-        raise RunError(f"another process coordinates the run in {folder} now, so this one stops")
+        raise RunError(f"another process coordinates the run in {folder} now, so this process stops")
     if not is_ours(folder):
         raise RunError(
             f"{folder} was removed or replaced during its run, so the record is incomplete; delete it and "

@@ -166,7 +166,7 @@ def _quality(series: Sequence[Series]) -> list[str]:
     found += [f"In {one.label}, {sentence}." for one in series for sentence in one.record.summary.refusals]
     lost = [one.label for one in series if one.record.summary.lost]
     if lost:
-        found.append(f"Nodes were lost during {_and(lost)}; the page says below which.")
+        found.append(f"Nodes were lost during {_and(lost)}; a list below names these nodes.")
     return found
 
 

@@ -44,7 +44,7 @@ _PROGRESS = (
     "to hide or show a run in all six plots; drag to zoom, double-click to reset."
 )
 _PER_STEP = (
-    "Accounted time of all workers divided by their number of steps. Communicating: the worker stood still for a "
+    "Accounted time of all workers divided by their number of steps. Communicating: the worker was blocked by a "
     "transfer. Waiting: the worker waited for other nodes."
 )
 _PER_WORKER = (

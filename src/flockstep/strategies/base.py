@@ -138,7 +138,9 @@ class Strategy(Component):
     def resizing(self) -> Resizing:
         """The rule from which nodes get their states when a run continues with another number of workers."""
         if self.traits.results[0] in ("best", "ensemble"):
-            return Resizing(refused="each worker trains a model of its own, and no rule gives a new worker its model")
+            return Resizing(
+                refused="each worker trains a separate model, and no rule determines the model of a new worker"
+            )
         return Resizing()
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:

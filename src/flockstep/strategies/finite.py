@@ -77,7 +77,7 @@ def _not_finite(node: Node, message: Message, update: FlatArray, where: int) -> 
 def _too_large(gradient: FlatArray, most: float, what: str, step: int) -> str:
     return (
         f"{what} must have a norm <= {most:g}, got {norm_of(gradient):.4g} at step {step}; "
-        "raise max_gradient_norm if that is usual"
+        "raise max_gradient_norm if such norms are usual"
     )
 
 

@@ -246,7 +246,7 @@ class Hierarchical(Strategy):
         if self.leaf == "asynchronous" and self.root == "synchronous":
             raise CompositionError(
                 "a synchronous root waits for one sum from every leaf, but with leaf=asynchronous leaves send sums "
-                "at different rates; use root=asynchronous too"
+                "at different rates; use root=asynchronous as well"
             )
 
     @property

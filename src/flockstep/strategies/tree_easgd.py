@@ -37,7 +37,8 @@ class TreeElasticAveraging(Strategy):
         for name in ("up", "down", "upper"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(
-                    f"{name} must be >= 1 steps, got {getattr(self, name)}; use 10 next to the leaves, 100 above"
+                    f"{name} must be >= 1 steps, got {getattr(self, name)}; use 10 for exchanges with leaves, 100 "
+                    f"for other exchanges"
                 )
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise ConfigurationError(

@@ -246,7 +246,7 @@ def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
 
     Any result other than a `ProtocolError` or an array of the right shape fails the check.
     """
-    what = f"{codec} answers {data.size} damaged bytes for {size} elements of {dtype} with"
+    what = f"{codec} answers {data.size} damaged bytes of {size} elements of {dtype} with"
     try:
         with np.errstate(all="ignore"):  # arbitrary bytes may decode to any number
             decoded = codec.decode(data, size, dtype)

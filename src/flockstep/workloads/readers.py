@@ -38,14 +38,16 @@ class TextWindows:
     def __post_init__(self) -> None:
         if self.length < 1 or len(self) < 1:
             raise ConfigurationError(
-                f"{self.file} has {len(self._bytes)} bytes, got windows of {self.length}, which need one byte more; "
-                "take shorter windows"
+                f"{self.file} has {len(self._bytes)} bytes, got windows of {self.length}, which need at least one "
+                f"byte more than a window; use shorter windows"
             )
 
     @cached_property
     def _bytes(self) -> npt.NDArray[np.uint8]:
         if not Path(self.file).is_file() or not Path(self.file).stat().st_size:
-            raise ConfigurationError(f"there is no text in {self.file}; give the path of a file that is not empty")
+            raise ConfigurationError(
+                f"there is no text in the file {self.file}; give the path of a file that is not empty"
+            )
         return np.memmap(self.file, np.uint8, "r")
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ def resnet(name: str, blocks: Sequence[int], as_published: bool = False, classes
             x = _block(net, x, f"{stage + 2}.{place + 1}", 64 << stage, stride, as_published)
     net.linear(net.pool(x, "average", x.size, x.size), "fc", classes)
     halving = "first 1 × 1 convolution of a block, as published" if as_published else "3 × 3 convolution of a block"
-    return net.shape(name, f"for inputs of 224 × 224; the resolution is halved in the {halving}")
+    return net.shape(name, f"for inputs of 224 × 224; a block that halves the resolution does so in the {halving}")
 
 
 def _block(net: Net, x: At, name: str, width: int, stride: int, first: bool) -> At:
