@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flockstep.experiments.single import simulate as simulate
     from flockstep.frameworks.base import Data as Data
     from flockstep.frameworks.base import Job as Job
+    from flockstep.messages import Message as Message
     from flockstep.nodes import BadGradientAction
     from flockstep.nodes import Server as Server
     from flockstep.nodes import Worker as Worker
@@ -46,6 +47,7 @@ _HOMES = {
     "Data": "frameworks.base",
     "Job": "frameworks.base",
     "LaunchResult": "experiments.function",
+    "Message": "messages",
     "PlanResult": "experiments.planned",
     "RunResult": "experiments.single",
     "Server": "nodes",
@@ -71,6 +73,7 @@ __all__ = [
     "Data",
     "Job",
     "LaunchResult",
+    "Message",
     "PlanResult",
     "RunResult",
     "Server",

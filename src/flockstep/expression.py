@@ -179,7 +179,8 @@ def _class(name: str, base: type[Component]) -> type[Component]:
     return typing.cast(type[Component], kind)
 
 
-def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
+def _from_tree(node: ast.expr, base: type[Component], where: str, wanted: str = "") -> Component:
+    """Return the component of a syntax tree; `wanted` describes, in an error, what `where` may be."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return parse(node.value, base)
     if isinstance(node, ast.Name):
@@ -190,7 +191,7 @@ def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _product(_from_tree(node.left, base, where), _from_tree(node.right, base, where), where)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        wanted = "given by name" if where == base.noun else f"a {base.noun.replace('_', ' ')}"
+        wanted = wanted or ("given by name" if where == base.noun else _words(base))
         raise ConfigurationError(f"{where} must be {wanted}, got {_code(node)}; write it like {_example(base)}")
     kind = _class(node.func.id, base)
     return _build(kind, _call_arguments(node, kind), _from_node)
@@ -270,7 +271,7 @@ def _from_node(node: Any, hint: Any, where: str) -> Any:
     """The value of a syntax-tree node, with its type checked."""
     base = _component_base(hint)
     if base is not None and not (isinstance(node, ast.Constant) and _is_plain(node.value, hint)):
-        return _from_tree(node, base, where)
+        return _part(node, base, hint, where)
     if isinstance(node, ast.Name):
         return _checked(_WORDS.get(node.id, node.id), hint, where)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and ast.unparse(node.operand) == "inf":
@@ -282,6 +283,18 @@ def _from_node(node: Any, hint: Any, where: str) -> Any:
     except (ValueError, TypeError):
         raise ConfigurationError(f"{where} must be {_words(hint)}, got {_code(node)}") from None
     return _checked(value, hint, where)
+
+
+def _part(node: ast.expr, base: type[Component], hint: Any, where: str) -> Component:
+    """Return the component that a field holds; an error says which other values the field accepts."""
+    try:
+        return _from_tree(node, base, where, _words(hint))
+    except UnknownName as error:
+        name = node.id if isinstance(node, ast.Name) else node.value if isinstance(node, ast.Constant) else None
+        if name is None or "did you mean" in str(error) or _words(hint) == _words(base):
+            raise
+        known = ", ".join(sorted(registry.names(base.noun)))
+        raise UnknownName(f"{where} must be {_words(hint)}, got {name!r}; {_words(base)} is one of {known}") from None
 
 
 def _from_plain(value: Any, hint: Any, where: str) -> Any:
@@ -350,8 +363,16 @@ def _component_base(hint: Any) -> type[Component] | None:
 def _words(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return " or ".join(names.get(o, getattr(o, "noun", getattr(o, "__name__", str(o)))) for o in _options(hint))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "none"}
+    return " or ".join(names.get(o) or _noun(o) for o in _options(hint))
+
+
+def _noun(option: Any) -> str:
+    """Return a name, with its article, of a type that a field accepts, such as a kind of component."""
+    noun = getattr(option, "noun", None)
+    if noun is None:
+        return str(getattr(option, "__name__", option))
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun.replace('_', ' ')}"
 
 
 def _settings(component: Component) -> list[tuple[str, Any]]:
@@ -393,6 +414,7 @@ def _code(node: ast.expr) -> str:
         text = ast.unparse(node)
     except ValueError:  # a whole number with more digits than Python prints
         return "a number too large to print"
+    text = re.sub(r"'(\d\w*)'", r"\1", text)  # `_read` has put names that begin with a digit in quotes
     return text if len(text) <= 80 else text[:80] + "…"
 
 

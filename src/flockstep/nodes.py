@@ -283,8 +283,6 @@ class Node:
     def shapes(self, part: slice | None = None) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the tensors in a part of `params` (None: the whole array), in order. A tensor that is
         cut counts as flat.
-
-        A tensor cut in two is flat.
         """
         start, stop = (0, len(self.params)) if part is None else (part.start, part.stop)
         if self.schema is None:
@@ -366,10 +364,8 @@ class Node:
             self._advance_tasks()
 
     def poll(self) -> bool:
-        """For drivers: continue tasks that can continue. Return whether a task still waits for something other than a
-        message.
-
-        Return whether a task still waits for work without a message.
+        """For drivers: continue the tasks that can continue; return whether a task still waits for work that ends
+        without a message.
         """
         self._advance_tasks()
         return any(task.work is not None for task in self.tasks)
@@ -505,11 +501,11 @@ class Node:
             self.taken[self._channel].append(message)
 
     def can_never_arrive(self, wanted: Wanted) -> bool:
-        """Return whether a message that has not arrived can no longer arrive."""
+        """For drivers: return whether a message that has not arrived can no longer arrive."""
         return wanted.source in self.departed
 
     def missed(self, wanted: Wanted) -> PeerLost:
-        """Return the error to raise in a wait for a message that can never arrive."""
+        """For drivers: return the error to raise in a wait for a message that can never arrive."""
         assert wanted.source is not None
         how = "was lost" if wanted.source in self.lost else "has left"
         here = f"{node_name(self.address)} waited for {wanted} at step {self.run_step}"

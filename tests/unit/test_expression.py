@@ -232,6 +232,7 @@ def test_unknown_names_come_with_the_nearest(text, message):
         ("pl\0ain", "cannot read"),
         ("\ud800", "cannot read"),
         ("3", "gadget must be given by name, got 3; write it like plain()"),
+        ("-10x", "gadget must be given by name, got -10x; write it like plain()"),
         ("plain + plain", "gadget must be a gadget, got plain + plain"),
         ("scalars(count=1, count=2)", "scalars got the argument 'count' twice; give it once"),
         ("scalars(1, count=2)", "scalars got the argument 'count' twice; give it once"),
@@ -258,7 +259,7 @@ def test_unknown_names_come_with_the_nearest(text, message):
         ("scalars(count=-1)", "count must be >= 0, got -1; use 0 for none"),
         ("tuples(1)", "speeds of tuples must be "),
         ("tuples((1, x))", "speeds of tuples must be a number, got 'x'"),
-        ("nested(inner=None)", "inner of nested must be gadget, got None"),
+        ("nested(inner=None)", "inner of nested must be a gadget, got None"),
         ("nested(inner=3)", "inner of nested must be a gadget, got 3"),
         ("needy", "needy needs size; write needy(size=…, items=…)"),
         ("needy(items=(1,))", "needy needs size;"),
@@ -278,6 +279,21 @@ def test_wrong_input_is_one_sentence(text, message):
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("four", "'four'; a"), ("'four'", "'four'; a"), ("2.5", "2.5"), ("-four", "-four"), ("none", "'none'")],
+)
+def test_a_field_that_is_a_number_or_a_component_says_both(value, shown):
+    rule = f"period of local_sgd must be a whole number or a synchronization schedule, got {shown}"
+    with pytest.raises(ConfigurationError, match=re.escape(rule)):
+        Strategy.parse(f"local_sgd(period={value})")
+
+
+def test_a_misspelled_component_is_still_corrected():
+    with pytest.raises(ConfigurationError, match="did you mean 'fixed'"):
+        Strategy.parse("local_sgd(period=fixd)")
 
 
 words = "plain scalars nested needy tuples count rate inner parts inf None true lambda 10x '10x'"
@@ -355,7 +371,7 @@ def test_data_may_hold_text_in_place_of_a_table():
         ({"name": "needy", "sise": 3}, "did you mean 'size'?"),
         ({"name": "needy", "size": "3"}, "size of needy must be a whole number, got '3'"),
         ({"name": "needy", "size": 2**70}, "must fit in 64 bits"),
-        ({"name": "nested", "inner": {}}, "inner of nested must be gadget, got None"),
+        ({"name": "nested", "inner": {}}, "inner of nested must be a gadget, got None"),
         ({"name": "scalars", "rate": 10**400}, "must fit in 64 bits"),
     ],
 )
