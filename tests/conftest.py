@@ -15,7 +15,7 @@ import support.children.sitecustomize  # noqa: F401 - what other processes do fi
 from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
 from support.order import mixed
-from support.processes import RealRun, end_forker, search_path
+from support.processes import RealRun, end_forkers, search_path
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
 os.environ["PYTHONPATH"] = search_path()
@@ -71,7 +71,7 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
     RealRun.usual = dict(os.environ)
     yield
-    end_forker()
+    end_forkers()
     if before is not None:
         os.environ["HOME"] = before
 

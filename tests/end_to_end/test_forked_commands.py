@@ -53,16 +53,16 @@ def portrait(place: Path, afresh: bool = False, command: str = "train") -> dict[
 
 def test_a_forked_command_sees_what_a_command_in_a_new_interpreter_sees(tmp_path: Path) -> None:
     fresh, train = portrait(tmp_path / "a", afresh=True), portrait(tmp_path / "b")
-    launch, fresh_launch = portrait(tmp_path / "c", command="launch"), portrait(tmp_path / "d", True, "launch")
-    assert fresh["parents"][0] == os.getpid() != train["parents"][0] == launch["parents"][0]
-    assert differences(launch, fresh_launch) == {"command": [], "node": []}
+    plain, fresh_plain = portrait(tmp_path / "c", command="compare"), portrait(tmp_path / "d", True, "compare")
+    assert fresh["parents"][0] == os.getpid() != train["parents"][0] == plain["parents"][0]
+    assert differences(plain, fresh_plain) == {"command": [], "node": []}
     # The process that waits to become the fork server has a socket, so that other numbers are free, and more imports.
     assert differences(train, fresh) == {"command": ["children", "files"], "node": ["arguments", "modules"]}
     assert {*train["node"]["modules"]} > {*fresh["node"]["modules"]}
     assert {"torch", "numba"}.isdisjoint(train["node"]["modules"])
     assert train["command"]["children"].split() == [str(train["parents"][1])]
     assert fresh["command"]["known to others"] == fresh["node"]["known to others"] == 1
-    for values in zip(fresh["drawn"], train["drawn"], launch["drawn"], strict=True):
+    for values in zip(fresh["drawn"], train["drawn"], plain["drawn"], strict=True):
         assert len(set(values)) == 3
 
 

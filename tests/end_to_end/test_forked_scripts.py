@@ -19,17 +19,18 @@ from flockstep.launchers import script_forker
 script_forker.top_imports = lambda *_: []
 """
 """For a command: each worker's script starts in a fresh interpreter."""
-FORKED = """
-from flockstep.launchers import script_forker, top_imports
-script_forker.top_imports = top_imports.top_imports
+DIFFERENT = {"arguments", "exit handlers", "frames", "garbage", "hooks", "modules", "searched"}
+"""Facts that a script that a test forks sees otherwise than a script that `flockstep launch` forks.
+
+They are: the command line in `/proc`, what more modules leave behind, a frame, and the hook that hides the frame.
 """
-"""For a command: scripts are forked as users' scripts are, without the imports that tests add."""
 
 
-def launched(folder: Path, before: str, *arguments: str) -> tuple[list[dict[str, Any]], Ended]:
+def launched(folder: Path, before: str, *arguments: str, afresh: bool = True) -> tuple[list[dict[str, Any]], Ended]:
     """The portraits of two workers, without the names of the run's own folders, and how the run ended."""
     folder.mkdir()
-    run = RealRun(["launch", "-n", "2", PORTRAIT, str(folder), *arguments], folder / "run", torch=True, before=before)
+    words = ["launch", "-n", "2", PORTRAIT, str(folder), *arguments]
+    run = RealRun(words, folder / "run", torch=True, before=before, afresh=afresh)
     ended = run.end()
     assert all((folder / f"end-{rank}").exists() for rank in range(2)), "exit handlers have run"
     forked = before != AFRESH
@@ -43,7 +44,7 @@ def launched(folder: Path, before: str, *arguments: str) -> tuple[list[dict[str,
 def test_a_forked_script_sees_what_a_script_in_a_fresh_interpreter_sees(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    forked, its_end = launched(tmp_path / "forked", FORKED, *arguments)
+    forked, its_end = launched(tmp_path / "forked", "", *arguments)
     fresh, usual_end = launched(tmp_path / "fresh", AFRESH, *arguments)
     for one, other in zip(forked, fresh, strict=True):
         assert {name for name in other["seen"] if one["seen"][name] != other["seen"][name]} == set()
@@ -52,6 +53,25 @@ def test_a_forked_script_sees_what_a_script_in_a_fresh_interpreter_sees(
         for mine, other in zip(*(one["drawn"] for one in both), strict=True):
             assert mine != other
     assert its_end.out == usual_end.out == "to the output\n" * 2
-    traceback, usual = (end.err.partition("flockstep: worker")[0] for end in (its_end, usual_end))
-    assert traceback == usual
-    assert traceback.endswith('    raise ValueError("the end")\nValueError: the end\n')
+    assert traceback_of(its_end) == traceback_of(usual_end)
+
+
+def test_a_script_that_a_test_forks_sees_what_a_forked_script_sees(tmp_path: Path) -> None:
+    """The process that has done the imports is a fork of the test's, see `support/children/forked_scripts.py`."""
+    tests, its_end = launched(tmp_path / "tests", "", afresh=False)
+    forked, usual_end = launched(tmp_path / "forked", "")
+    for one, other in zip(tests, forked, strict=True):
+        assert {name for name in other["seen"] if one["seen"][name] != other["seen"][name]} == DIFFERENT
+        assert {*one["seen"]["modules"]} > {*other["seen"]["modules"]}
+        assert one["seen"]["arguments"][:3] == other["seen"]["arguments"][:3]
+    for mine, other in zip(*(one["drawn"] for one in tests), strict=True):
+        assert mine != other
+    assert its_end.out == usual_end.out == "to the output\n" * 2
+    assert traceback_of(its_end) == traceback_of(usual_end)
+
+
+def traceback_of(ended: Ended) -> str:
+    """What Python has printed of the error that ends the script."""
+    text = ended.err.partition("flockstep: worker")[0]
+    assert text.endswith('    raise ValueError("the end")\nValueError: the end\n')
+    return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 
@@ -12,16 +11,12 @@ import pytest
 
 from flockstep.launchers.kubernetes import Pods, manifest
 from support.pods import container_of, expanded, object_of
+from support.ports import free_port
 from support.processes import MEMORY, RealRun
 
 CAN = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare") is not None
 pytestmark = pytest.mark.skipif(not CAN, reason="names of pods need a hosts file of their own: root and unshare")
 JOB = ("softmax", "-s", "all_reduce(ring)", "-n", "4", "--steps", "40", "--seed", "1")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_two_pods_end_with_the_bits_of_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def require(ended: list[Ended], *codes: int) -> None:
 )
 def test_stages_on_two_hosts(two: list[Host], tmp_path: Path, strategy: str, partition: str, transport: str) -> None:
     arguments = ["train", split_jobs.__file__, "-s", strategy, "--partition", partition, "-n", "4", "--steps", "6"]
-    ended = on_all(two, *arguments, "--transport", transport, first=["--out", tmp_path / "real"])
+    ended = on_all(two, *arguments, "--transport", transport, first=["--out", tmp_path / "real"], torch=True)
     require(ended, 0, 0)
     given = {"partition": partition, "workers": 4, "steps": 6}
     virtual = flockstep.simulate(split_jobs.__file__, strategy, out=tmp_path / "virtual", **given).summary

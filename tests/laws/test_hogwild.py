@@ -19,6 +19,7 @@ from flockstep.records.events import ScalarEvent
 from flockstep.strategies.hogwild import Hogwild, Segment
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 from flockstep.transports.shared_memory import SharedMemory
+from support.processes import PATIENCE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name needs Linux")
 
@@ -165,7 +166,7 @@ def raced(how: str) -> int:
     memory = SharedMemory.create(8 * (ELEMENTS + 2))
     script = RACER.format(elements=ELEMENTS, increments=INCREMENTS)
     racers = [subprocess.Popen([sys.executable, "-c", script, memory.address, str(rank), how]) for rank in range(2)]
-    assert [racer.wait(60) for racer in racers] == [0, 0]
+    assert [racer.wait(PATIENCE) for racer in racers] == [0, 0]
     return 2 * INCREMENTS * ELEMENTS - int(memory.array(np.int64, ELEMENTS).sum())
 
 

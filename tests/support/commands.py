@@ -89,19 +89,22 @@ class ForkedCommand:
 class CommandForker:
     """A process that has imported what commands import, and forks a process for each command."""
 
-    def __init__(self, environment: Mapping[str, str], folder: str):
+    def __init__(self, environment: Mapping[str, str], folder: str, modules: Sequence[str] = ()):
         """Start the process.
 
         Args:
             environment: the variables with which commands are forked; a command with others is not.
             folder: text as long as the path of each command's `scratch`, which takes its place in `/proc/PID/environ`.
+            modules: what the process imports for the scripts of its commands, which are then forked, too.
         """
+        self._scripts = bool(modules)
         self.codes: dict[int, int] = {}
         """Exit codes of ended commands that nobody has asked for yet."""
         self._usual = _lasting(environment)
         self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            program = f"import command_forker; exec(command_forker.program({there.fileno()}))"
+            arguments = ", ".join([str(there.fileno()), *map(repr, modules)])
+            program = f"import command_forker; exec(command_forker.program({arguments}))"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 env={**environment, "TMPDIR": folder},
@@ -138,7 +141,8 @@ class CommandForker:
         if _lasting(os.environ) != self._usual:
             return None
         request = {"program": program, "arguments": arguments, "environment": environment, "host": host}
-        request |= {"first": first and str(first), "forks": arguments[0] in ("train", "resume")}
+        forks = 2 if self._scripts else int(arguments[0] in ("train", "resume"))
+        request |= {"first": first and str(first), "forks": forks}
         files = {"out": str(scratch / "out"), "err": str(scratch / "err"), "folder": str(folder or Path.cwd())}
         self._control.send(json.dumps({**request, **files}).encode())
         while True:

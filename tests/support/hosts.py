@@ -23,7 +23,7 @@ import pytest
 from flockstep.launchers import namespaces
 from flockstep.simulation import units
 from support.commands import Process
-from support.processes import COMMAND, PATIENCE, alive, content, forker, wait_until
+from support.processes import COMMAND, PATIENCE, alive, content, forker, imports_for, wait_until
 
 SECRET = "a secret of these tests alone"
 PORT = 29470
@@ -87,27 +87,31 @@ class Host:
         command: Sequence[str] = (),
         within: Path | None = None,
         program: str = COMMAND[-1],
+        torch: bool = False,
         **environment: str,
     ) -> Process:
         """Start flockstep, or another command or Python `program`, on this host, in the folder `within`.
 
-        A program is forked from a process that has done the imports of flockstep, unless the host has process ids or a
-        clock of its own.
+        A program is forked from a process that has done the imports of flockstep, and with `torch` those of PyTorch,
+        unless the host has process ids or a clock of its own.
         """
         folder, own = Path.cwd() if within is None else within, {"FLOCKSTEP_SECRET": SECRET, **environment}
         if not (command or self.process_ids or self.ahead):
-            forked = self._forked(program, list(map(str, arguments)), own, folder)
+            forked = self._forked(program, list(map(str, arguments)), own, folder, torch)
             if forked is not None:
                 return forked
         words = ["env", "-C", str(folder), *(command or [*COMMAND[:-1], program]), *map(str, arguments)]
         return self._started(words, own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    def _forked(self, program: str, arguments: list[str], environment: dict[str, str], folder: Path) -> Process | None:
+    def _forked(
+        self, program: str, arguments: list[str], environment: dict[str, str], folder: Path, torch: bool
+    ) -> Process | None:
         self.scratch.append(Path(tempfile.mkdtemp(prefix="fs-")))
         for name in ("out", "err"):
             (self.scratch[-1] / name).touch()
         own = {**os.environ, **environment, "TMPDIR": str(self.scratch[-1])}
-        process = forker().fork(program, arguments, own, self.scratch[-1], folder=folder, host=self.first)
+        ours = forker(imports_for(arguments[0], torch))
+        process = ours.fork(program, arguments, own, self.scratch[-1], folder=folder, host=self.first)
         self.running += [] if process is None else [process]
         return process
 
@@ -266,15 +270,22 @@ def _cable(switch: Host, hosts: Sequence[Host], bandwidth: str | None) -> None:
 
 
 def on_all(
-    hosts: Sequence[Host], *arguments: str | Path, first: Sequence[str | Path] = (), seconds: float = PATIENCE
+    hosts: Sequence[Host],
+    *arguments: str | Path,
+    first: Sequence[str | Path] = (),
+    seconds: float = PATIENCE,
+    torch: bool = False,
 ) -> list[Ended]:
-    """Run the same flockstep command on every host, `first` in addition on the coordinator; what came of each."""
+    """Run the same flockstep command on every host, `first` in addition on the coordinator; what came of each.
+
+    `torch` says that its processes use PyTorch.
+    """
     where = ["--nodes", str(len(hosts)), "--coordinator", f"{hosts[0].address}:{PORT}"]
     processes = []
     for rank in reversed(range(len(hosts))):  # those that join wait for the coordinator
         command, *rest = arguments
         own = [command, *where, "--node-rank", str(rank), *(first if rank == 0 else ()), *rest]
-        processes.append(hosts[rank].start(*own))
+        processes.append(hosts[rank].start(*own, torch=torch))
     return [Ended.of(process, seconds) for process in reversed(processes)]
 
 

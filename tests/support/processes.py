@@ -6,7 +6,6 @@ Nothing here sleeps for a fixed time: `wait_until` waits for a condition, with a
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import shutil
@@ -36,14 +35,10 @@ from flockstep.launchers import supervisor
 supervisor.WaitMonitor = functools.partial(supervisor.WaitMonitor, period=3600.0)
 """
 """For a command: that it waits, as on a busy machine, is not told."""
-EAGER = """
-from flockstep.launchers import script_forker
-def top_imports(*arguments, usual=script_forker.top_imports):
-    found = usual(*arguments)
-    return found and [*found, "later"]
-script_forker.top_imports = top_imports
-"""
-"""For a command: scripts with torch are forked after the imports of `children/later.py` too."""
+SCRIPTS = ("numpy_scripts",)
+"""What the process that forks commands imports for scripts without torch, from the folder `children`."""
+TORCH = ("torch_scripts",)
+"""What the process that forks commands imports for scripts and jobs with torch."""
 IPC = ("--transport", "ipc")
 """For runs that name no transport: with sums in shared memory their processes would take a second longer to start."""
 MEMORY = ("--transport", "shared_memory")
@@ -110,20 +105,29 @@ class Ended:
     err: str
     seconds: float
     limit: float
-    """Seconds that this may have taken: as many as it took to the fault where the machine is busy."""
+    """Seconds that this may have taken: as many as four times from the start to the fault where the machine is busy."""
     summary: dict[str, Any] | None
 
 
-@functools.cache
-def forker() -> CommandForker:
-    """The process that forks the commands of this process's tests."""
-    return CommandForker(RealRun.usual, tempfile.gettempdir() + "/fs-xxxxxxxx")
+def imports_for(command: str, torch: bool) -> tuple[str, ...]:
+    """What the process that forks a command imports in addition."""
+    return TORCH if torch else SCRIPTS if command == "launch" else ()
 
 
-def end_forker() -> None:
-    """End that process, if there is one."""
-    if forker.cache_info().currsize:
-        forker().close()
+_forkers: dict[tuple[str, ...], CommandForker] = {}
+
+
+def forker(modules: tuple[str, ...] = ()) -> CommandForker:
+    """The process that forks the commands of this process's tests, after these imports for their scripts."""
+    if modules not in _forkers:
+        _forkers[modules] = CommandForker(RealRun.usual, tempfile.gettempdir() + "/fs-xxxxxxxx", modules)
+    return _forkers[modules]
+
+
+def end_forkers() -> None:
+    """End those processes."""
+    while _forkers:
+        _forkers.popitem()[1].close()
 
 
 class RealRun:
@@ -146,8 +150,8 @@ class RealRun:
         """Without `torch` that package looks as if it were not installed: no process spends time on importing it.
 
         A real run that names no transport gets `IPC`. `within` is the command that runs it; `before` is Python that
-        the command does first. The command is forked from a process that has done its imports, unless `afresh` asks for
-        an interpreter of its own, as do `within` and a changed environment.
+        the command does first. The command, and the scripts of its workers, are forked from a process that has done
+        their imports, unless `afresh` asks for interpreters of their own, as do `within` and a changed environment.
         """
         self.record = record
         self.nodes: dict[str, int] = {}
@@ -157,14 +161,14 @@ class RealRun:
         if not torch:
             (first / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
         environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": search_path(first)}
-        program = f"{PATIENT}\n{EAGER if torch else ''}\n{before}\n{COMMAND[-1]}"
+        program = f"{PATIENT}\n{before}\n{COMMAND[-1]}"
         transport = IPC if arguments[0] in ("train", "launch", "compare") and "--transport" not in arguments else ()
         where = [str(record)] if arguments[0] == "resume" else ["--out", str(record)]
         words = [arguments[0], *where, *transport, *arguments[1:]]
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
             forked = None
             if not (within or afresh) and sys.platform == "linux":
-                forked = forker().fork(program, words, environment, self.scratch, first)
+                forked = forker(imports_for(words[0], torch)).fork(program, words, environment, self.scratch, first)
             self.main: Process = forked or subprocess.Popen(
                 [*within, *COMMAND[:-1], program, *words],
                 stdin=subprocess.DEVNULL,
@@ -247,7 +251,7 @@ class RealRun:
     def end(self, seconds: float = PATIENCE) -> Ended:
         """Wait until the command has ended; no process and no socket of it may be left."""
         wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
-        took, limit = time.monotonic() - self._faulted, max(PROMISE, self._faulted - self._started)
+        took, limit = time.monotonic() - self._faulted, max(PROMISE, 4 * (self._faulted - self._started))
         wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
         left = [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")]
         assert [folder for folder in left if not folder.name.startswith("flockstep-kept-")] == []

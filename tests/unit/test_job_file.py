@@ -16,6 +16,7 @@ from flockstep.errors import ConfigurationError, MissingDependency, UnknownName
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.job import load_job_file, make_engine
 from flockstep.frameworks.numpy import NumpyEngine, SoftmaxRegression
+from support.processes import PATIENCE
 
 GOOD = """
     from dataclasses import dataclass
@@ -157,7 +158,7 @@ def test_numpy_jobs_do_not_import_torch(tmp_path: Path) -> None:
         "import sys; from flockstep.frameworks.job import load_job_file, make_engine; "
         f"make_engine(load_job_file({str(path)!r}), 0); print('torch' in sys.modules, 'numba' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout.split() == ["False", "False"]
 
 

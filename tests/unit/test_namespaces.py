@@ -18,6 +18,7 @@ from flockstep.launchers.namespaces import Card, Namespaces, free_of, limit, par
 from flockstep.simulation import units
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Link
+from support.processes import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ exec 3>&-
 wait
 ip -o link > after
 """
-    subprocess.run(["unshare", "-n", "sh", "-c", script], check=True, timeout=30)
+    subprocess.run(["unshare", "-n", "sh", "-c", script], check=True, timeout=PATIENCE)
     said = {(tmp_path / f"{one}.said").read_text().strip() for one in "abc"}
     assert len(said) == 3
     assert all(one.split()[1].startswith("172.") for one in said)

@@ -31,16 +31,12 @@ from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
 from flockstep.transports.host_channel import MAX_HEADER, HostChannel
 from flockstep.transports.wire import PROTOCOL
+from support.ports import free_port
 from support.processes import PATIENCE, wait_until
 
 SECRET = b"a secret of these tests alone!!!"
 nothing: Any = lambda *given: None
 JOIN = Join(PROTOCOL, __version__, 1, 2, 4, (2, 3), "there", {"seed": "0"})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ from support.buses import (
     raw_connection,
     still_works,
 )
+from support.processes import PATIENCE
 
 CAN_UNSHARE = bool(shutil.which("ip") and shutil.which("unshare")) and not subprocess.call(["unshare", "-rn", "true"])
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
@@ -211,7 +212,7 @@ def test_who_does_not_belong_to_the_run_is_hung_up_on(said: bytes, make: Make) -
     with raw_connection(first, said) as stranger:
         while not first.traffic.rejected:
             assert first.poll(0.01) is None
-        stranger.settimeout(10)
+        stranger.settimeout(PATIENCE)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     still_works(first, second)
@@ -716,7 +717,7 @@ assert "longer than the link timeout of 2 s" in second.why_broken(0), second.why
 def test_a_link_that_goes_silent_is_noticed(what: str) -> None:
     """The system itself would give up after a quarter of an hour, or never."""
     command = ["unshare", "-rn", sys.executable, "-c", UNDER_WAY, str(Path(__file__).parents[1]), what]
-    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert subprocess.run(command, timeout=PATIENCE, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("transport", OVER_TCP)

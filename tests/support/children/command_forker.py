@@ -1,17 +1,19 @@
 """Forks commands from a process that has done the imports of `flockstep train` and `flockstep launch`.
 
-The process runs `import command_forker; exec(command_forker.program(FILE_DESCRIPTOR))`. It takes requests from a
-socket and reports how its children end; it ends with the socket. In a child `program` returns the program of the
-command, which Python then runs to the end of the interpreter, as with `python -c`.
+The process runs `import command_forker; exec(command_forker.program(FILE_DESCRIPTOR, MODULE, …))`. It takes requests
+from a socket and reports how its children end; it ends with the socket. In a child `program` returns the program of the
+command, which Python then runs to the end of the interpreter, as with `python -c`. The modules are further imports.
 
 A command that will start the fork server of multiprocessing gets a second process forked in the same way, which takes
-the place of the interpreter that multiprocessing would start.
+the place of the interpreter that multiprocessing would start. A third one takes the place of the interpreter that
+forks the scripts of the command's workers.
 """
 
 import ctypes
 import fcntl
 import functools
 import gc
+import importlib
 import json
 import multiprocessing.process
 import os
@@ -24,6 +26,8 @@ from collections.abc import Sequence
 from multiprocessing import util
 from types import CodeType
 from typing import Any
+
+import forked_scripts
 
 import flockstep.cli.runs
 import flockstep.launchers.entry
@@ -38,10 +42,12 @@ PLACE = b"\0TMPDIR="
 """The entry of the environment by which a process of a run is found (`support.processes.RealRun.processes`)."""
 
 
-def program(requests: int) -> CodeType:
+def program(requests: int, *modules: str) -> CodeType:
     """Fork a child for each request; return in the children only, with the program to run."""
     control, poll, children = socket.socket(fileno=requests), select.poll(), dict[int, int]()
     poll.register(control, select.POLLIN)
+    for module in modules:
+        importlib.import_module(module)
     _require_forkable({0, 1, 2, requests})
     gc.freeze()
     while True:
@@ -65,11 +71,11 @@ def program(requests: int) -> CodeType:
 
 
 def _require_forkable(files: set[int]) -> None:
-    """Refuse to fork what a new interpreter would not have: threads, open files, PyTorch."""
+    """Refuse to fork what a new interpreter would not have: threads and open files."""
     opened = {int(name) for name in os.listdir("/proc/self/fd")} - files  # noqa: PTH208
     opened = {file for file in opened if os.path.lexists(f"/proc/self/fd/{file}")}  # the list itself was one
-    if opened or threading.active_count() > 1 or "torch" in sys.modules or len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
-        raise RuntimeError(f"the process has threads, the open files {opened}, or has imported torch")
+    if opened or threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
+        raise RuntimeError(f"the process has threads, or the open files {opened}")
 
 
 def _become(request: dict[str, Any]) -> CodeType:
@@ -85,14 +91,17 @@ def _become(request: dict[str, Any]) -> CodeType:
     _show_place(request["environment"]["TMPDIR"])
     if request["first"] is not None:
         sys.path.insert(1, request["first"])
-    if request["forks"]:
+    ours: list[socket.socket] = []
+    for expect in [_expect, forked_scripts.expect][: request["forks"]]:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.append(here)
         pid = os.fork()
         if pid == 0:
-            here.close()
-            return _fork_server(there)
+            for one in ours:
+                one.close()
+            return _waiting(there)
         there.close()
-        util.spawnv_passfds = functools.partial(_hand_over, pid, here)  # type: ignore[attr-defined]
+        expect(pid, here)
     return _begun(request["environment"], request["program"], request["arguments"])
 
 
@@ -121,6 +130,11 @@ def _begun(environment: dict[str, str], program: str, arguments: Sequence[str]) 
     return compile(program, "<string>", "exec")
 
 
+def _expect(pid: int, control: socket.socket) -> None:
+    """Let the fork server of this command be the waiting process `pid`."""
+    util.spawnv_passfds = functools.partial(_hand_over, pid, control)  # type: ignore[attr-defined]
+
+
 def _hand_over(pid: int, control: socket.socket, path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
     """Let the waiting process `pid` become the fork server, and any other process a new interpreter, as
     `multiprocessing.util.spawnv_passfds` does.
@@ -136,13 +150,13 @@ def _hand_over(pid: int, control: socket.socket, path: bytes, words: Sequence[st
     return pid
 
 
-def _fork_server(control: socket.socket) -> CodeType:
-    """Wait until the command starts its fork server, and return the fork server's program; end with the command.
+def _waiting(control: socket.socket) -> CodeType:
+    """Wait until the command starts a process, and return that process's program; end with the command.
 
     Signals to all processes of the command do not concern this process before.
     """
     usual = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
-    said, files, _, _ = socket.recv_fds(control, 1 << 20, 16)
+    said, files, _, _ = socket.recv_fds(control, 1 << 20, 200)
     if not said:
         os._exit(0)
     work = json.loads(said)
@@ -156,6 +170,9 @@ def _fork_server(control: socket.socket) -> CodeType:
         os.dup2(file, number)
         os.close(file)
     os.chdir(work["folder"])
+    if "command" in work:
+        threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # what Python forgets
+        return forked_scripts.worker(work)
     return _begun(work["environment"], work["program"], [])
 
 

@@ -252,5 +252,5 @@ def main() -> BaseException | None:
     return None
 
 
-if (found := main()) is not None:
+if __name__ == "sitecustomize" and (found := main()) is not None:
     raise found

@@ -1,0 +1,12 @@
+"""Imports of the process that forks commands, for scripts without PyTorch; numba imports more for its first kernel."""
+
+import numpy as np
+
+import flockstep.drivers.loop
+import flockstep.drivers.plan
+import flockstep.optimizers.sgd
+import flockstep.strategies.all_reduce
+import flockstep.transports.streams  # noqa: F401
+from flockstep.arrays.kernels.numpy_digest import digest
+
+digest(np.zeros(8, np.float32))

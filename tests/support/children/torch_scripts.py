@@ -1,0 +1,7 @@
+"""Imports of the process that forks commands, for scripts and jobs with PyTorch."""
+
+import numpy_scripts  # noqa: F401
+import torch.utils.data  # noqa: F401
+
+import flockstep.drivers.torch_loop
+import flockstep.frameworks.torch  # noqa: F401
