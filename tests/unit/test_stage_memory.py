@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.job import make_split
 from flockstep.frameworks.stages import MicroBatch, SplitModel
 from flockstep.frameworks.torch_skeleton import SkeletonEngine
 from flockstep.frameworks.torch_stages import PartsEngine, split_torch, stage_torch, with_obstacle
+from flockstep.frameworks.torch_ways import with_obstacle_of_ways
+from flockstep.frameworks.ways import ModelWay, TensorModel, WayWeights
+from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from support.split_job import model as normalized
 from support.split_jobs import chain, job_of
@@ -117,3 +121,40 @@ def test_a_part_of_another_model_is_refused() -> None:
     known = split_torch(job, 0, PIPELINE)
     with pytest.raises(ConfigurationError, match=r"the values of a part must have .* bytes, got .*; build the same"):
         known.parts[0].take(known.parts[1].values())
+
+
+@pytest.mark.parametrize("partition", ["tensor(2)", "pipeline(2, 1f1b, 2) * tensor(2)"])
+@pytest.mark.parametrize("model", [chain, started(Constants)])
+def test_a_way_without_the_whole_model_computes_its_bits(model: Callable[[], nn.Module], partition: str) -> None:
+    job, split_by = job_of(model), Partition.parse(partition)
+    known = make_split(job, 0, split_by)
+    assert isinstance(known, TensorModel)
+    known = with_obstacle_of_ways(job, 0, known)
+    assert known.facts.obstacle == ""
+    bare = make_split(job, 0, split_by, known.facts)
+    assert isinstance(bare.engine, PartsEngine)
+    assert isinstance(bare.engine.whole, SkeletonEngine)
+    assert all(one.is_meta for one in bare.engine.whole.module.parameters()), "no memory for values"
+    batch = MicroBatch(0, 3, 1, np.arange(4), 1.0)
+    first = [part.initial() for part in known.parts]
+    for ours, theirs, params in zip(bare.parts, known.parts, first, strict=True):
+        assert ours.take(theirs.values()).tobytes() == params.tobytes()
+        assert ours.held_bytes == theirs.held_bytes < sum(part.held_bytes for part in known.parts)
+    assert bare.sizes == known.sizes
+    ways = range(2)
+    terms = []
+    for split in (bare, known):
+        parts = [part for part in split.parts if isinstance(part, ModelWay)]
+        copied = [parts[way].copied(first[way]) for way in ways]
+        terms.append([parts[way].forward(0, 0, WayWeights(first[way], copied), batch, None)[0] for way in ways])
+    for found, expected in zip(*terms, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert found.tobytes() == expected.tobytes()
+
+
+def test_a_way_of_a_model_that_needs_values_is_built_whole() -> None:
+    job = job_of(started(Scaled))
+    known = make_split(job, 0, Partition.parse("tensor(2)"))
+    assert isinstance(known, TensorModel)
+    assert "cannot be computed: a loss of" in with_obstacle_of_ways(job, 0, known).facts.obstacle

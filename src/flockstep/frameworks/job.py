@@ -16,6 +16,7 @@ from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel, SplitModel
+from flockstep.frameworks.ways import TensorModel
 from flockstep.partitions.base import Partition
 from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.sharded import Sharded
@@ -73,6 +74,10 @@ def make_split(job: Job, seed: int, partition: Partition, facts: SplitFacts | No
         from flockstep.frameworks.torch_shards import shards_without_values
 
         return shards_without_values(job, seed, partition, facts)
+    if facts is not None and isinstance(partition, TensorParallel | Product):
+        from flockstep.frameworks.torch_ways import ways_without_values
+
+        return ways_without_values(job, seed, partition, facts)
     model = build_model(job)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
@@ -111,6 +116,10 @@ def without_whole(job: Job, seed: int, split: SplitModel) -> SplitModel:
         from flockstep.frameworks.torch_shards import with_obstacle_of_units
 
         return with_obstacle_of_units(job, seed, split)
+    if isinstance(split, TensorModel):
+        from flockstep.frameworks.torch_ways import with_obstacle_of_ways
+
+        return with_obstacle_of_ways(job, seed, split)
     return split
 
 

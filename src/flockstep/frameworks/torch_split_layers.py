@@ -51,8 +51,21 @@ class SplitLayers(ABC):
         return int(span.stop - span.start) / units
 
     @abstractmethod
+    def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
+        """Return the axis along which a parameter is divided, and the spans of that axis that a way holds."""
+
+    def shape(self, role: str, way: int) -> tuple[int, ...]:
+        """Return the shape of the tensor that a way holds of a parameter."""
+        axis, spans = self.spans_of(role, way)
+        found = list(self.parameters[role].shape)
+        found[axis] = sum(span.stop - span.start for span in spans)
+        return tuple(found)
+
     def places(self, role: str, way: int) -> Places:
-        """Return the elements of a parameter that a way holds."""
+        """Return the numbers of the elements of a parameter that a way holds."""
+        axis, spans = self.spans_of(role, way)
+        numbers = numbered(self.parameters[role])
+        return np.concatenate([numbers[:, span] if axis else numbers[span] for span in spans], axis)
 
     @abstractmethod
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
@@ -66,7 +79,8 @@ class SplitLayers(ABC):
         """
 
 
-def _numbers(parameter: torch.Tensor) -> Places:
+def numbered(parameter: torch.Tensor) -> Places:
+    """Return the numbers of the elements of a parameter, in its shape."""
     return np.arange(parameter.numel()).reshape(tuple(parameter.shape))
 
 
@@ -94,9 +108,8 @@ class ColumnAndRow(SplitLayers):
         super().__init__(layers, parameters, first.out_features, ways)
         self._between = between
 
-    def places(self, role: str, way: int) -> Places:
-        numbers, span = _numbers(self.parameters[role]), self.spans[way]
-        return numbers[:, span] if role == "second" else numbers[span]
+    def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
+        return int(role == "second"), [self.spans[way]]
 
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
         hidden = F.linear(x, weights["first"], weights.get("bias"))
@@ -113,12 +126,12 @@ class Heads(SplitLayers):
         super().__init__((name,), parameters, module.num_heads, ways)
         self._module = module
 
-    def places(self, role: str, way: int) -> Places:
-        numbers, span, width = _numbers(self.parameters[role]), self.spans[way], self._module.head_dim
-        features = slice(span.start * width, span.stop * width)
+    def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
+        span, width = self.spans[way], self._module.head_dim
+        features, size = slice(span.start * width, span.stop * width), self._module.embed_dim
         if role == "out":
-            return numbers[:, features]
-        return np.concatenate([part[features] for part in np.split(numbers, 3)])
+            return 1, [features]
+        return 0, [slice(start + features.start, start + features.stop) for start in (0, size, 2 * size)]
 
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
         samples, length, _ = x.shape
@@ -137,8 +150,8 @@ class VocabularyOfInputs(SplitLayers):
     def __init__(self, name: str, module: nn.Embedding, ways: int):
         super().__init__((name,), {"words": module.weight}, module.num_embeddings, ways)
 
-    def places(self, role: str, way: int) -> Places:
-        return _numbers(self.parameters[role])[self.spans[way]]
+    def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
+        return 0, [self.spans[way]]
 
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
         least, most, last = int(x.min()), int(x.max()), self.spans[-1].stop - 1
@@ -162,8 +175,8 @@ class VocabularyOfOutputs(SplitLayers):
         parameters = _present(words=module.weight, bias=module.bias)
         super().__init__((name,), parameters, module.out_features, ways)
 
-    def places(self, role: str, way: int) -> Places:
-        return _numbers(self.parameters[role])[self.spans[way]]
+    def spans_of(self, role: str, way: int) -> tuple[int, Sequence[slice]]:
+        return 0, [self.spans[way]]
 
     def term(self, way: int, x: torch.Tensor, weights: Weights, targets: torch.Tensor) -> torch.Tensor:
         least, most, last = int(targets.min()), int(targets.max()), self.spans[-1].stop - 1

@@ -297,24 +297,10 @@ class TorchPart(ModelPart):
         self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in self._others.values())
 
     def values(self) -> npt.NDArray[np.uint8]:
-        first = self._engine.whole.changing_buffers
-        others = [first.get(name, one).detach().cpu().reshape(-1) for name, one in self._others.items()]
-        return np.concatenate([self.initial().view(np.uint8), *(one.view(torch.uint8).numpy() for one in others)])
+        return self._engine.as_bytes(self.initial(), self._others)
 
     def take(self, values: npt.NDArray[np.uint8]) -> FlatArray:
-        if len(values) != self.held_bytes:
-            raise ConfigurationError(
-                f"the values of a part must have {self.held_bytes} bytes, got {len(values)}; build the same model in "
-                "every process"
-            )
-        start, whole = self.schema.nbytes, self._engine.whole
-        for name, one in self._others.items():
-            if isinstance(whole, SkeletonEngine):
-                kept = torch.from_numpy(values[start : start + one.nbytes].copy())
-                whole.constants[name] = kept.view(one.dtype).reshape(one.shape)
-            start += one.nbytes
-        params: FlatArray = values[: self.schema.nbytes].copy().view(self.schema.dtype)
-        return params
+        return self._engine.taken(values, self.schema, self._others)
 
     def place(self, name: str) -> slice:
         """Return the elements of a parameter in the array (K + B,) with which the part computes."""
@@ -472,6 +458,32 @@ class PartsEngine(Engine):
     def constants(self) -> Tensors:
         """Name → value of tensors that the modules of the chunks lack, because they do not belong to a module."""
         return self.whole.constants if isinstance(self.whole, SkeletonEngine) else {}
+
+    def as_bytes(self, params: FlatArray, others: Tensors) -> npt.NDArray[np.uint8]:
+        """Return what `HeldPart.values` does, for a part with these parameters (K,) and these other tensors."""
+        first = self.whole.changing_buffers
+        values = [first.get(name, one).detach().cpu().reshape(-1) for name, one in others.items()]
+        return np.concatenate([params.view(np.uint8), *(one.view(torch.uint8).numpy() for one in values)])
+
+    def taken(self, values: npt.NDArray[np.uint8], schema: Schema, others: Tensors) -> FlatArray:
+        """Store the values of a part's other tensors, and return a copy of its parameters (K,).
+
+        Raises:
+            ConfigurationError: the values are not those of such a part.
+        """
+        start, expected = schema.nbytes, schema.nbytes + sum(one.nbytes for one in others.values())
+        if len(values) != expected:
+            raise ConfigurationError(
+                f"the values of a part must have {expected} bytes, got {len(values)}; build the same model in every "
+                "process"
+            )
+        for name, one in others.items():
+            if isinstance(self.whole, SkeletonEngine):
+                kept = torch.from_numpy(values[start : start + one.nbytes].copy())
+                self.whole.constants[name] = kept.view(one.dtype).reshape(one.shape)
+            start += one.nbytes
+        params: FlatArray = values[: schema.nbytes].copy().view(schema.dtype)
+        return params
 
     @cached_property
     def facts(self) -> dict[str, str]:
