@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from flockstep.records.folder import RunFolder
 from support.hosts import PORT, Ended, Host, network, on_all
 from support.jobs import go_on, paced
 from support.matrix import few
-from support.processes import PATIENCE, wait_until
+from support.processes import PATIENCE, content, wait_until
 from support.torch_scripts import write_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces")
@@ -84,6 +85,24 @@ def test_a_run_over_two_hosts_killed_at_a_point_and_resumed_ends_with_the_bits_o
     simulate(config, tmp_path / "virtual", lambda done, every, t: None, False)
     assert record.read_result()[0].tobytes() == RunFolder(tmp_path / "virtual").read_result()[0].tobytes()
     wait_until(lambda: not any(host.processes() for host in two), PATIENCE, "no process is left")
+
+
+@pytest.mark.parametrize("whom", few([0, 1], 1))
+def test_sigterm_on_any_host_ends_a_run_with_a_checkpoint(whom: int, two: list[Host], tmp_path: Path) -> None:
+    where = ["--nodes", "2", "--coordinator", f"{two[0].address}:{PORT}"]
+    words = ["train", paced(tmp_path), "-s", "all_reduce", "-n", "2", "--steps", "100000", *where]
+    other = two[1].start(*words, "--node-rank", "1")
+    first = two[0].start(*words, "--node-rank", "0", "--out", tmp_path / "run")
+    events = tmp_path / "run" / "events" / "worker-1.jsonl"
+    wait_until(lambda: b'"step"' in content(events) or first.poll() is not None, PATIENCE, "a step")
+    assert first.poll() is None, Ended.of(first)
+    (first, other)[whom].send_signal(signal.SIGTERM)
+    ended = [Ended.of(first), Ended.of(other)]
+    assert ended[0].code == 130, ended
+    assert ended[1].code, ended
+    step = min(disk.newest(tmp_path / "run").manifest.steps.values())
+    assert f"continues from step {step}\n" in ended[0].err
+    assert ("on node 1" in ended[0].err) == (whom == 1)
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ import msgspec
 
 from flockstep import __version__
 from flockstep.drivers.member import NodeSpec
-from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
+from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import HOST_LOST, Child
 from flockstep.launchers.host_agent import differing
 from flockstep.launchers.host_files import AHEAD, PART
@@ -234,7 +234,7 @@ class OtherHosts:
         """Raise an error if another host has requested the end of the run.
 
         Raises:
-            Interrupted: the user of another host stops the run.
+            KeyboardInterrupt: the user of another host stops the run, as Ctrl-C on this host does; raised once.
             RunError: another host cannot do its part.
         """
 
@@ -403,8 +403,12 @@ class RemoteHosts(OtherHosts):
         return _listed("node", [node for node in self._nodes if node not in self._hosts], self._nodes.stop)
 
     def require_running(self) -> None:
-        if self._stopped is not None:
-            raise (RunError if self._stopped.failed else Interrupted)(self._stopped.reason)
+        if self._stopped is None:
+            return
+        if self._stopped.failed:
+            raise RunError(self._stopped.reason)
+        reason, self._stopped = self._stopped.reason, None  # the run takes its last checkpoint
+        raise KeyboardInterrupt(reason)
 
     def _require_hosts(self, when: str) -> None:
         for host in self._hosts.values():
