@@ -176,6 +176,8 @@ class _Turns(Clock):
         """Worker → seconds that its running gradient still takes on a core of its own."""
         self._handling: list[tuple[float, float]] = []
         """Beginning and end of the times in which a core handles a message."""
+        self._longest = 0.0
+        """Longest of these times so far, in seconds."""
         self._now = 0.0
 
     def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
@@ -192,9 +194,11 @@ class _Turns(Clock):
 
     def handle(self, t: float, seconds: float) -> float:
         """Handle the message as soon as fewer messages than cores are handled at the same time."""
-        for begin in sorted({t, *(end for _, end in self._handling if end > t)}):
+        self._longest = max(self._longest, seconds)
+        later = self._handling[bisect.bisect_left(self._handling, (t - self._longest, 0.0)) :]
+        for begin in sorted({t, *(end for _, end in later if end > t)}):
             end = begin + seconds
-            if sum(other < end and begin < until for other, until in self._handling) < self._cores:
+            if sum(other < end and begin < until for other, until in later) < self._cores:
                 break
         bisect.insort(self._handling, (begin, end))
         return end
