@@ -112,7 +112,7 @@ class ProcessSet:
         return [answer["answer"] for answer in answers]
 
     def close(self) -> None:
-        """End the measuring processes."""
+        """End all processes that are measured."""
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()

@@ -147,8 +147,6 @@ class Truth:
     def ranks(self) -> dict[str, float | None]:
         """Bandwidth, or "all" → Spearman's rank correlation of predicted and measured times; None if there are fewer
         than two pairs.
-
-        None if there are fewer than two pairs.
         """
         found = {name: [one for one in self.pairs if one.bandwidth == name] for name in self.bandwidths}
         found["all"] = list(self.pairs)
@@ -227,8 +225,8 @@ class Known:
     calibration: Calibration
     share: float
     copies: tuple[tuple[float, float], ...] = ()
-    """Bandwidth of a card in bytes per second, and seconds of a core for each byte on it, of two cards; empty: the
-    calibration's value on all cards.
+    """Measured values of two cards of different bandwidth: the bandwidth in bytes per second, and the seconds that a
+    core spends on each byte. Empty: all cards have the calibration's value.
     """
 
     @classmethod
@@ -264,10 +262,8 @@ class Known:
         return replace(shape, wires=wires, copy=self.copy(bandwidth))
 
     def copy(self, bandwidth: float) -> float:
-        """Seconds of a core for each byte on a card of `bandwidth`.
-
-        A core spends its time on segments, and on slow cards segments are smaller: the seconds are linear in 1 /
-        bandwidth.
+        """Return the seconds that a core spends on each byte on a card of `bandwidth` bytes per second. A core spends
+        its time on segments, and on slow cards segments are smaller: the seconds are linear in 1 / bandwidth.
         """
         if not self.copies:
             return self.calibration.shape.copy

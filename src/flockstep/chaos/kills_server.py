@@ -44,7 +44,7 @@ class KillsServer(Disruption):
             )
 
     def act(self, run: DisruptedRun) -> None:
-        """Kill the server."""
+        """Kill the server's process with SIGKILL."""
         run.wait(lambda: run.has_checkpoint and min(map(run.steps, range(run.setting.workers))) >= self.step)
         if run.going and (pid := run.process_of(f"server-{self.index}")) is not None:
             run.count += run.send(signal.SIGKILL, pid)

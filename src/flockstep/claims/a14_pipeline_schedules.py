@@ -28,7 +28,7 @@ REAL = (("gpipe", 1), ("one_forward_one_backward", 1), (f"interleaved({CHUNKS})"
 """Schedules that are timed on real processes, with the number of chunks of a stage."""
 REAL_BATCHES = 8
 WARM_UP = 2
-"""Number of steps that are not timed."""
+"""Number of steps at the start of a run that are not timed."""
 JOB = """
 import time
 
@@ -124,7 +124,7 @@ class PipelineSchedules(Claim):
     steps: int = 7
     """Number of steps of each run on real processes."""
     seconds: float = 0.15
-    """Seconds that the forward pass of a stage takes there; the backward pass takes twice as long."""
+    """Seconds that the forward pass of a stage takes on real processes; the backward pass takes twice as long."""
     setting = (
         f"{STAGES} stages, {', '.join(map(str, BATCHES))} micro-batches, forward pass {FORWARD:g} s, gradients of "
         f"inputs {INPUT:g} s and of weights {WEIGHT:g} s, free messages; the passes of the schedules that run, timed; "
@@ -140,7 +140,7 @@ class PipelineSchedules(Claim):
         return Verdict((*self.computed(say), *self._real(say)))
 
     def computed(self, say: Say) -> list[ClaimRow]:
-        """Return the rows of passes that take exactly their time."""
+        """Return the rows for passes that take exactly the time that their job says."""
         rows = []
         for batches in BATCHES:
             for one in expected(batches):

@@ -18,8 +18,6 @@ LEARNS = 7.0
 APART, FACTOR = 1.0, 2.0
 """APART: least difference, in percentage points, by which the worst replica must be worse than the mean model. FACTOR:
 allowed ratio of measured to pilot figures.
-
-FACTOR: allowed ratio of measured to pilot figures.
 """
 PILOT = {
     "sgp": (4.2, 4.4),

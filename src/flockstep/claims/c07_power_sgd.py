@@ -1,4 +1,6 @@
-"""Claim: the accuracy of PowerSGD, and the contributions of error feedback and warm start."""
+"""Claim: PowerSGD of rank 2 is as accurate as SGD; without error feedback, or with an unbiased compressor, it is
+not.
+"""
 
 from __future__ import annotations
 

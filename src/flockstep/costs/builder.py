@@ -64,7 +64,7 @@ class Net:
         return self.add(layer, x.after, x.channels, size)
 
     def relu(self, x: At, name: str) -> At:
-        """Append a ReLU activation."""
+        """Append a ReLU activation, which has no parameters."""
         return self.add(formulas.activation(name, x.elements), x.after, x.channels, x.size)
 
     def batch_norm(self, x: At, name: str) -> At:

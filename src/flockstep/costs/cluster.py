@@ -47,7 +47,9 @@ class ClusterShape:
     copy: float = 0.0
     """Seconds that a core spends on each byte of payload at either end of a link, while the link carries the byte."""
     step: float = 0.0
-    """Seconds of a worker's step besides the gradient, the optimizer, messages and codecs."""
+    """Seconds of a worker's step that are spent on anything other than the gradient, the optimizer, messages and
+    codecs.
+    """
 
     def __post_init__(self) -> None:
         if not self.groups:

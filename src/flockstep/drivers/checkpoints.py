@@ -206,7 +206,7 @@ class NodeCheckpoints:
 
     @property
     def asked(self) -> bool:
-        """Whether the supervisor is due an answer or a result, which `idle` gives."""
+        """Whether this node must still send the supervisor an answer or a result; `idle` sends it."""
         return self._wave > 0 or self._thread is not None
 
     def idle(self) -> None:

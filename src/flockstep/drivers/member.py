@@ -74,7 +74,7 @@ SILENT = 84
 
 
 class SupervisorSilent(Interrupted):
-    """The supervisor does not answer, although its process has not ended."""
+    """Raised when the supervisor does not answer, although its process has not ended."""
 
     exit_code = SILENT
 

@@ -60,8 +60,6 @@ def add_membership(membership: Membership) -> None:
 def end_membership(membership: Membership) -> None:
     """Remove a membership whose run has ended, so that the script may release the model. The membership of the first
     call remains.
-
-    The membership of the first call remains.
     """
     membership.barrier = membership.works_between_steps = membership.epoch = membership.script = None
     membership.scalar = lambda name, value: None

@@ -44,7 +44,7 @@ class Plan:
 
     bad_gradients: BadGradients = field(default_factory=BadGradients)
     faults: tuple[Fault, ...] = ()
-    """Faults to inject."""
+    """Faults that the run injects."""
     split: SplitModel | None = None
     """The model cut into parts; None if every worker holds a whole replica."""
 
@@ -153,7 +153,7 @@ def require_splittable(plan: Plan) -> None:
 
 
 FIRST_BATCH = -1
-"""Key in the state of `Batches` that holds the position from which blocks of data have not been read."""
+"""Key in the state of `Batches` for the first position in the blocks of data that has not been read."""
 
 
 class Batches:

@@ -258,9 +258,8 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
 
 
 async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
-    """Return the parameters that the servers hold. If several servers hold the same part, those of the first of them.
-
-    If several servers hold the same part, the first of these servers counts.
+    """Return the parameters that the servers hold. If several servers hold the same part, those of the first of
+    them.
     """
     whole = copied(me.params)
     asked = [(server(index), None, None) for index in range(len(held))]

@@ -96,7 +96,7 @@ class ProgramRunner(Protocol):
     send_snapshot: Callable[..., None] | None
 
     def deliver(self, message: Message, sent_at: float | None = None) -> None:
-        """Handle a message for the program that has arrived."""
+        """Handle an arrived message that is addressed to the program."""
 
     def take_loss(self, address: Address) -> None:
         """Handle the death of a node, and tell the program of the death."""

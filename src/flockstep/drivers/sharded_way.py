@@ -20,7 +20,7 @@ from flockstep.frameworks.stages import MicroBatch
 
 
 class ShardedWay(PartProgram):
-    """One way of one replica."""
+    """One way of one replica: a worker that stores one shard of every unit."""
 
     def __init__(
         self,

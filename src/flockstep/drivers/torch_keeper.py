@@ -23,7 +23,7 @@ class OptimizerContent:
     schema: Schema
     """Names and shapes of the parameters."""
     kind: str
-    """Class of the optimizer."""
+    """Name of the optimizer's class."""
     states: list[dict[str, Any]]
     """State of each parameter in the order of the parameter groups; empty if servers run the optimizer."""
 

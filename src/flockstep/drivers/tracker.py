@@ -142,8 +142,6 @@ class Tracker:
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
         """Add a node's current parameters to a tick; parameters that are kept are copied. Parameters of servers that
         only cache are dropped.
-
-        Parameters of servers that only cache are dropped.
         """
         if address in self._idle or self._repeats(address, tick):
             return

@@ -39,8 +39,6 @@ from flockstep.simulation.queue import EventQueue
 class StepDurations:
     """Seconds that a gradient of the whole model takes on each worker in each step. A worker draws one duration for
     each step, as in an unsplit run; every pass takes its share of the step's duration.
-
-    A worker draws once for each step, as in an unsplit run; every pass takes its share of the step's duration.
     """
 
     def __init__(self, streams: Sequence[Iterator[float]]):
@@ -95,11 +93,11 @@ class PartSnapshots:
     """Tick and replica → part → parameters, second, step and bytes sent."""
 
     def of(self, part: int) -> GroupSnapshots:
-        """Return the object that collects the snapshots of one part's group."""
+        """Return the object that collects the snapshots of the group of one part."""
         return GroupSnapshots(self, part)
 
     def add(self, part: int, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add the parameters that a node of one part's group holds."""
+        """Add the parameters that a node in the group of one part holds."""
         if address < 0:
             self.tracker.add(tick, self.groups[part].outside(address), params, t, step, sent)
             return
@@ -123,7 +121,7 @@ class GroupSnapshots:
     part: int
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters to a tick."""
+        """Add a node's current parameters to the snapshot of tick `tick`."""
         self.joined.add(self.part, tick, address, params, t, step, sent)
 
     def lose(self, address: Address) -> None:

@@ -58,7 +58,7 @@ class OptaxOptimizer(Optimizer):
     elementwise: ClassVar[bool] = False
     flat: FlatOptax
     structure: Any
-    """Structure of optax's state."""
+    """Tree structure of the state of the optax optimizer."""
     lr: float = math.nan
 
     @classmethod

@@ -184,7 +184,7 @@ class PipelineModel(SplitModel):
     parts: tuple[ModelPart, ...]
     pipeline: Pipeline
     ties: tuple[Tie, ...] = ()
-    """Parameters that more than one part computes with."""
+    """The parameters that more than one part computes with."""
 
     @property
     def partition(self) -> Partition:

@@ -41,7 +41,7 @@ class WeightGradient:
             self.complete()
 
     def complete(self) -> None:
-        """Add all products that wait."""
+        """Add all products that have not been added yet."""
         if self.tensor is not None and self._held:
             self.tensor.addmm_(torch.cat(self._slopes).t(), torch.cat(self._inputs))
             self._slopes, self._inputs, self._held = [], [], 0
@@ -89,7 +89,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def fusible(module: nn.Module) -> list[nn.Module]:
-    """Return the layers inside `module` whose gradients can be added where they are computed."""
+    """Return the layers inside `module` that can add the gradients of their weights to an array directly."""
     return [one for one in module.modules() if "forward" not in vars(one) and _is_plain(one)]
 
 

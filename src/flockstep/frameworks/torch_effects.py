@@ -36,7 +36,7 @@ class Variable:
 
     name: str
     title: str
-    """Name with which messages call the place."""
+    """Name by which messages refer to the place."""
     read: Callable[[], Any]
     write: Callable[[Any], None]
 
@@ -72,7 +72,7 @@ class StateSnapshot:
         return list(dict.fromkeys(one.place for one in self._kept if not one.same()))
 
     def restore(self) -> None:
-        """Give everything that has changed its former value."""
+        """Restore the earlier values of everything that has changed."""
         for one in self._kept:
             if not one.same():
                 one.restore()
@@ -288,7 +288,9 @@ def is_installed(module: str | None) -> bool:
 
 
 class Hidden:
-    """In place of a value that a module changes in every call: code that uses the value while it is traced fails."""
+    """Placeholder for a value that a module changes in every call: code that uses the value while it is traced
+    fails.
+    """
 
     def __init__(self, title: str):
         self.title = title

@@ -50,7 +50,9 @@ class TorchUnit(TorchPart):
             weight.untyped_storage().resize_(0)
 
     def restore(self, chunk: int, batch: MicroBatch, params: FlatArray) -> None:
-        """Fill the weights again; autograd counts no change, because the values are the same."""
+        """Fill the freed weights with their values again; autograd counts no change, because the values are the
+        same.
+        """
         weights = self._kept[self._key(chunk, batch)].weights
         places = self._places(chunk, as_tensor(params))
         for weight, (place, _) in zip(weights, places, strict=True):

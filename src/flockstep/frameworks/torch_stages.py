@@ -36,7 +36,7 @@ from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.split_facts import SplitFacts
 
 ROUNDING = 1e-6
-"""Largest error of the sum of the shares of all micro-batches in a batch."""
+"""Largest accepted rounding error of the sum of the shares that the micro-batches have in a batch."""
 FLOATS = (torch.float16, torch.float32, torch.float64)
 """Dtypes of activations that stages can send each other."""
 TRIAL_BATCHES = 16
@@ -207,7 +207,7 @@ class Chunk:
     names: Sequence[str]
     """Names, in the model, of the trainable parameters, in the order of `places`."""
     names_of: Mapping[int, str]
-    """Identity → name in the model of every parameter, the first name if there are several."""
+    """Identity of every parameter → its name in the model; the first name if there are several."""
     shares: PassShares
     last: bool
     module: nn.Sequential = field(init=False)

@@ -227,7 +227,7 @@ class WayPlace:
 
     @property
     def number(self) -> int:
-        """Number of the part."""
+        """Number of the part in its replica, from 0."""
         return self.stage * self.ways + self.way
 
     @property

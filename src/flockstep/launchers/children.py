@@ -82,7 +82,7 @@ class ScriptProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the script."""
 
     @property
     def stdout(self) -> IO[bytes] | None:

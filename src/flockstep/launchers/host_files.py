@@ -95,6 +95,6 @@ class HostFiles:
         return self._folder.joinpath(*parts)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files that are open for a transfer."""
         for file in (*self._arriving.values(), *([self._open] if self._open is not None else [])):
             file.close()

@@ -38,7 +38,7 @@ class Join(HostMessage, frozen=True):
     ranks: tuple[int, ...]
     """Ranks of the processes that already run on the host, or that the host will start."""
     name: str
-    """Name of the host."""
+    """Name of the host that joins."""
     settings: dict[str, str]
     """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
@@ -120,7 +120,7 @@ class Start(HostMessage, frozen=True):
     """Message to a host agent: start a process; `server` is None for a worker."""
 
     number: int
-    """Number of the process."""
+    """Number of the process, which later messages name."""
     spec: NodeSpec
     server: ServerSpec | None = None
     config: str = ""
@@ -200,7 +200,7 @@ class Fetch(HostMessage, frozen=True):
     """Message to a host agent: send a file of the agent's folder in parts, and remove the file."""
 
     number: int
-    """Number of the transfer."""
+    """Number of the transfer that the reply names."""
     path: str
 
 

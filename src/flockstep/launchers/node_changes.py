@@ -19,7 +19,7 @@ LEAVE_AGAIN = 10.0
 
 
 class NodeChanges:
-    """Decides when the nodes of a run change, and lets all nodes stop with their states before the change."""
+    """Decides when the nodes of a run change, and makes all nodes stop and save their states before the change."""
 
     _renewing = ""
     """Sentence on the lost process of a server, in whose place another is to be started; empty if there is none."""
@@ -48,7 +48,7 @@ class NodeChanges:
         self._leavers = set[int]()
 
     def end(self) -> None:
-        """Let no worker leave from now on, because the run ends."""
+        """Refuse every later request of a worker to leave, because the run ends."""
         self._least = None
 
     def replace(self, text: str) -> None:
@@ -57,7 +57,7 @@ class NodeChanges:
             self._renewing = text
 
     def look(self) -> None:
-        """Let workers leave and join, once all nodes have stopped with their states."""
+        """Let workers leave and join if all nodes have stopped and saved their states."""
         if self._checkpoints is None or not self._state.running or self._state.outcome.change is not None:
             return
         joiners = self._joiners()
@@ -72,7 +72,7 @@ class NodeChanges:
             self._change(set(self._leavers), left, joiners)
         elif self._cutting and self._checkpoints.is_cut is False:
             self._cutting = False  # the run is about to end, a node was lost, or the disk is full
-            self._could_not_change(self._checkpoints.why_not or "the nodes had continued")
+            self._could_not_change(self._checkpoints.why_not or "the nodes continued before their states were saved")
 
     def _joiners(self) -> int:
         """Number of workers that can take part now, because their processes have built the job."""
@@ -129,7 +129,7 @@ class NodeChanges:
             self.refuse_joiners(str(error))
 
     def why_no_host_joins(self, workers: int) -> str:
-        """Why this number of workers of another host cannot join now; empty if they can."""
+        """Return why `workers` workers of another host cannot join now; an empty text if they can."""
         if self._most is None:
             return NONE_JOINS
         if not self._state.running or self._cutting:
@@ -160,7 +160,7 @@ class NodeChanges:
         return f"no {workers} workers can join: {why}" if why else ""
 
     def ask_to_leave(self, address: Address) -> None:
-        """A signal asks a worker to leave the run.
+        """Ask a worker to leave the run, because a signal was received.
 
         Raises:
             KeyboardInterrupt: too few workers are left, so that the run ends.

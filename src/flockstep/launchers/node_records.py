@@ -24,7 +24,7 @@ from flockstep.records.snapshots import LAST, SnapshotWriter, snapshot_folders
 
 
 class NodeRecords:
-    """Writes what the nodes of a run send to the run's folder, and hands their snapshots on to the evaluation."""
+    """Writes what the nodes of a run send to the run's folder, and passes their snapshots to the evaluation."""
 
     def __init__(self, state: RunState, record: Path, run: str, evaluation: SnapshotHandler):
         """`record`: the run's folder; `run`: name of the run, which no other run has."""

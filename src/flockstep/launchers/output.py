@@ -24,8 +24,6 @@ NAMES = {OUT: "out", ERR: "err"}
 Sink = Callable[[int, bytes], None]
 """Function that receives a part of a script's output: the stream (`OUT` or `ERR`), and whole lines or the last bytes.
 Different threads may call it for the two streams.
-
-Different threads may call it for the two streams.
 """
 LAST_WORDS = 4000
 """Number of bytes that are kept from the end of a hidden script's standard error."""

@@ -62,7 +62,7 @@ class ResizedRun:
     """The configuration of the run before the change."""
     states: dict[Address, NodeCheckpoint]
     notes: tuple[str, ...]
-    """Sentences for the record."""
+    """Sentences about the change of size, for the record."""
 
     def write(self, record: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
         """Write the new states as the run's newest checkpoint, and the configuration; return the checkpoint.

@@ -1,4 +1,4 @@
-"""What a supervisor knows of its run: the outcome so far, the nodes that take part, and how far the run is."""
+"""What a supervisor knows of its run: the outcome so far, the nodes that take part, and the progress."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Outcome:
         return held_by_servers(self.strategy, self.workers // len(sizes), sizes)
 
     def warn(self, text: str) -> None:
-        """Add a sentence to the warnings, once."""
+        """Add a sentence to the warnings, unless the warnings contain it."""
         if text not in self.warnings:
             self.warnings.append(text)
 
@@ -74,24 +74,26 @@ class Change:
 
 @dataclass
 class RunState:
-    """The nodes of a supervised run, and how far the run is."""
+    """The nodes of a supervised run, and the progress of the run."""
 
     workers: int
-    """Number of workers at the start."""
+    """Number of workers at the start of the run."""
     outcome: Outcome
     view: View
     """The workers that take part."""
     standings: dict[Address, NodeProgress]
     ready: set[Address] = field(default_factory=set)
-    """Nodes that can begin."""
+    """Nodes that have reported that they are ready to begin."""
     done: set[Address] = field(default_factory=set)
     """Nodes whose programs have ended."""
     gone: set[Address] = field(default_factory=set)
-    """Lost nodes."""
+    """Nodes that were lost."""
     condemned: dict[Address, str] = field(default_factory=dict)
     """Workers to remove from the run, with the reason."""
     went: float | None = None
-    """Time at which all nodes were ready, in seconds of the monotonic clock, less the seconds of the run before."""
+    """Time at which all nodes were ready, in seconds of the monotonic clock, minus the seconds that the run lasted
+    before it was resumed.
+    """
     over: bool = False
     """Whether all nodes have been dismissed."""
 

@@ -30,8 +30,6 @@ LONGEST = 50
 def scratch() -> Iterator[Path]:
     """Context manager that creates a temporary folder owned by this process, and removes the folders that killed
     processes have left.
-
-    It also removes the folders of processes that were killed.
     """
     pid = os.getpid()
     sweep(Path(tempfile.gettempdir()))
@@ -71,8 +69,6 @@ def _is_ours(folder: Path) -> bool:
 def house_fork_server() -> None:
     """Put the socket of multiprocessing's fork server into a folder of `scratch`, until this process exits. If the path
     would be too long for a socket, multiprocessing chooses its own folder.
-
-    If that path would be too long for a socket, multiprocessing chooses its own folder.
     """
     if len(tempfile.gettempdir()) > LONGEST:
         return

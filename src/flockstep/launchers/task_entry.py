@@ -1,5 +1,4 @@
-"""Starts the agent of a host, which reads its part in the run from standard input: python -m
-flockstep.launchers.task_entry.
+"""Starts the agent of a host, which reads its part in the run from standard input.
 
 python -m flockstep.launchers.task_entry
 """

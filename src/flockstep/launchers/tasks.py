@@ -65,7 +65,7 @@ class TaskSpec:
     files: tuple[TaskFile, ...]
     """Python files of the run: the job or the script, if it is a file, and the files that register components."""
     arguments: tuple[str, ...]
-    """Arguments of the script."""
+    """Command-line arguments of the script."""
     output: OutputOptions
 
 

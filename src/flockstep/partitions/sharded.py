@@ -43,7 +43,7 @@ class Sharded(Partition):
         return 1 / self.ways
 
     def copies(self, part: int) -> int:
-        """Return 1: a way keeps its parameters of the step that it computes."""
+        """Return 1: a way stores one version of its parameters, that of the current step."""
         return 1
 
     def __mul__(self, other: object) -> Partition:

@@ -57,7 +57,9 @@ SHORT, LONG = 1e-7, 1e2
 SLOW, FAST = 1e2, 1e12
 """Bounds within which a fit searches the bandwidth, in bytes per second."""
 TELLING = 0.05
-"""Smallest relative change of a step's time between records from which both unknowns can be separated."""
+"""Smallest relative change of the step time between records with which a fit can determine both latency and
+bandwidth.
+"""
 ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
 """Parameters of the least-squares fit on a logarithmic scale: number of iterations, step for slopes, and tolerance."""
 SEARCH = 40

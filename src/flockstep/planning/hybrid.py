@@ -102,7 +102,7 @@ class HybridAdvice:
 
     @property
     def partition(self) -> Partition:
-        """The recommended partition."""
+        """The partition that the plan recommends."""
         return self.choice.pipeline if isinstance(self.choice, SplitPrediction) else Unsplit()
 
     def document(self) -> dict[str, Any]:

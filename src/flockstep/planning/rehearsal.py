@@ -1,7 +1,7 @@
 """Rehearsals: find the cost of a strategy's step by running the strategy's program in virtual time, without computing.
 
-Only seconds and bytes are needed, so a large model is replaced by a small surrogate, each byte of which counts as many
-bytes. Programs, messages, waiting and virtual seconds are those of the real model.
+Only seconds and bytes are needed, so a large model is replaced by a small surrogate, each byte of which stands for many
+bytes of the model. Programs, messages, waiting and virtual seconds are those of the real model.
 """
 
 from __future__ import annotations

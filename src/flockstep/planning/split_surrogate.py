@@ -51,7 +51,7 @@ class ChunkShape:
 
     @property
     def parameters(self) -> int:
-        """Number of trained parameters."""
+        """Number of trained parameters of the chunk."""
         return sum(map(math.prod, self.tensors))
 
 

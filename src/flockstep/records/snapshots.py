@@ -92,7 +92,7 @@ class WholeSnapshot(Snapshot, frozen=True):
 
     @classmethod
     def of(cls, tick: float | None, replica: Address, pieces: Sequence[Snapshot]) -> WholeSnapshot:
-        """Join the snapshots of the parts."""
+        """Join the snapshots of the parts of a split model into a snapshot of the whole model."""
         return cls(
             tick,
             replica,

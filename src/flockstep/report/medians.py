@@ -173,8 +173,6 @@ def title(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> str
 def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[list[str]]:
     """Return the rows of the table of ranges, in the order of `SPREAD`. If there are several learning rates, a star
     marks the ranked rate.
-
-    A star marks the learning rate that is ranked if there are several.
     """
     several = len(groups) > len(chosen)
     return [_row(group, several and group in chosen) for group in groups]

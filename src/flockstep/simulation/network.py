@@ -77,13 +77,15 @@ def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
 
 
 class Transit(msgspec.Struct, eq=False, gc=False):
-    """A message of `nbytes` in transit."""
+    """A message of `nbytes` bytes that is on its way through the network."""
 
     source: Address
     to: Address
     nbytes: int
     time: float
-    """Time of delivery in seconds if `done`, otherwise the time to reserve the next hop."""
+    """Seconds of virtual time: the delivery of the message if `done`, otherwise the time at which to reserve the next
+    hop.
+    """
     hops: tuple[Hop, ...]
     gaps: Gaps
     done: bool
@@ -127,7 +129,7 @@ class Fabric:
             own.bandwidth = own.full / factor
 
     def advance(self, transit: Transit) -> None:
-        """Reserve the next hop at time `transit.time`."""
+        """Reserve the next hop of a message at time `transit.time`."""
         index, hops, now, nbytes = transit.hop, transit.hops, transit.time, transit.nbytes
         hop = hops[index]
         hop.free = finish = max(now, hop.free) + nbytes / hop.bandwidth

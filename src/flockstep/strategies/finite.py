@@ -33,7 +33,7 @@ def bad_gradient(
 
 
 def require_finite_message(node: Node, message: Message, array: FlatArray) -> None:
-    """Check that `array`, the array of a message that a server would apply, is finite.
+    """Check that `array`, which a server would apply, is finite.
 
     Raises:
         Diverged: an element is infinite or not a number.

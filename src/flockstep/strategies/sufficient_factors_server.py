@@ -34,7 +34,7 @@ class Factored(Pushed, frozen=True):
 
 @dataclass(frozen=True)
 class PushFactors(PushPull):
-    """As `PushPull`, with layers of a worker's gradient as factors if these are smaller."""
+    """The same access as `PushPull`, but layers of a worker's gradient are sent as factors where these are smaller."""
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray]:
         layers = smaller(me)

@@ -72,7 +72,7 @@ class FaultProxy:
         self._threads[0].start()
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections through the proxy."""
         self._over.set()
         for thread in self._threads:
             thread.join()

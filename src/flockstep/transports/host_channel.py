@@ -244,7 +244,7 @@ class HostChannel:
             self._rooms = [memoryview(self._prefix)]
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to the host."""
         with self._lock:
             self._closed.set()
             self._socket.close()

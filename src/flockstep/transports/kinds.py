@@ -33,7 +33,7 @@ class Ipc(Transport):
 
 @dataclass(frozen=True)
 class InSharedMemory(Ipc):
-    """Unix sockets for messages; large payloads and sums in shared memory.
+    """Sends messages through Unix sockets, and large payloads and sums through shared memory.
 
     The transport requires Linux on x86-64 or AArch64.
     """

@@ -284,8 +284,6 @@ def send_to_control(control: str, data: bytes, heartbeat: float) -> None:
 def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
     """Set the options that every socket of a run needs: largest message, heartbeats, bounded queues, short linger.
     `heartbeat` is in seconds: a peer that stops answering is disconnected within three quarters of it.
-
-    `heartbeat` is in seconds: a peer that stops answering is disconnected within three quarters of it.
     """
     socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes + MAX_CODING, MAX_HEADER))
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat * 150))

@@ -77,8 +77,8 @@ class SealedSocket:
 
     @property
     def plain(self) -> socket.socket | None:
-        """The socket itself, if it can be used from now on: the other end is proved, nothing waits, nothing is
-        encrypted.
+        """The socket itself, if it can be used directly from now on: the other end is proved, no data wait, and nothing
+        is encrypted.
         """
         return self._socket if self.established and self._sealer is None and not self._unsent else None
 

@@ -18,9 +18,6 @@ SPARE = 0x5BA2E
 DEPENDENT = 16
 """Factor on the dtype's machine precision. A column counts as linearly dependent if the part of the column outside the
 span of earlier columns is at most this factor times the precision, relative to the norm of the column.
-
-A column counts as dependent if the norm of its part outside the span of earlier columns, relative to the norm of the
-column, is at most this factor times the precision.
 """
 BLOCK = 1 << 14
 """Number of elements of a product computed at a time, so that they stay in the first-level cache."""

@@ -68,11 +68,11 @@ class Rated(Protocol):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the worker's step."""
+        """Learning rate of the step in which the worker computed the gradient."""
 
 
 def rate_of(group: Iterable[Rated]) -> float:
-    """Return the learning rate of a step along a group of gradients: the mean of theirs.
+    """Return the learning rate for a step along a group of gradients: the mean of the gradients' rates.
 
     The rates differ if the gradients are of different steps of a schedule.
     """
