@@ -99,7 +99,9 @@ class Adopted:
 
 @dataclass(frozen=True)
 class Adopter:
-    """A host's part in a run, carried out by the agent of the host."""
+    """Coordinates a run for processes that another launcher has started on this host, or takes part in such a run that
+    another host coordinates.
+    """
 
     place: Place
     """The place, among the launcher's processes, of the process that started the agent."""

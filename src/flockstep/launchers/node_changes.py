@@ -157,7 +157,7 @@ class NodeChanges:
         if self._most is not None and total > self._most:
             return f"the number of workers must be <= --max-workers {self._most}, got {total}; let fewer workers join"
         why = self._why_not_with(total)
-        return f"no {workers} workers can join: {why}" if why else ""
+        return f"the number of workers cannot become {total}: {why}" if why else ""
 
     def ask_to_leave(self, address: Address) -> None:
         """Ask a worker to leave the run, because a signal was received.

@@ -84,8 +84,8 @@ async def average(me: Worker, other: int) -> None:
 
 
 async def answer(me: Worker) -> None:
-    """On the passive side: average with each worker that sends a request, atomically, until this worker stops the
-    task.
+    """Answer as a worker of the passive side: average atomically with each worker that sends a request, until this
+    worker stops the task.
     """
     while (message := await me.receive("model")).source != me.rank:
         me.params += message.payload
@@ -95,7 +95,7 @@ async def answer(me: Worker) -> None:
 
 
 async def serve_out(me: Worker, neighbors: list[int]) -> None:
-    """On the passive side: wait until all neighbors on the active side have left."""
+    """Wait, as a worker of the passive side, until all neighbors on the active side have left."""
     for j in neighbors:
         await me.receive(LEAVE, j)
 

@@ -54,7 +54,7 @@ class Sparta(Strategy):
 
     @property
     def resizing(self) -> Resizing:
-        """The rule of `full`; without `full`, workers keep their replicas."""
+        """How replicas change when workers leave or join: as `full` says; without `full`, each worker keeps its own."""
         return Resizing(replicas="own") if self.full is None else self.full.resizing
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:

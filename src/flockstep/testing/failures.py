@@ -139,7 +139,7 @@ def observe(
 
 
 def replicas_equal(strategy: Strategy | str) -> str:
-    """Return the words that say when all workers hold the same parameters, if the times of gradients are random."""
+    """Return how often all workers hold the same parameters, such as "every 4 steps", with random gradient times."""
     run = observe(strategy, compute="exponential(1)")
     read = run.simulation.read
     together = [k for k in range(1, min(map(len, read))) if len({worker[k] for worker in read}) == 1]

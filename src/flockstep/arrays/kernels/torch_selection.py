@@ -184,7 +184,7 @@ def as_codes(places: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 
 
 def full(like: torch.Tensor, count: int, value: float, dtype: str) -> torch.Tensor:
-    """Return `count` copies of the value in the named dtype."""
+    """Return a tensor (count,) filled with `value`, of the dtype called `dtype`, on the device of `like`."""
     return torch.full((count,), value, dtype=getattr(torch, dtype), device=like.device)
 
 
