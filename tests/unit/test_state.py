@@ -133,6 +133,7 @@ def test_what_is_no_data_is_refused_by_its_place() -> None:
         (["data", 0, "subprocess", "Popen", [["args", "true"]]], "subprocess.Popen is not a data class"),
         (["data", 0, "no.such.module", "Thing", []], "cannot be read: KeyError: 'no.such.module'"),
         (["data", 0, __name__, "Inner", [["other", 1]]], "Inner has no field 'other'"),
+        (["data", 0, __name__, "Inner", []], "Inner has no value for '"),
         (["again", 3], "cannot be read: KeyError: 3"),
         (["array", 0, "float32", [3], True, b"xx"], "cannot be read: ValueError: buffer size"),
         (["unknown", 0, 1], "cannot be read: "),

@@ -227,6 +227,11 @@ class _Reader:
         names = field_names(kind) if isinstance(kind, type) else ()
         if not names:
             raise ProtocolError(f"{module}.{name} is not a data class")
+        given = {field for field, _ in parts}
+        if unknown := given.difference(names):
+            raise ProtocolError(f"{module}.{name} has no field {min(unknown)!r}")
+        if missing := _required(kind) - given:
+            raise ProtocolError(f"{module}.{name} has no value for {min(missing)!r}")
         if issubclass(kind, msgspec.Struct):
             return kind(**{field: self.value(one) for field, one in parts})
         if issubclass(kind, tuple):
@@ -234,8 +239,6 @@ class _Reader:
         made: Any = object.__new__(kind)
         self._read[number] = made
         for field, one in parts:
-            if field not in names:
-                raise ProtocolError(f"{module}.{name} has no field {field!r}")
             object.__setattr__(made, field, self.value(one))
         return made
 
@@ -293,6 +296,15 @@ def _find_field_names(kind: type) -> tuple[str, ...]:
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
     return ()
+
+
+def _required(kind: Any) -> frozenset[str]:
+    """Names of the fields that every saved value of a class has; a data class can have others that were never set."""
+    if not dataclasses.is_dataclass(kind):
+        return frozenset(kind._fields) if issubclass(kind, tuple) else frozenset()
+    unset = dataclasses.MISSING
+    own = (one for one in dataclasses.fields(kind) if one.init)
+    return frozenset(one.name for one in own if one.default is unset and one.default_factory is unset)
 
 
 def _more(value: Any, names: tuple[str, ...]) -> set[str]:
