@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument(
         "--draw", type=int, default=0, help="So many cases drawn by --seed, in place of those declared."
     )
-    parser.add_argument("--seed", type=int, default=0, help="Of the draw.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the draw.")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rehearse", type=int, default=8, help="Strategies of the second recommendation.")
     parser.add_argument("--out", type=Path, default=Path("runs/advice"), help="Where every run is kept.")

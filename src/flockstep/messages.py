@@ -20,7 +20,7 @@ from flockstep.errors import ProtocolError
 Address = int
 Array = npt.NDArray[Any]
 Fields = Mapping[str, int | float | str]
-"""Content of a driver's own messages, by name; messages of a strategy carry a `Note`."""
+"""Named values in a message between drivers; messages of a strategy carry a `Note` instead."""
 
 HEADER_BYTES = 64
 """Bytes that the virtual network charges for each message's header, counted separately from the payload."""

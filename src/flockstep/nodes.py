@@ -529,8 +529,8 @@ class Peer(Node):
         """Sums over this host's workers in shared memory, if there are several hosts; set by the driver."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; return False if there is
-        no shared memory.
+        """Replace `array` with the sum over all workers, divided by `divisor`, in shared memory; return False if there
+        is no shared memory.
 
         The sum is added in the order of a ring all-reduce. All workers must call this at the same point; background
         tasks may not, because they may not wait.

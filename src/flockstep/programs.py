@@ -216,7 +216,9 @@ class ParameterGuard(Protocol):
         """Accept the current values of the parameters as the strategy's own."""
 
     def not_finite(self) -> str | None:
-        """Name of the first tensor that was not finite at the last call of `note`; None if all were finite."""
+        """Return the name of the first tensor that contained NaN or infinity at the last call of `note`; None if all
+        values were finite.
+        """
 
 
 class Stepper(Protocol):
@@ -290,8 +292,8 @@ class SharedSum(Protocol):
         """
 
     def all_reduce(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided by `divisor`, and wait for the sum. Return False if the
-        workers cannot sum in shared memory.
+        """Replace `array` with the sum over all workers, divided by `divisor`, and wait for the sum. Return False if
+        the workers cannot sum in shared memory.
 
         Return false if that is not possible.
         """

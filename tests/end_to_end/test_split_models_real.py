@@ -139,7 +139,7 @@ def test_a_model_that_needs_values_to_be_built_is_built_by_every_process(tmp_pat
         ({"max_workers": 8}, "workers cannot join a run of a split model on real processes yet, got 8"),
         ({"faults": ("flips_sign(1)",)}, r"faults cannot be injected into .* got flips_sign\(1\)"),
         ({"max_gradient_norm": 1.0}, "max_gradient_norm need whole gradients"),
-        ({"strategy": "codistillation"}, "of which a worker requests more than gradients"),
+        ({"strategy": "codistillation"}, "whose workers compute only the gradient of their next batch, got codist"),
         (
             {"job": "charlm", "partition": "pipeline(2, ddg)"},
             "at most 1 chunks, .* because embedding and embedding#2 share weights",

@@ -147,7 +147,7 @@ def test_the_draws_of_a_seed_are_the_same_and_all_kinds_come(strategy: str) -> N
         ("pauses_worker(1, 20, 3)", r"seconds must be <= 0\.6 or >= 8 with a heartbeat of 2 s, got 3"),
         (
             "corrupts_gradient(1, 20)",
-            "corrupts_gradient needs a run that goes on, got --on-bad-gradient stop; use skip",
+            "needs a run that continues after a bad gradient, got --on-bad-gradient stop; use --on-bad-gradient skip",
         ),
         ("kills_launcher('nowhere')", "no point of the launcher is called 'nowhere'"),
         ("kills_writer(-2)", "server 1 does not exist in this run"),
@@ -226,7 +226,7 @@ def test_a_defect_of_a_real_run_is_found_and_a_command_repeats_it(
     out = capfd.readouterr().out
     assert what in out
     assert "  fired  " in out
-    assert "1 disruptions, 1 violated an invariant" in out
+    assert "1 disrupted runs; runs that violated an invariant: 1" in out
     repeat = shlex.split(next(line for line in out.splitlines() if "repeat: " in line).partition("repeat: ")[2])
     assert repeat[:3] == ["flockstep", "chaos", "softmax"]
     assert Disruption.parse(repeat[repeat.index("--disruption") + 1]) == Disruption.parse(disruption)

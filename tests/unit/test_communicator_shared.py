@@ -218,7 +218,9 @@ def test_a_sum_ends_after_its_timeout_and_leaves_the_array_useless():
         arrays = pair.run(lambda comm: comm.shared(5))
         with pytest.raises(TimedOut, match=r"worker 0 waited 0\.05 s for the other workers in an all-reduce"):
             pair.ranks[0].all_reduce(arrays[0], out=arrays[0], timeout=0.05)
-        with pytest.raises(TimedOut, match=r"sum of this shared array failed.*create a new shared array on all ranks"):
+        with pytest.raises(
+            TimedOut, match=r"all-reduce on this shared array failed.*create a new shared array on all ranks"
+        ):
             pair.ranks[0].all_reduce(arrays[0], out=arrays[0])
 
 

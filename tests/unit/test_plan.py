@@ -430,8 +430,8 @@ def test_words_of_a_plan(outlook: Outlook) -> None:
     one = Curve("ps", (1, 2, 4, 8), (10.0, 10.5, 11.0, 11.5), (0.9, 1.05, 1.1, 1.15), 1, 2, 8)
     assert (
         scaling_sentence(one)
-        == "ps is faster than one worker with 2 or more workers; doubling the number of workers never gives at least "
-        "10 % more speed"
+        == "ps is faster than one worker with 2 or more workers; doubling the number of workers always gains "
+        "less than 10 % in speed"
     )
     few = dataclasses.replace(one, beats_one_to=4)
     assert scaling_sentence(few).startswith("ps is faster than one worker with 2 to 4 workers; doubling")
@@ -439,7 +439,7 @@ def test_words_of_a_plan(outlook: Outlook) -> None:
     assert scaling_sentence(alone).startswith("ps is faster than one worker with 4 workers only; doubling")
     far = dataclasses.replace(one, pays_to=8)
     assert scaling_sentence(far).endswith(
-        "up to 8 workers, doubling the number of workers gives at least 10 % more speed"
+        "up to 8 workers, doubling the number of workers gains at least 10 % in speed"
     )
     assert scaling([one], [("ps", "x")]) == (f"{scaling_sentence(one)} (ruled out)",)
     assert ruled_out([("a", "x"), ("b", "y"), ("c", "x")]) == ("a, c: x", "b: y")

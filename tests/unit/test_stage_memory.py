@@ -100,7 +100,7 @@ class Measured(nn.Linear):
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (Scaled, "a model that is built without values computes something else, got a loss of .*; do not compute"),
+        (Scaled, "the model does not give the same results .* filled in later, got a loss of .*; do not compute"),
         (
             Measured,
             r"building the model without values raised RuntimeError: .*item\(\).*; do not compute with values in",
@@ -157,4 +157,4 @@ def test_a_way_of_a_model_that_needs_values_is_built_whole() -> None:
     job = job_of(started(Scaled))
     known = make_split(job, 0, Partition.parse("tensor(2)"))
     assert isinstance(known, TensorModel)
-    assert "cannot be computed: a loss of" in with_obstacle_of_ways(job, 0, known).facts.obstacle
+    assert "filled in later: a loss of" in with_obstacle_of_ways(job, 0, known).facts.obstacle

@@ -79,7 +79,7 @@ class Summing(BenchWorker):
 
     @abstractmethod
     def all_reduce(self, array: FlatArray) -> None:
-        """Replace `array` by the sum over all processes."""
+        """Replace `array` with the sum over all processes."""
 
     workers: int
 

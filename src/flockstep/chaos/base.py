@@ -181,19 +181,19 @@ def middle(random: np.random.Generator, steps: int) -> int:
 
 
 def after_server_death(index: int) -> Expected:
-    """How a run with checkpoints must end after a server dies: the run continues from the newest checkpoint without a
-    restart by the user.
+    """Return how a run with checkpoints must end after a server dies: the run continues from the newest checkpoint
+    without a restart by the user.
     """
     return Expected(says=f"{node_name(server(index))} was killed by SIGKILL")
 
 
 def after_promotion(node: Address) -> Expected:
-    """How a run must end after the death of a server that has backups: a backup takes the server's place."""
+    """Return how a run must end after a server with backups dies: a backup takes the server's place."""
     return Expected(lost=frozenset({node}), says="its backup, continues in its place")
 
 
 def after_death(worker: int, setting: Setting) -> Expected:
-    """How a run must end after a worker dies."""
+    """Return how a run must end after a worker dies."""
     if setting.survives:
         return Expected(lost=frozenset({worker}))
     return Expected((1,), frozenset({worker}), setting.resumes, f"worker {worker}")

@@ -28,7 +28,8 @@ class CorruptsGradient(Disruption):
         require_worker(self.worker, self.step, setting)
         if setting.on_bad_gradient != "skip":
             raise ConfigurationError(
-                f"corrupts_gradient needs a run that goes on, got --on-bad-gradient {setting.on_bad_gradient}; use skip"
+                "corrupts_gradient needs a run that continues after a bad gradient, got --on-bad-gradient "
+                f"{setting.on_bad_gradient}; use --on-bad-gradient skip"
             )
 
     @property

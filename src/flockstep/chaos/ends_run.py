@@ -14,8 +14,8 @@ from flockstep.chaos.base import DisruptedRun, Disruption, Expected, Setting, mi
 
 @dataclass(frozen=True)
 class EndsRun(Disruption):
-    """SIGKILL ends all processes of the run (`how=kill`), or SIGTERM asks the run to end (`term`), `delay` seconds
-    after every worker has finished step `step`.
+    """All processes of the run are killed with SIGKILL (`how=kill`), or SIGTERM asks the run to end (`term`), `delay`
+    seconds after every worker has finished step `step`.
     """
 
     step: int = 20

@@ -15,7 +15,7 @@ POINTS = ("checkpoint.begun", "states.copied", "manifest.begun", "manifest.renam
 
 @dataclass(frozen=True)
 class KillsLauncher(Disruption):
-    """SIGKILL ends the launcher when it reaches a point of the code for the `number`-th time."""
+    """The launcher is killed with SIGKILL when it reaches a point of the code for the `number`-th time."""
 
     point: str = "manifest.begun"
     number: int = 2

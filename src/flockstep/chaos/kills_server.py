@@ -24,7 +24,7 @@ from flockstep.messages import node_name, server
 
 @dataclass(frozen=True)
 class KillsServer(Disruption):
-    """SIGKILL ends server `index` after every worker has finished step `step`, and after a complete checkpoint."""
+    """Server `index` is killed with SIGKILL once every worker has finished step `step` and a checkpoint is complete."""
 
     index: int = 0
     step: int = 20

@@ -12,7 +12,7 @@ from flockstep.chaos.base import Disruption, Expected, Failpoint, Setting, after
 
 @dataclass(frozen=True)
 class KillsWorker(Disruption):
-    """SIGKILL ends worker `worker` when it has computed its gradient number `step`."""
+    """Worker `worker` is killed with SIGKILL as soon as it has computed its `step`-th gradient."""
 
     worker: int = 1
     step: int = 20

@@ -75,7 +75,7 @@ class StreamingDilocoBytes(Claim):
     )
     source = "Douillard et al. 2025, table of bytes exchanged at overtraining"
     setting = (
-        f"a quadratic bowl with {SIZE:,} parameters, {WORKERS} workers, {STEPS} steps each: gradients in 16 bits at "
+        f"quadratic objective with {SIZE:,} parameters, {WORKERS} workers, {STEPS} steps each: gradients in 16 bits at "
         f"every step against {FRAGMENTS} fragments in 4 bits, with and without a scale per fragment; bytes of payload"
     )
     tolerance = "ratio exactly 400 without scales, at least 390 with scales; within 1 % of the published 400.9"

@@ -29,8 +29,8 @@ class Straggler(Claim):
         "gradients per second"
     )
     setting = (
-        f"a quadratic bowl, adpsgd(ring) and all_reduce, one second per gradient, virtual network of {BANDWIDTH} and "
-        f"{LATENCY} latency, gradients counted over {SECONDS} seconds"
+        "quadratic objective; strategies adpsgd(ring) and all_reduce; one second per gradient; virtual network with a "
+        f"bandwidth of {BANDWIDTH} and a latency of {LATENCY}; gradients counted over {SECONDS} seconds"
     )
     tolerance = "within 3 % of the closed form, for s = 2, 10, 100 at P = 8 and s = 10 at P = 16"
     quick = True

@@ -28,8 +28,9 @@ class Taxonomy(Claim):
     )
     source = "Langer, He, Rahayu & Xue 2020, table 1"
     setting = (
-        "every mode of every system runs on 4 workers in virtual time, those that split the model on two replicas of "
-        "the digits' network (COTS HPC on one), and its row is derived from the composition"
+        "every mode of every system runs on 4 workers in virtual time; systems that split the model train two replicas "
+        "of the network for the digits data (COTS HPC: one replica); the row of each system is derived from its "
+        "composition"
     )
     tolerance = "all columns of all 17 rows equal to the printed table"
 

@@ -31,9 +31,10 @@ class Diloco(Claim):
     )
     source = "Douillard et al. 2023, table 2 (perplexity 15.02 against 15.30) and section 3.2"
     setting = (
-        f"next character of Python's standard library with a small network, {OPTIMIZER}, {WORKERS} workers with "
-        f"batches of {BATCH} in virtual time, {STEPS} steps from random initial parameters, H of "
-        f"{', '.join(map(str, PERIODS))} (with outer Adam only {PERIODS[1]}); 5 seeds"
+        f"a small network predicts the next character of the source of Python's standard library; {OPTIMIZER}, "
+        f"{WORKERS} workers with batches of {BATCH} in virtual time, {STEPS} steps from random initial parameters; "
+        f"synchronization every H steps, with H = {', '.join(map(str, PERIODS))} (outer Adam: only {PERIODS[1]}); "
+        "5 seeds"
     )
     tolerance = (
         "median final test loss: DiLoCo at most 3 % above all-reduce, and below plain averaging and outer Adam with "

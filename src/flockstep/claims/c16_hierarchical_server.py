@@ -36,9 +36,9 @@ class HierarchicalServer(Claim):
         f"network; groups of {', '.join(map(str, GROUPS))}"
     )
     tolerance = (
-        "bytes received by the root ÷ bytes received by a single server: exactly 1 / group size, and so are the "
-        "bytes sent, apart from one final copy per leaf; mean staleness in gradients: reported, and larger than "
-        "with a single server if leaves cache the parameters"
+        "the root receives exactly 1 / group size of the bytes that a single server receives; it also sends that "
+        "fraction, plus at most one final copy per leaf; mean staleness in gradients is reported, and must exceed that "
+        "of a single server if leaves cache the parameters"
     )
     quick = True
 

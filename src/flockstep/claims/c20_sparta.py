@@ -52,10 +52,10 @@ class SpartaDiloco(Claim):
         "perplexity 14.3 % lower"
     )
     setting = (
-        f"next character of Python's standard library with a small network, {OPTIMIZER}, {WORKERS} workers with "
-        f"batches of {BATCH} in virtual time, {STEPS} steps from random initial parameters, H of {OFTEN} and "
-        f"{SELDOM}; control: DiLoCo alone with H = {AS_DEAR}, which sends slightly more bytes than SPARTA and DiLoCo "
-        "together; 5 seeds"
+        f"a small network predicts the next character of the source of Python's standard library; {OPTIMIZER}, "
+        f"{WORKERS} workers with batches of {BATCH} in virtual time, {STEPS} steps from random initial parameters; "
+        f"synchronization every H = {OFTEN} or {SELDOM} steps; control: DiLoCo alone with H = {AS_DEAR}, which sends "
+        "slightly more bytes than SPARTA-DiLoCo; 5 seeds"
     )
     tolerance = (
         f"perplexity of SPARTA-DiLoCo ÷ perplexity of DiLoCo, both with H = {SELDOM}, median of the seeds: <= "

@@ -56,7 +56,7 @@ class TrainProcess:
         """Wait until every worker has taken `steps` steps.
 
         Raises:
-            RunError: the run ended before that, or it takes too long.
+            RunError: the run ended first, or the wait timed out.
         """
         wait(lambda: self.ended or min(len(self.times(r)) for r in range(WORKERS)) >= steps, f"{steps} steps")
         if self.ended:
@@ -67,7 +67,7 @@ class TrainProcess:
         before.
 
         Raises:
-            RunError: the run ended before that, or it takes too long.
+            RunError: the run ended first, or the wait timed out.
         """
         made = len(self.times(VICTIM))
         wait(lambda: self.ended or len(self.times(VICTIM)) >= made + steps, f"{steps} steps of worker {VICTIM}")
@@ -99,7 +99,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
     """Wait until `condition` is true.
 
     Raises:
-        RunError: the condition is not fulfilled in `PATIENCE` seconds.
+        RunError: the condition was not true within `PATIENCE` seconds.
     """
     deadline = time.monotonic() + PATIENCE
     while not condition():

@@ -583,7 +583,7 @@ def chaos(
         typer.Option("--strategy", "-s", help="A strategy; repeat the option for several.", autocompletion=o.STRATEGY),
     ],
     workers: o.Workers = 4,
-    minutes: Annotated[float, typer.Option(help="Minutes for the runs of all strategies together.")] = 5.0,
+    minutes: Annotated[float, typer.Option(help="Time budget in minutes, shared by the runs of all strategies.")] = 5.0,
     seed: o.Seed = 0,
     steps: Annotated[
         int | None, typer.Option(help="Local steps per worker (default: as many as a few seconds of training need).")

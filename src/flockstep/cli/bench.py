@@ -166,7 +166,9 @@ def prediction(
         list[str] | None,
         typer.Option("--strategy", "-s", help="Measure only this strategy; repeat the option for several."),
     ] = None,
-    bandwidths: Annotated[str, typer.Option("--bandwidths", help="Of the links.")] = "20mbit,100mbit,1gbit",
+    bandwidths: Annotated[
+        str, typer.Option("--bandwidths", help="Bandwidths of the links, separated by commas.")
+    ] = "20mbit,100mbit,1gbit",
     job: Annotated[str | None, typer.Option(help="Job to train (default: a softmax of 200,010 parameters).")] = None,
     workers: Annotated[
         int, typer.Option("--workers", "-n", help="Number of processes; each process runs on its own virtual host.")
@@ -174,7 +176,7 @@ def prediction(
     draw: Annotated[
         int, typer.Option(help="Number of random combinations of strategy, job, workers and bandwidth to measure.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draw.")] = 0,
     rounds: Rounds = 1,
     out: Out = None,
     as_json: Json = False,

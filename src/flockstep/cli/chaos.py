@@ -60,7 +60,7 @@ def run_chaos(
         show.json({"trials": [one.document() for one in trials], "goodput": shares, "failed": len(failed)})
     else:
         show.page().print(table(goodputs))
-        print(f"{len(trials)} disruptions, {len(failed)} violated an invariant")
+        print(f"{len(trials)} disrupted runs; runs that violated an invariant: {len(failed)}")
     if failed:
         raise typer.Exit(1)
 

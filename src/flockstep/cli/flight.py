@@ -36,8 +36,8 @@ def show_flight(folder: Path, as_json: bool) -> None:
 
 
 def lost_nodes(record: Record) -> list[str]:
-    """Sentences on each lost node: when it was declared lost, which node received its last message, and which nodes
-    waited for it.
+    """Return sentences that say, for each lost node, when it was declared lost, which node received its last message,
+    and which nodes waited for it.
     """
     found = []
     for event in record.summary.lost:

@@ -76,7 +76,7 @@ def listing(found: HybridAdvice) -> Listing:
 
 
 def refusals(found: HybridAdvice) -> list[str]:
-    """Sentences on the combinations of partition and strategy that were left out, with the reasons."""
+    """Return one sentence for each combination of partition and strategy that was excluded, with the reason."""
     return [f"{short(name)}: {why}" for name, why in found.refused]
 
 

@@ -330,7 +330,7 @@ HERE = HostOptions()
 
 
 def with_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator that replaces the argument `where` of a command by the options of `HostOptions`."""
+    """Decorator that replaces the argument `where` of a command with the options of `HostOptions`."""
     own, kinds = inspect.signature(command, eval_str=True), get_type_hints(HostOptions, include_extras=True)
     shared = {
         field.name: inspect.Parameter(field.name, KEYWORD, default=field.default, annotation=kinds[field.name])
@@ -612,7 +612,7 @@ def leave_to_slurm(
     if where.on != "slurm" or where.hosts is not None or in_allocation(os.environ):
         return
     for option, value in given_options(context, ("ssh", "host_address", *BY_HAND)):
-        raise ConfigurationError(f"{option} {value} cannot be combined with --on slurm; leave it out")
+        raise ConfigurationError(f"{option} {value} cannot be combined with --on slurm; leave {option} out")
     words = context.obj["arguments"]
     own = _without(FOR_SUBMISSION, words[: len(words) - len(script)])
     nodes = 1 if where.nodes is None else where.nodes

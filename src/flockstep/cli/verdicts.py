@@ -25,7 +25,7 @@ def require_page(page: Path = PAGE) -> None:
 
 
 def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE) -> None:
-    """Replace a claim's row in the table by the new verdict; `order` holds the names of all claims."""
+    """Replace a claim's row in the table with the new verdict; `order` holds the names of all claims."""
     before, _, rest = page.read_text("utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
     rows = {line.split("|")[1].strip(): line for line in old.removeprefix(HEAD).splitlines() if line}

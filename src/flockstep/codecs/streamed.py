@@ -1,4 +1,4 @@
-"""The base of codecs that send indices and values, or the array itself if the array is not larger."""
+"""The base class of codecs that send indices and values, or the uncompressed array where it takes no more bytes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Collective(Component):
 
     @abstractmethod
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` on every worker by the sum over all workers, identical in every bit on all workers.
+        """Replace `array` on every worker with the sum over all workers, identical in every bit on all workers.
 
         Args:
             me: this worker's member of the group.
@@ -38,13 +38,13 @@ class Collective(Component):
         """
 
     async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on `root` by the sum over all workers, along a binomial tree; other workers end with a
+        """Replace `array` on `root` with the sum over all workers, along a binomial tree; other workers end with a
         partial sum in `array`.
         """
         await reduce_on_tree(me, array, root)
 
     async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on every worker by the array of `root`, along a binomial tree."""
+        """Replace `array` on every worker with the array of `root`, along a binomial tree."""
         await broadcast_on_tree(me, array, root)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
@@ -72,8 +72,8 @@ class Collective(Component):
         return parts[rank], view
 
     def share(self, workers: int, size: int, rank: int) -> slice:
-        """Return the slice of `size` elements that `reduce_scatter` leaves on `rank`; the shares of all ranks partition
-        them.
+        """Return the slice of an array with `size` elements that `reduce_scatter` leaves on `rank`; together, the
+        ranks' slices cover the array without overlap.
         """
         return slices(size, workers)[rank]
 
@@ -93,13 +93,13 @@ class Collective(Component):
         await signal_all(me)
 
     async def average(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` on every worker by the mean over all workers."""
+        """Replace `array` on every worker with the mean over all workers."""
         if me.workers > 1:
             await self.all_reduce(me, array)
             array /= me.workers
 
     async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
-        """Replace `mean` on every worker by the mean over all workers' `given`; `given` does not change."""
+        """Replace `mean` on every worker with the mean over all workers' `given`; `given` does not change."""
         mean[:] = given
         await self.average(me, mean)
 

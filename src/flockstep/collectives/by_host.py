@@ -45,7 +45,7 @@ class ByHost(Collective):
             await self._in_place(me, given, mean, _shares(me, mean), me.workers)
 
     async def _over_hosts(self, me: Group, array: FlatArray, divisor: int = 1) -> None:
-        """Replace `array` by the sum divided by `divisor`, in shared memory or with messages within each host."""
+        """Replace `array` with the sum divided by `divisor`, in shared memory or with messages within each host."""
         host, shares = _host(me), _shares(me, array)
         lane = host.index(me.rank)
         if (summed := me.reduce_on_host(array, len(shares), divisor)) is None:
@@ -61,7 +61,7 @@ class ByHost(Collective):
     async def _in_place(
         self, me: Group, given: FlatArray, total: FlatArray, shares: dict[int, slice], divisor: int
     ) -> None:
-        """Replace `total` by the sum of `given`, divided by `divisor`; both lie in the memory that the host shares.
+        """Replace `total` with the sum of `given`, divided by `divisor`; both lie in the memory that the host shares.
 
         Only signals are sent within the host: "inside" when `given` may be read and `total` written, and "outside" when
         a share has been written to the arrays of all workers of the host.

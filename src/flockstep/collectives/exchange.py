@@ -57,7 +57,7 @@ async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
 
 
 async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Replace `array` by the root's array along a `tree`; messages to other hosts and to large subtrees are sent
+    """Replace `array` with the root's array along a `tree`; messages to other hosts and to large subtrees are sent
     first.
     """
     above, below = tree(me.hosts, me.rank, root)

@@ -26,7 +26,7 @@ class Group(Protocol):
     """Sums over all members in shared memory; None if not all members of the group share memory."""
 
     def sum_in_shared_memory(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all members, divided by `divisor`, in shared memory; return False if the
+        """Replace `array` with the sum over all members, divided by `divisor`, in shared memory; return False if the
         members share no memory.
         """
 

@@ -15,9 +15,9 @@ from flockstep.errors import ConfigurationError
 class Pipelined(Collective):
     """A pipelined chain: reduce along 0, 1, …, n-1 and broadcast back, in `chunks` chunks.
 
-    The sum is taken in order of rank, as in a loop over the workers. All workers together send 2(n-1)K elements, each
-    at most 2K. The last rank sends back once it has all chunks: otherwise earlier chunks on their way back would
-    compete with chunks on their way up at every network card.
+    The sum is taken in order of rank, as in a loop over the workers. For K elements, the workers send 2(n-1)K
+    elements in total, and no worker more than 2K. The last rank begins to broadcast only once it has reduced every
+    chunk; otherwise the two directions would compete for every network card.
     """
 
     chunks: int = 16

@@ -40,7 +40,7 @@ class TorchDistributed(Collective):
             )
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers; each worker sends 2(n-1)/n K elements."""
+        """Replace `array` with the sum over all workers; each worker sends 2(n-1)/n K elements."""
         if me.workers == 1:
             return
         work = self._group(me).sum_up(array)
@@ -48,7 +48,7 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on `root` by the sum; each worker sends (n-1)/n K elements on average."""
+        """Replace `array` on `root` with the sum; each worker sends (n-1)/n K elements on average."""
         if me.workers == 1:
             return
         work = self._group(me).reduce(array, root)
@@ -56,7 +56,7 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on every worker by the array of `root`; each worker sends (n-1)/n K elements on average."""
+        """Replace `array` on every worker with the array of `root`; each worker sends (n-1)/n K elements on average."""
         if me.workers == 1:
             return
         work = self._group(me).broadcast(array, root)

@@ -41,7 +41,7 @@ class Calls:
         self._holders: dict[str, Callable[[], bool]] = {}
         """Tag of a window → function that says whether the calling thread holds that window."""
         self._sums: dict[int, Callable[[int, float | None], None]] = {}
-        """Id of a shared array → function that replaces the array by the sum, divided by a number, within a timeout."""
+        """Id of a shared array → function that replaces it with the sum, divided by a number, within a timeout."""
 
     def check_rank(self, rank: int) -> None:
         """Check that a rank with this number exists.

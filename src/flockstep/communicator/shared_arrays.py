@@ -44,12 +44,12 @@ class SharedArray:
         self._given_up = ""
 
     def all_reduce(self, divisor: int, timeout: float | None) -> None:
-        """Replace every rank's array by the sum divided by `divisor`.
+        """Replace every rank's array with the sum divided by `divisor`.
 
         Raises:
             PeerLost: a rank has left or died.
             ProtocolError: the ranks do not call the same operation.
-            TimedOut: the other ranks did not call within `timeout` seconds, in this sum or an earlier sum.
+            TimedOut: the other ranks did not call within `timeout` seconds, in this all-reduce or an earlier one.
         """
         until = None if timeout is None else time.monotonic() + timeout
 
@@ -64,8 +64,8 @@ class SharedArray:
         with self._turn:
             if self._given_up:
                 raise TimedOut(
-                    f"an earlier sum of this shared array failed ({self._given_up}), so the ranks no longer call the "
-                    f"same sum; create a new shared array on all ranks"
+                    f"an earlier all-reduce on this shared array failed ({self._given_up}), so the ranks may no longer "
+                    "be at the same call; create a new shared array on all ranks"
                 )
             self._gone = set()
             try:

@@ -386,7 +386,7 @@ def _cores(group: MachineGroup, workers: int) -> int:
 def _scale(law: ComputeModel, seconds: float) -> float:
     """Factor on the durations of `law` that makes their mean `seconds`."""
     if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"seconds of a gradient must be >= 0 and finite, got {seconds:g}; use 0.01 for 10 ms")
+        raise ConfigurationError(f"seconds per gradient must be >= 0 and finite, got {seconds:g}; use 0.01 for 10 ms")
     mean = mean_of(law)
     if mean == 0 and seconds > 0:
         raise ConfigurationError(

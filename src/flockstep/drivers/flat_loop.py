@@ -23,7 +23,9 @@ class FiniteGuard:
         self._first = first_not_finite(self._params)
 
     def not_finite(self) -> str | None:
-        """Name of the first tensor that was not finite at the last call of `note`; None if all were finite."""
+        """Return the name of the first tensor that contained NaN or infinity at the last call of `note`; None if all
+        values were finite.
+        """
         if self._first < 0:
             return None
         return next(entry.name for entry in self._schema.entries if self._first < entry.offset + entry.size)

@@ -378,8 +378,8 @@ class Member:
         return self._now() + self.clock.seconds - self._went
 
     def meet_all(self, tag: str) -> None:
-        """Wait for the supervisor's message `tag` with the addresses of all peers, then until all connections are
-        open.
+        """Wait for the supervisor's message `tag`, which contains the addresses of all peers, and then for the
+        connections to all peers to open.
         """
         self._meet(msgspec.json.decode(str(self.wait_for(tag).note["peers"]), type=dict[int, str]))
 

@@ -128,12 +128,14 @@ def require_splittable(plan: Plan) -> None:
     """
     strategy, traits = plan.strategy, plan.strategy.traits
     if not traits.fixed_steps or not traits.plain_gradients:
-        why = (
-            "a number of steps that is not fixed" if traits.plain_gradients else "more than gradients of its next batch"
+        needed = (
+            "whose number of steps is fixed"
+            if traits.plain_gradients
+            else "whose workers compute only the gradient of their next batch"
         )
         raise CompositionError(
-            f"the stages of a split model take every step together, got {strategy}, of which a worker requests {why}; "
-            "use a strategy such as local_sgd, or partition=none"
+            f"a split model needs a strategy {needed}, got {strategy}; use a strategy such as local_sgd, or "
+            "partition=none"
         )
     if plan.cluster.replicas:
         raise CompositionError(

@@ -185,7 +185,7 @@ class NodeConnection(Messenger):
         self._member.tell(tag, None, note)
 
     def all_reduce(self, array: FlatArray, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory.
+        """Replace `array` with the sum over all workers, divided by `divisor`, in shared memory.
 
         Result and traffic are those of a ring all-reduce, bit for bit. Returns False if shared memory cannot be used.
 
@@ -235,7 +235,7 @@ class NodeConnection(Messenger):
         return self.empty_on_host(-(-len(array) // self._group.workers), array.dtype.name)
 
     def reduce_on_host(self, array: FlatArray, shares: int, divisor: int) -> FlatArray | None:
-        """Replace this worker's share by the sum over the workers of this host, as `HostSum` describes.
+        """Replace this worker's share with the sum over the workers of this host, as `HostSum` describes.
 
         Raises:
             PeerLost: a worker has left or died.

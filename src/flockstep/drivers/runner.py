@@ -452,7 +452,9 @@ class Runner:
         self._attend()
 
     def go_on(self, value: Message | PeerLost | None, sent_at: float | None = None) -> None:
-        """Resume the program after a wait, and count the time until the message was sent, then until it arrived."""
+        """Resume the program with the awaited message; the time until the message was sent counts as waiting, the time
+        from then until it arrived as communication.
+        """
         if not self.recorded:
             pass
         elif sent_at is None:

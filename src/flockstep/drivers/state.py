@@ -187,7 +187,9 @@ class _Reader:
         if kind == "random":
             state, seeds = map(self.value, rest)
             if seeds["pool_size"] > _LARGEST_POOL:
-                raise ValueError(f"the seeds of a generator have a pool of {seeds['pool_size']} words")
+                raise ValueError(
+                    f"pool_size of a saved random generator must be <= {_LARGEST_POOL} words, got {seeds['pool_size']}"
+                )
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(**seeds)))
             generator.bit_generator.state = state
             return generator

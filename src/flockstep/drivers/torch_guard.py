@@ -155,7 +155,9 @@ class Guard:
         return _together(found), torch.stack(finite).all() if isinstance(finite[0], torch.Tensor) else all(finite)
 
     def not_finite(self) -> str | None:
-        """Name of the first parameter with a value that was not finite at the last `note`; None if all were finite."""
+        """Return the name of the first parameter that contained NaN or infinity at the last call of `note`; None if all
+        values were finite.
+        """
         if self._finite:
             return None
         named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)

@@ -260,7 +260,7 @@ class Simulation:
             runner.begin(strategy.worker(node), partial(strategy.finish, node))
 
     def _begin_anew(self) -> None:
-        """Replace each node by a new one made from bytes; messages in flight are kept."""
+        """Replace each node with a new one made from bytes; messages in flight are kept."""
         for runner in self.runners.values():
             if not runner.done and runner.history is not None:
                 self._replace(runner, from_bytes(to_bytes(runner.history)))

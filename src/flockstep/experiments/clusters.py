@@ -51,8 +51,10 @@ def on_ray(
     reserves a bundle of cores and GPUs on each node for the workers of that node; if a node is lost, its workers are
     lost. A script must guard the call with `if __name__ == "__main__":`.
 
+    Arguments not listed here are as in `flockstep.run`.
+
     Args:
-        job: as in `flockstep.run`, and so are all arguments that are not listed here; Python files travel to the nodes.
+        job: as in `flockstep.run`; a Python file is copied to the nodes.
         strategy: as in `flockstep.run`.
         workers: number of worker processes on all nodes.
         nodes: number of nodes that share the workers; None for as many as the cluster has, and at most `workers`.
@@ -64,7 +66,7 @@ def on_ray(
         The finished run.
 
     Raises:
-        ConfigurationError: an argument is invalid, or there is no cluster with enough room; nothing was started.
+        ConfigurationError: an argument is invalid, or no cluster has enough free cores and GPUs; nothing was started.
         MissingDependency: Ray is not installed.
         RunError: the run failed; the record is complete up to the failure.
     """
@@ -118,10 +120,12 @@ def on_spark(
     often than those of a large one. The run depends on the order of rows within the partitions, of which the record's
     facts hold a hash.
 
+    Arguments not listed here are as in `flockstep.run`.
+
     Args:
         rows: a DataFrame, or an RDD of pairs (x, y) of numbers or arrays.
-        job: as in `flockstep.run`, and so are all arguments that are not listed here; Python files travel to the
-            executors. Everything but the training data is taken from the job.
+        job: as in `flockstep.run`; a Python file is copied to the executors. Everything but the training data is taken
+            from the job.
         strategy: as in `flockstep.run`.
         x: columns of the inputs in a DataFrame: names of columns of numbers, or one column of arrays or vectors.
         y: column of the target in a DataFrame.

@@ -144,7 +144,7 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """Sentences on why strategies diverged or failed."""
+        """One sentence for each strategy that diverged or failed, with the reason."""
         return [f"{one.strategy}: {one.error}" for one in self.summaries if one.status in ("diverged", "failed")]
 
     @property
@@ -196,8 +196,10 @@ def compare(
     A comparison that was interrupted continues when it is called again with the same `out`. A script must guard a
     comparison on real processes, as it guards `run`.
 
+    Arguments not listed here are as in `run`.
+
     Args:
-        job: as in `run`, and so are all arguments that are not listed here.
+        job: as in `run`.
         strategies: expressions or strategy objects.
         simulated: run in virtual time; otherwise on processes of this machine.
         network: as in `simulate`, like `compute`, `cluster` and `until_target`; refused without `simulated`.

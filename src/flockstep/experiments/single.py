@@ -221,8 +221,10 @@ def simulate(
 ) -> RunResult:
     """Train in virtual time, as `flockstep simulate` does: gradients are computed, seconds are modeled.
 
+    Arguments not listed here are as in `run`.
+
     Args:
-        job: as in `run`, and so are all arguments that are not listed here.
+        job: as in `run`.
         strategy: as in `run`.
         workers: number of simulated workers.
         network: network between the nodes; None for "1gbit".

@@ -98,7 +98,9 @@ class QuadraticModel(Model):
         return {"w": random.standard_normal(len(self.hessian)) if self.start is None else self.start}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Write H (w - mean x); return the mean of ½ (w - x)ᵀ H (w - x)."""
+        """Write each replica's gradient, H (w - mean x), to `out`; return each replica's loss, the mean over the batch
+        of ½ (w - x)ᵀ H (w - x).
+        """
         apart = params["w"][:, None, :] - x
         slopes = self._times_hessian(apart)
         np.mean(slopes, axis=1, out=out["w"])

@@ -132,8 +132,8 @@ def _obstacle(job: Job, seed: int, split: PipelineModel) -> str:
         return f"the model that was built without values raised {in_short(error.__cause__ or error)}"
     if got := outputs or (f"buffers that differ by {buffers:.2g}" if buffers else ""):
         return (
-            f"a model that is built without values computes something else, got {got}; do not compute with values or "
-            "random numbers in constructors"
+            "the model does not give the same results when it is built with uninitialized parameters and filled in "
+            f"later, got {got}; do not compute with values or random numbers in constructors"
         )
     return ""
 

@@ -117,9 +117,10 @@ def with_obstacle_of_ways(job: Job, seed: int, split: TensorModel) -> TensorMode
     for part in split.parts:
         assert isinstance(part, TorchWay)
         part.forget()
-    why = (
-        f"a model that is built without values computes something else or cannot be computed: {found}" if found else ""
+    differs = (
+        "the model does not give the same results when it is built with uninitialized parameters and filled in later"
     )
+    why = f"{differs}: {found}" if found else ""
     return replace(split, facts=replace(split.facts, obstacle=why))
 
 

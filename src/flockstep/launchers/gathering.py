@@ -39,7 +39,9 @@ def link_timeout_of(config: RunConfig) -> float:
 
 
 ARGUMENTS, MODULE, IMPORT = "arguments of the script", "module", "import "
-"""Names of settings; the name of a file with custom components begins with IMPORT."""
+"""Names of settings: the script's arguments, its module, and the prefix of the settings that hold files with custom
+components.
+"""
 OWN = ("versions", "facts", "imports", "job")
 """Fields of a configuration whose texts may differ between hosts; if a field names files, their contents are
 compared.

@@ -83,8 +83,8 @@ class Accepted(HostMessage, frozen=True):
 
 
 class Prepared(HostMessage, frozen=True):
-    """Message of a host agent: the processes of the workers with which the host joins have built the job; `why` says
-    why one of them has failed.
+    """Message from a host agent whose host joins a run in progress: its worker processes have built the job, or, if
+    `why` is not empty, one of them has failed for that reason.
     """
 
     why: str = ""

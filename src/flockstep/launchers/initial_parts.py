@@ -1,4 +1,4 @@
-"""The initial values of the parts of a split model, of which the launcher sends each node its part."""
+"""The initial values of a split model; the launcher sends each node the values of its part."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ while True:
         sys.exit(not socket.getaddrinfo(sys.argv[1], None))
     except OSError as error:
         if time.monotonic() > end:
-            sys.exit(f"{sys.argv[1]} does not resolve: {error}; does pod 0 run, and the DNS of the cluster?")
+            way_out = "check that pod 0 is running and that the cluster's DNS works"
+            sys.exit(f"cannot resolve {sys.argv[1]}: {error}; {way_out}")
     time.sleep(0.5)"""
 """Program that waits until a name resolves; a cluster needs seconds to publish the name of a pod."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([numkMGTPE]|[KMGTPE]i)?")

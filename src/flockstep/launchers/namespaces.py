@@ -142,8 +142,8 @@ def _make_bridge(bridge: Path) -> None:
     sweep(_links())
     if _of(os.getpid(), _links()):
         raise ConfigurationError(
-            "a process can have only one run in network namespaces at a time, got a second run; wait for the end of "
-            f"the first run, or, if there is none, remove its bridge: ip link del {label}"
+            "a process can have only one run in network namespaces at a time, got a second run; wait for the first "
+            f"run to end, or, if no run is active, remove the leftover bridge with ip link del {label}"
         )
     _run(["ip", "link", "add", label, "address", ADDRESS, "type", "bridge"])
     try:

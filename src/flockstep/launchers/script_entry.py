@@ -14,7 +14,7 @@ DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Replace this process, a child of process `launcher`, by a Python interpreter that runs `command`."""
+    """Replace this process, a child of process `launcher`, with a Python interpreter that runs `command`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the launcher, which ends the run in order
     if sys.platform == "linux":
         import ctypes

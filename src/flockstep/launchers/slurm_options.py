@@ -28,7 +28,7 @@ REFUSED = {
 SHORT = {"a": "array", "W": "wait", "M": "clusters"}
 """Short option of sbatch → the equivalent long option."""
 FLAGS = "HkOQsvhV"
-"""Short options without a value, except the refused options; several of them may share a word."""
+"""Short options without a value, except the refused ones; several may be combined into one argument, as in `-HQ`."""
 LONG_FLAGS = [
     "contiguous",
     "exclusive",

@@ -101,7 +101,7 @@ def _needs(outlook: Outlook, found: StepPrediction) -> str:
 
 
 def _rather(case: Case, choice: StepPrediction) -> tuple[str, ...]:
-    """Sentences on why the strategy with the most samples per second is not recommended."""
+    """Return sentences that say why the strategy with the most samples per second is not recommended."""
     others = [one for one in case.left if one.strategy is not None and combines(one)]
     if not others:
         return ("No other strategy meets the requirements.",)

@@ -201,8 +201,8 @@ class Site:
         return latency + self.task.nbytes / bandwidth
 
     def rate(self, what: str, name: str) -> float:
-        """Return the elements per second that a worker encodes, decodes, steps or adds: as measured, or estimated from
-        operations.
+        """Return the throughput, in elements per second, of a worker's operation `what` (encoding, decoding, optimizer
+        step or reduction): the measured value, or otherwise an estimate from the number of operations per element.
         """
         measured: Mapping[str, float] = getattr(self.cluster.rates, what, {})
         return measured.get(name, (self.cluster.operations or OPERATIONS) / WORK[what])

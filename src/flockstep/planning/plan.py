@@ -262,8 +262,8 @@ def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str
     if workers > site.cluster.workers:
         said.insert(0, _more(site.cluster, workers))
     said.append(
-        "the number of samples that a strategy really needs for the same accuracy: a model predicts this number, and "
-        "--simulate measures it"
+        "the number of samples that a strategy actually needs for the same accuracy: the figures use an estimate from "
+        "a formula; --simulate measures the number"
     )
     said.append(
         "the time for reading data, evaluating and starting, and the time taken by the operating system and "

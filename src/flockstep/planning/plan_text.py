@@ -147,20 +147,22 @@ def scaling_sentence(one: Curve) -> str:
     else:
         sizes = f"{one.beats_one_from:,} to {one.beats_one_to:,} workers"
     begins = f"{name} is faster than one worker with {sizes}"
-    gain = f"at least {share(PAYS - 1)} more speed"
+    gain = share(PAYS - 1)
     if one.pays_to <= 1:
-        return f"{begins}; doubling the number of workers never gives {gain}"
-    return f"{begins}; up to {many(one.pays_to, 'worker')}, doubling the number of workers gives {gain}"
+        return f"{begins}; doubling the number of workers always gains less than {gain} in speed"
+    return (
+        f"{begins}; up to {many(one.pays_to, 'worker')}, doubling the number of workers gains at least {gain} in speed"
+    )
 
 
 def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Sentences about how strategies scale; strategies that are ruled out are marked."""
+    """Return one sentence for each strategy on how it scales; strategies that are ruled out are marked."""
     out = {name for name, _ in excluded}
     return tuple(f"{scaling_sentence(one)}{' (ruled out)' if one.name in out else ''}" for one in curves)
 
 
 def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Sentences about strategies that do not meet the requirements, grouped by reason."""
+    """Return one sentence for each reason why strategies do not meet the requirements."""
     return tuple(
         f"{', '.join(short(name) for name, why in excluded if why == reason)}: {reason}"
         for reason in dict.fromkeys(why for _, why in excluded)
@@ -168,7 +170,7 @@ def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
-    """Sentences about strategies that are not in the table, with the reasons."""
+    """Return one sentence for each strategy that is not in the table, with the reason."""
     return tuple(why if why.startswith(name) else f"{short(name)}: {why}" for name, why in outlook.refused)
 
 

@@ -120,8 +120,8 @@ def read_flight(record: Path) -> dict[str, list[FlightEvent]]:
 
 
 def last_heard(flights: Mapping[str, list[FlightEvent]], lost: LostEvent) -> list[str]:
-    """Sentences about a lost node: which node received its last message, and which nodes waited for it when it was
-    declared lost.
+    """Return sentences that say which node received a lost node's last message, and which nodes waited for the lost
+    node when it was declared lost.
     """
     before = {name: [one for one in events if one.seconds <= lost.seconds] for name, events in flights.items()}
     heard = [(one, name) for name, events in before.items() for one in events if _from(one, lost.node)]

@@ -214,7 +214,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def refusals(self) -> list[str]:
-        """Sentences on the workers whose gradients were refused, with the number of refused gradients."""
+        """One sentence for each worker whose gradients were refused, with the number of refused gradients."""
         return [
             f"{node_name(each.rank)}: {each.refused} bad gradient{'s' if each.refused > 1 else ''} refused, zeros used "
             "instead"

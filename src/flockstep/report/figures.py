@@ -157,9 +157,9 @@ class Ranges:
 
 
 def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
-    """Ranges of the vertical axes of `progress`, by the axes' names.
+    """Return the range of each vertical axis of `progress`, keyed by the axis's name.
 
-    Runs that failed or diverged do not widen the range of the ends.
+    Failed and diverged runs do not widen the axes that zoom in on the final values.
     """
     first = series[0].record.summary
     shots = [

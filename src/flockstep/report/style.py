@@ -199,5 +199,5 @@ def above(text: str, left: float, top: float) -> dict[str, Any]:
 
 
 def by_rank(records: Sequence[tuple[str, Record]]) -> list[Series]:
-    """Return a series for each of the labeled records, which are sorted by rank."""
+    """Return a series for each labeled record; the records must be sorted from best to worst."""
     return [Series(label, record, place) for place, (label, record) in enumerate(records)]

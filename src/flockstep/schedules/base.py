@@ -66,7 +66,9 @@ def check_positive(who: str, **values: float) -> None:
     """
     for name, value in values.items():
         if not 0 < value < float("inf"):
-            raise ConfigurationError(f"{name} of {who} must be > 0 and finite, got {value}; 1 has no effect")
+            raise ConfigurationError(
+                f"{name} of {who} must be > 0 and finite, got {value}; use 1 to leave the learning rate unchanged"
+            )
 
 
 def check_epochs(who: str, epochs: float) -> None:

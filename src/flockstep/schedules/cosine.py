@@ -24,6 +24,6 @@ class Cosine(Schedule):
             raise ConfigurationError(f"floor of cosine must be in [0, 1], got {self.floor}; use 0 to end at 0")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """Return the cosine factor on the learning rate; scale × floor after the end of the planned run."""
+        """Return the factor by which the learning rate is multiplied; after the planned run, scale × floor."""
         share = min(epoch / run.epochs, 1.0)
         return self.scale * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * share)) / 2)

@@ -158,7 +158,7 @@ class CancelStale(Access):
         self._take(me, state, await me.receive(FRESH))
 
     def _take(self, me: Worker, state: PushState, message: Message) -> None:
-        """Replace the worker's parameters by the newest that have arrived."""
+        """Replace the worker's parameters with the newest that have arrived."""
         for later in me.arrived(FRESH):
             message = later
         me.params[:] = message.payload

@@ -106,7 +106,7 @@ async def serve_leaf(me: Server, workers: slice, sync: bool) -> None:
 
 
 def _refresh(me: Server, state: LeafState, message: Message) -> None:
-    """Replace the leaf's parameters by the root's, and record the gradients that they newly include."""
+    """Replace the leaf's parameters with the root's, and record the gradients that they newly include."""
     if message.array is not None:
         me.params[:] = message.array
     state.version, counts = message.note.version, message.note.new_counts
@@ -251,8 +251,8 @@ class Hierarchical(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: synchronous delivery with a synchronous root, otherwise unbounded delay; workers may die if
-        leaves are asynchronous.
+        """The traits: delivery is synchronous if the root is, otherwise its delay is unbounded; a run survives the
+        death of workers if the leaves are asynchronous.
         """
         delivery: Delivery = "synchronous" if self.root == "synchronous" else "unbounded delay"
         survives = self.leaf == "asynchronous"

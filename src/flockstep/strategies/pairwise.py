@@ -74,7 +74,7 @@ class PairwiseAveraging(Strategy):
 
 
 async def average(me: Worker, other: int) -> None:
-    """On the active side: send the model, and replace it by the average; the model does not change in between."""
+    """On the active side: send the model, and replace it with the average; the model does not change in between."""
     try:
         reply = await me.ask(other, "model", me.params)
     except PeerLost:

@@ -99,7 +99,7 @@ class PowerSgd(Strategy):
             me.optimizer_step(cast(flat, kernels.name_of(gradient), copy=False))
 
     async def _average(self, me: Worker, layout: LowRank, flat: FlatArray) -> None:
-        """Replace `flat` (K,) by the approximation of the mean over all workers, with the same bits on every worker."""
+        """Replace `flat` (K,) with the approximation of the mean over all workers; all workers get the same bits."""
         state: PowerSgdState = me.state
         if self.feedback != NoFeedback():
             flat += state.error

@@ -107,7 +107,9 @@ class Sandblaster(Strategy):
         return Fetched()
 
     def master_state(self, me: Server) -> ShardState:
-        """Return the initial vectors, without pairs; the state of the first server also has the coordinator."""
+        """Return a server's initial state: its vectors and an empty L-BFGS history; the first server's state also holds
+        the coordinator.
+        """
         start = cast(me.params, "float64")
         vectors = {"w": start, "trial": copied(start), "sum": zeros(start, len(start)), "g": zeros(start, len(start))}
         coordinator = Coordinator(Portions(self.portions, self.backups), self.history) if me.address == MASTER else None

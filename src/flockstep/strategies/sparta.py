@@ -23,7 +23,7 @@ class Sparta(Strategy):
     """SPARTA, sparse parameter averaging (Beton et al. 2025, section 3): every step averages a small random part of the
     parameters.
 
-    After each local step, every worker replaces the same random share p of its parameters by their mean over the
+    After each local step, every worker replaces the same random share p of its parameters with their mean over the
     workers. The selection follows from a common `seed`, so that no index is sent: 2 (n-1)/n p K elements per worker and
     step. Gradients and optimizer state stay local. With `full`, for example local_sgd(100, outer_optimizer=nesterov),
     the whole model is also averaged from time to time: SPARTA inside DiLoCo, which then tolerates longer periods.

@@ -56,8 +56,8 @@ def check_registered(component: Component) -> None:
 
 
 def check_text(component: Component) -> None:
-    """Check that both the component's class and its noun's base class parse the component's text to an equal
-    component.
+    """Check that the component's text is parsed back to an equal component, by its own class as well as by the base
+    class of its kind.
     """
     text = str(component)
     base = base_of(component)

@@ -75,7 +75,9 @@ def check_feedback(feedback: Feedback, codec: Codec) -> None:
 
 
 def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...], ...], array: FlatArray) -> None:
-    """Check one array that is sent repeatedly with the same feedback."""
+    """Run the checks of `check_feedback` on one array, which is encoded several times in succession with the feedback
+    carried over.
+    """
     dtype, what = array.dtype.name, f"{codec} with {feedback} on {array.size} {array.dtype.name}"
     memory: Any = None
     flat, before = array.reshape(-1).copy(), array.reshape(-1).copy()

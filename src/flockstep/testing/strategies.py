@@ -162,7 +162,10 @@ def check_restart(whole: SimulatedRun) -> None:
     if not strategy.traits.restarts:
         with contextlib.suppress(CompositionError):
             run_strategy(strategy, workers, steps, restarts=[0.0])
-            raise AssertionError(f"{strategy} is declared to have no restarts, but can be restarted")
+            raise AssertionError(
+                f"{strategy} declares restarts=False in its traits, but restarted without an error; declare "
+                "restarts=True, or refuse restarts"
+            )
         return
     times = [whole.seconds * share for share in RESTARTS]
     resumed = run_or_fail(strategy, workers, steps, restarts=times)

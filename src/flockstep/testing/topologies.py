@@ -96,9 +96,13 @@ def check_weights(topology: Topology, n: int, both: bool = True) -> None:
     """
     graph, schedule = topology.graph(n), topology.schedule(n)
     for weights in schedule:
-        assert weights.shape == (n, n), f"W of {topology} for n={n} has shape {weights.shape}"
-        assert weights.dtype == np.float64, f"W of {topology} for n={n} is {weights.dtype}"
-        assert weights.min() >= 0, f"W of {topology} for n={n} has the negative weight {weights.min()}"
+        assert weights.shape == (n, n), (
+            f"each W in schedule({n}) of {topology} must have shape ({n}, {n}), got {weights.shape}"
+        )
+        assert weights.dtype == np.float64, (
+            f"each W in schedule({n}) of {topology} must be float64, got {weights.dtype}"
+        )
+        assert weights.min() >= 0, f"each W in schedule({n}) of {topology} must have weights >= 0, got {weights.min()}"
         off = [weights.sum(axis) - 1 for axis in ((1,) if both else (1, 0))]
         assert min(np.abs(sums).max() for sums in off) <= TOLERANCE, (
             f"rows of W of {topology} for n={n} must sum to one, and are off by {off[0]}"

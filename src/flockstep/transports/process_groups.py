@@ -156,12 +156,12 @@ class ProcessGroup:
             _file(self.backend, self._meeting).unlink(missing_ok=True)
 
     def sum_up(self, array: Any) -> GroupOperation:
-        """Start to replace `array` by the sum over all workers."""
+        """Start to replace `array` with the sum over all workers."""
         tensor, back = self._taken(array)
         return self._work("all-reduce", self._group.allreduce([tensor], dist.AllreduceOptions()), back)
 
     def reduce(self, array: Any, root: int) -> GroupOperation:
-        """Start to replace `array` on worker `root` by the sum over all workers.
+        """Start to replace `array` on worker `root` with the sum over all workers.
 
         On the other workers `array` becomes undefined.
         """
@@ -171,7 +171,7 @@ class ProcessGroup:
         return self._work("reduce", self._group.reduce([tensor], options), back)
 
     def broadcast(self, array: Any, root: int) -> GroupOperation:
-        """Start to replace `array` by the array of worker `root`."""
+        """Start to replace `array` with the array of worker `root`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor, back = self._taken(array)

@@ -117,7 +117,7 @@ class SharedGroup:
         return array.dtype.char in "fd" and array.dtype.isnative and array.ndim == 1 and array.flags.c_contiguous
 
     def all_reduce(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int = 1) -> None:
-        """Replace `array` by the sum over all processes, divided by `divisor`.
+        """Replace `array` with the sum over all processes, divided by `divisor`.
 
         No copy is made if `array` lies in the region.
 
@@ -140,8 +140,8 @@ class SharedGroup:
         self.waited = int(self._how[4]) * 1e-9
 
     def reduce_scatter(self, array: FlatArray, shares: int, meanwhile: Callable[[], None], divisor: int = 1) -> None:
-        """Replace part i of `array` on process i by the sum over all processes; only the first `shares` processes have
-        a part.
+        """Replace part i of `array` on process i with the sum over all processes; only the first `shares` processes
+        have a part.
 
         The parts are `slices(len(array), shares)`; process i adds the arrays in the order i, i+1, …, i-1. `array` lies
         in the region. Each process may change its own part until it calls `all_gather`, with the same arguments.

@@ -82,7 +82,7 @@ def in_place(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Replace the array of every process by the sum.
+    """Replace the array of every process with the sum.
 
     Returns 0 when done, the stage to continue with after a long wait, or MISMATCH. `turn` is the counter's value before
     the call; afterwards the counter is two higher. `how` holds the parameters that `shared_signals.manner` returned.
@@ -118,7 +118,7 @@ def sum_part(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Replace part `me` of this process's array by the sum: the first half of `in_place`, with the same arguments.
+    """Replace part `me` of this process's array with the sum: the first half of `in_place`, with the same arguments.
 
     `share_part` is the second half. Between the two calls, this process may change part `me`. Returns 0 when done, 1
     after a long wait, or MISMATCH; the counter is one higher afterwards.
@@ -249,7 +249,7 @@ def through_slots(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Replace `array`, which may lie anywhere, by the sum, `capacity` elements at a time, from element `at` on.
+    """Replace `array`, which may lie anywhere, with the sum, `capacity` elements at a time, from element `at` on.
 
     Every process writes a piece into its slot, waits for the pieces of the other processes, and sums all of them. Two
     slots alternate: before a process writes a slot again, the counters show that all processes have read it. Returns

@@ -130,7 +130,7 @@ def require_forkable(pipes: set[int]) -> None:
     interpreter.
     """
     if EnvironmentWatch.asked:
-        raise Declined("a module reads variables that differ between workers")
+        raise Declined("a module reads an environment variable that differs between workers")
     if len(os.listdir(THREADS)) > 1 or sys.gettrace() or sys.getprofile():
         raise Declined("the process has threads, or is traced")
     if any(_signal.getitimer(timer)[0] for timer in TIMERS) or has_children():
