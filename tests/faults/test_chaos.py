@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from dataclasses import replace
@@ -74,8 +75,7 @@ def test_a_backup_that_lacks_a_push_is_found(tmp_path: Path) -> None:
 
 
 def test_a_server_that_forgets_its_bound_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StaleSynchronous, "admits", lambda self, clock, slowest: True)
-    monkeypatch.setattr(StaleSynchronous, "releases", lambda self, pending, slowest: [[push] for push in pending])
+    monkeypatch.setattr(StaleSynchronous, "bound", math.inf)
     (found,) = broken(recorded(SSP, tmp_path / "run"))
     assert found.startswith("staleness_bounded: an update has staleness ")
     assert found.endswith(f"and {Strategy.parse(SSP)} allows 10")

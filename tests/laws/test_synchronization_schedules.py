@@ -307,7 +307,7 @@ def test_a_period_that_does_not_adapt_shows():
         ("adaptive(0)", "first must be >= 1"),
         ("adaptive(block=0)", "block must be >= 1"),
         ("adaptive(decay=1)", "decay must be in"),
-        ("2.5", "must be a synchronization schedule, got 2.5; write it like"),
+        ("2.5", "must be a whole number or a synchronization schedule, got 2.5; write it like"),
     ],
 )
 def test_bad_settings_are_refused(text, message):

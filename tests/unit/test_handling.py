@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from flockstep.costs.cluster_reading import load_cluster
 from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
+from flockstep.nodes import Cluster
 from flockstep.planning.job_profile import JobProfile, Site, task_of
 from flockstep.planning.rehearsal import rehearse
 from flockstep.planning.step_prediction import on_cluster
@@ -130,3 +132,13 @@ def test_speeds_make_the_slowest_late_and_constants_do_not() -> None:
     assert late_of(ComputeModel.parse("speeds(constant(1), (1, 3))"), 2) == pytest.approx(1)
     assert drawn(ComputeModel.parse("lognormal(2, sigma=0.1)"), 4, 12)[0] == pytest.approx(2, rel=0.1)
     assert math.isfinite(late_of(ComputeModel.parse("pareto(1, 1.5)"), 1024))
+
+
+@pytest.mark.parametrize("cost", [{"message": 1e-3}, {"receive": 1e-6}, {"serve": 1e-6}, {"copy": 1e-6}])
+def test_a_message_without_content_does_not_overtake_a_large_one(cost: dict[str, float]) -> None:
+    for network, to in itertools.product(["link(1gbit, 50us)", "fair_link(1gbit, 50us)"], (1, -1)):
+        fabric = Handled(Network.parse(network), **cost).start(Cluster(2, 1))
+        sent = [fabric.depart(0, to, nbytes, 0.0) for nbytes in (8_000_000, HEADER_BYTES)]
+        while waiting := [transit for transit in sent if not transit.done]:
+            fabric.advance(min(waiting, key=lambda transit: transit.time))
+        assert sent[0].time <= sent[1].time

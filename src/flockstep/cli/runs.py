@@ -82,7 +82,9 @@ def _names_record(folder: Path) -> Iterator[None]:
         if RunFolder(folder).begun not in (None, before):
             failed = not isinstance(error, (Interrupted, KeyboardInterrupt))
             empty = failed and RunFolder(folder).discard_unstepped()
-            said = "no record was kept, because the run ended before its first step" if empty else f"record: {folder}"
+            said = (
+                "record: none was kept, because the run ended before its first step" if empty else f"record: {folder}"
+            )
             show.console.print(said, markup=False, highlight=False, soft_wrap=True)
         raise
 

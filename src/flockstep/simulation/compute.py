@@ -8,6 +8,7 @@ random numbers).
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -174,10 +175,9 @@ class _Turns(Clock):
         self._work = [0.0] * len(streams)
         self._left: dict[int, float] = {}
         """Worker → seconds that its running gradient still takes on a core of its own."""
-        self._handling: list[tuple[float, float]] = []
-        """Beginning and end of the times in which a core handles a message."""
-        self._longest = 0.0
-        """Longest of these times so far, in seconds."""
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+        """Sorted times at which cores begin and end to handle messages, without messages that ended before now."""
         self._now = 0.0
 
     def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
@@ -194,36 +194,36 @@ class _Turns(Clock):
 
     def handle(self, t: float, seconds: float) -> float:
         """Handle the message as soon as fewer messages than cores are handled at the same time."""
-        self._longest = max(self._longest, seconds)
-        later = self._handling[bisect.bisect_left(self._handling, (t - self._longest, 0.0)) :]
-        for begin in sorted({t, *(end for _, end in later if end > t)}):
-            end = begin + seconds
-            if sum(other < end and begin < until for other, until in later) < self._cores:
-                break
-        bisect.insort(self._handling, (begin, end))
-        return end
+        begin, ended = t, bisect.bisect_right(self._ends, t)
+        while (begun := bisect.bisect_left(self._begins, begin + seconds)) - ended >= self._cores:
+            begin = self._ends[begun - self._cores]
+            ended = bisect.bisect_right(self._ends, begin)
+        bisect.insort(self._begins, begin)
+        bisect.insort(self._ends, begin + seconds)
+        return begin + seconds
 
     def _pace(self, running: int, t: float) -> float:
         """Speed of a gradient at time `t` while `running` gradients share the cores."""
-        taken = sum(begin <= t < end for begin, end in self._handling)
+        taken = bisect.bisect_right(self._begins, t) - bisect.bisect_right(self._ends, t)
         return min(1.0, (self._cores - taken) / running)
 
-    def _changes(self, t: float) -> list[float]:
-        """Times after `t` at which the cores that handle messages change."""
-        return sorted({one for both in self._handling for one in both if one > t})
+    def _changes(self, t: float) -> Iterator[float]:
+        """Times after `t`, in order, at which the cores that handle messages change; some occur twice."""
+        return heapq.merge(*(times[bisect.bisect_right(times, t) :] for times in (self._begins, self._ends)))
 
     def _flow(self, t: float) -> None:
         """Let the gradients run until time `t`."""
         while self._left and self._now < t:
             pace = self._pace(len(self._left), self._now)
-            until = min([t, *self._changes(self._now)])
+            until = min(t, next(self._changes(self._now), t))
             first = min(self._left.values()) / pace if pace else math.inf
             passed = min(first, until - self._now)
             self._now = until if passed < first else self._now + passed
             rest = {rank: left - passed * pace for rank, left in self._left.items()}
             self._left = {rank: left for rank, left in rest.items() if left > _CLOSE * self._work[rank]}
         self._now = max(self._now, t)
-        self._handling = [both for both in self._handling if both[1] > self._now]
+        ended = bisect.bisect_right(self._ends, self._now)
+        del self._begins[:ended], self._ends[:ended]
 
     def _end(self, rank: int, until: float) -> float:
         """Time at which `until` seconds are left of a worker's gradient, if no other begins before."""

@@ -101,7 +101,7 @@ class _Handled(Fabric):
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
         payload = round((nbytes - HEADER_BYTES) * self._work.factor)
         heavy, copying = HEADER_BYTES + payload, self._work.copy * payload
-        if not self._work.message + copying or source == to:
+        if source == to or not (self._work.message or self._work.copy):
             return self._received(self._inner.depart(source, to, heavy, t), t)
         begin = max(t, self._sending.get(source, 0.0))
         self._sending[source] = end = self._handle(begin, self._work.message + copying)
@@ -128,12 +128,12 @@ class _Handled(Fabric):
     def _received(self, transit: Transit, now: float) -> Transit:
         """Add the receiver's handling time, after all messages that arrived before."""
         work, to = self._work, transit.to
-        if not transit.done or transit.source == to:
+        if not transit.done or transit.source == to or not (work.message or work.receive or work.serve or work.copy):
             return transit
         payload = transit.nbytes - HEADER_BYTES
         if copying := work.copy * payload:
             transit.time += self._handle(now, copying) - (now + copying)
-        if seconds := work.message + (work.serve if to < 0 else work.receive) * payload:
-            begin = max(transit.time, self._receiving.get(to, 0.0))
-            self._receiving[to] = transit.time = self._handle(begin, seconds)
+        seconds = work.message + (work.serve if to < 0 else work.receive) * payload
+        begin = max(transit.time, self._receiving.get(to, 0.0))
+        self._receiving[to] = transit.time = self._handle(begin, seconds)
         return transit
