@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flockstep
 from flockstep import registry
@@ -696,3 +697,92 @@ def test_models_of_scripts_are_not_split() -> None:
     with pytest.raises(ConfigurationError, match=r"a script cannot be split, got pipeline.* for flockstep launch"):
         check(config)
     assert check(dataclasses.replace(config, partition="none")) == Strategy.parse("all_reduce")
+
+
+class Work(nn.Module):
+    """A linear layer whose inputs are in the same memory for every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.memory = nn.Linear(6, 6), torch.zeros(64, 6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inputs = self.memory[: len(x)]
+        with torch.no_grad():
+            inputs.copy_(x).clamp_(-1, 1)
+        out: torch.Tensor = x + self.layer(inputs)
+        return out
+
+
+class Checkpointed(nn.Module):
+    """Layers whose activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+class Alias(nn.Module):
+    """A layer whose outputs are memory of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outputs.expand(len(x), 6)
+
+
+class Elsewhere(nn.Module):
+    """A layer that reads its weight from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.read = [self.layer.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) / self.read[0].detach().norm()
+        return out
+
+
+def around(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A model of the layers with linear layers around each."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        first = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+        between = [one for layer in layers for one in (layer(), nn.Linear(6, 6))]
+        return nn.Sequential(*first, *between, nn.Linear(6, 1)).double()
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "partition"),
+    [
+        (around(Work), "pipeline(2, 1f1b, 4)"),
+        (around(Checkpointed, Checkpointed), "pipeline(2, gpipe, 4)"),
+        (around(Checkpointed, Checkpointed), "pipeline(2, zb_h1, 4)"),
+        (around(Checkpointed, Checkpointed), "sharded(2)"),
+        (around(Alias), "sharded(2)"),
+    ],
+)
+def test_memory_and_time_of_activations_do_not_change_gradients(model: Callable[[], nn.Module], partition: str) -> None:
+    job = job_of(model, optimizer="sgd(lr=0.02)")
+    whole, split = simulated(job, "all_reduce", replicas=1), simulated(job, "all_reduce", partition, replicas=1)
+    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layer", "partition"),
+    [(Elsewhere, "pipeline(2, gpipe, 4)"), (Elsewhere, "sharded(2)"), (Checkpointed, "tensor(2)")],
+)
+def test_a_model_that_reads_its_initial_parameters_is_refused(layer: Callable[[], nn.Module], partition: str) -> None:
+    """The parameters that a part computes with are equal to those of the model before the first step only."""
+    with pytest.raises(ConfigurationError, match=r"must compute what the model computes, got .* from its attributes"):
+        simulated(job_of(around(layer)), "all_reduce", partition, replicas=1)

@@ -113,3 +113,55 @@ def test_layers_that_do_more_are_left_to_autograd() -> None:
     plain, table = nn.Linear(2, 2), nn.Embedding(3, 2)
     others = [Own(2, 2), changed, nn.Embedding(3, 2, padding_idx=0), nn.Embedding(3, 2, max_norm=1.0), nn.LayerNorm(2)]
     assert fusible(nn.ModuleList([*others, plain, table])) == [plain, table]
+
+
+def test_a_gradient_that_the_pass_does_not_compute_is_not_added() -> None:
+    layers = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Embedding(4, 3)])
+    weights = list(layers.parameters())
+    sums = [WeightGradient(), WeightGradient()]
+    for one, weight in zip(sums, weights, strict=True):
+        one.tensor = weight.grad = torch.zeros_like(weight)
+    x, words = torch.randn(2, 3, requires_grad=True), torch.tensor([1, 3])
+    with AddedTogether(fusible(layers), weights, sums):
+        y, z = layers[0](x), layers[1](words) * x
+    torch.autograd.grad((y + z).sum(), x, retain_graph=True)
+    assert not any(one._held or weight.grad.any() for one, weight in zip(sums, weights, strict=True))
+    returned = torch.autograd.grad((y + z).sum(), weights, retain_graph=True)
+    assert not any(one._held or weight.grad.any() for one, weight in zip(sums, weights, strict=True))
+    torch.autograd.backward((y + z).sum(), inputs=weights)
+    for one, weight, expected in zip(sums, weights, returned, strict=True):
+        one.complete()
+        assert expected.any()
+        torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # from torch itself
+def test_layers_are_called_as_torch_calls_them() -> None:
+    layer = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    expected = layer(x)
+    with AddedTogether(fusible(layer), [layer.weight], [WeightGradient()]):
+        torch.testing.assert_close(layer(input=x), expected)
+        torch.testing.assert_close(torch.func.vmap(layer)(x), expected)
+        _, slope = torch.func.jvp(layer, (x,), (x,))
+    torch.testing.assert_close(slope, x @ layer.weight.t())
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_step_begins_without_what_an_interrupted_step_has_left(step: int) -> None:
+    """Whether the interrupted step or another one is next."""
+    (part,) = split_torch(job_of(chain), 0, Pipeline(1, microbatches=4)).parts
+    batches = [MicroBatch(0, step, number, BATCH[span], 0.25) for number, span in enumerate(slices(len(BATCH), 4))]
+    gradients = []
+    for interrupted in (False, True):
+        out = np.zeros(part.schema.size)
+        if interrupted:
+            for batch in batches[:3]:
+                before = MicroBatch(0, 0, batch.number, batch.indices, batch.share)
+                part.forward(0, part.initial(), before, None)
+                part.backward(0, before, None, np.zeros_like(out))
+        for batch in batches:
+            part.forward(0, part.initial(), batch, None)
+            part.backward(0, batch, None, out)
+        gradients.append(out)
+    np.testing.assert_allclose(gradients[1], gradients[0], rtol=0, atol=1e-14)

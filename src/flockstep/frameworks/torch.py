@@ -145,6 +145,22 @@ class TorchEngine(FactoringEngine):
         self._backward(total, out)
         return float(loss.item())
 
+    @contextlib.contextmanager
+    def displaced(self) -> Iterator[None]:
+        """Context in which the module's own parameters have other values, so that a pass that reads them in place of
+        the values that it is given computes something else.
+        """
+        self._keep_start()
+        before = self.flat.params.copy()
+        try:
+            self.flat.params *= 1.5
+            self.flat.params += 0.1
+            self.flat.write_parameters()
+            yield
+        finally:
+            np.copyto(self.flat.params, before)
+            self.flat.write_parameters()
+
     def samples(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets of the training samples `indices`."""
         return samples_of(self._data, indices)

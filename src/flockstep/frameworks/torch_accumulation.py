@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- what every user of torch calls it
@@ -31,20 +31,41 @@ class WeightGradient:
     def add(self, slopes: torch.Tensor, inputs: torch.Tensor) -> None:
         """Add the product of gradients of outputs (rows, outputs) and inputs (rows, inputs), at once or later.
 
-        The factors that wait take at most the memory of the weight.
+        The factors that wait take at most the memory of the weight. Factors that wait are copies, because a model may
+        write its next inputs to the same memory.
         """
         assert self.tensor is not None
-        self._slopes.append(slopes.detach())
-        self._inputs.append(inputs.detach())
         self._held += slopes.numel() + inputs.numel()
-        if self._held > self.tensor.numel():
+        waits = self._held <= self.tensor.numel()
+        self._slopes.append(slopes.detach().clone() if waits else slopes.detach())
+        self._inputs.append(inputs.detach().clone() if waits else inputs.detach())
+        if not waits:
             self.complete()
 
     def complete(self) -> None:
         """Add all products that have not been added yet."""
         if self.tensor is not None and self._held:
             self.tensor.addmm_(torch.cat(self._slopes).t(), torch.cat(self._inputs))
-            self._slopes, self._inputs, self._held = [], [], 0
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all products that have not been added yet."""
+        self._slopes, self._inputs, self._held = [], [], 0
+
+
+def _use(ctx: Any) -> Literal["sum", "result", "none"]:
+    """What the backward pass that is running does with the gradient of the weight, the second input of the function:
+    it adds the gradient to `ctx.to`, or has it as a result of autograd, or does not need it.
+
+    Backward passes with other aims run inside of a pass, as those of a deep equilibrium model in a hook.
+    """
+    node = ctx.next_functions[1][0]
+    try:
+        if node is None or not torch._C._will_engine_execute_node(node):
+            return "none"
+    except RuntimeError:  # torch.autograd.grad returns the gradient of the weight
+        return "result"
+    return "result" if ctx.to.tensor is None else "sum"
 
 
 class _Linear(torch.autograd.Function):
@@ -63,10 +84,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, inputs = slope.reshape(-1, slope.shape[-1]), x.reshape(-1, x.shape[-1])
         own: torch.Tensor | None = None
-        if ctx.to.tensor is None:
-            own = rows.t().mm(inputs)
-        else:
+        if (use := _use(ctx)) == "sum":
             ctx.to.add(rows, inputs)
+        elif use == "result":
+            own = rows.t().mm(inputs)
         below = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
         return below, own, rows.sum(0) if ctx.biased else None, None
 
@@ -83,9 +104,11 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (words,) = ctx.saved_tensors
-        own = slope.new_zeros(ctx.shape) if ctx.to.tensor is None else ctx.to.tensor
+        if (use := _use(ctx)) == "none":
+            return None, None, None
+        own = ctx.to.tensor if use == "sum" else slope.new_zeros(ctx.shape)
         summed = own.index_add_(0, words.reshape(-1), slope.reshape(-1, slope.shape[-1]))
-        return None, summed if ctx.to.tensor is None else None, None
+        return None, None if use == "sum" else summed, None
 
 
 def fusible(module: nn.Module) -> list[nn.Module]:
@@ -121,13 +144,14 @@ class AddedTogether:
         for layer in self._layers:
             del vars(layer)["forward"]
 
-    def _outputs(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """What `layer.forward(x)` returns."""
+    def _outputs(self, layer: nn.Module, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- as torch calls it
+        """What `layer.forward(input)` returns."""
         assert isinstance(layer, nn.Linear | nn.Embedding)
-        to = None if torch.is_autocast_enabled("cpu") else self._sums.get(id(layer.weight))
+        left = torch.is_autocast_enabled("cpu") or torch._C._are_functorch_transforms_active()
+        to = None if left else self._sums.get(id(layer.weight))
         if to is None:
-            plain: torch.Tensor = type(layer).forward(layer, x)  # type: ignore[arg-type]
+            plain: torch.Tensor = type(layer).forward(layer, input)  # type: ignore[arg-type]
             return plain
         if isinstance(layer, nn.Embedding):
-            return _Embedding.apply(x, layer.weight, to)  # type: ignore[no-any-return, no-untyped-call]
-        return _Linear.apply(x, layer.weight, layer.bias, to)  # type: ignore[no-any-return, no-untyped-call]
+            return _Embedding.apply(input, layer.weight, to)  # type: ignore[no-any-return, no-untyped-call]
+        return _Linear.apply(input, layer.weight, layer.bias, to)  # type: ignore[no-any-return, no-untyped-call]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ class Substituted:
                         self._places.append((table, key, name))
 
     def __call__(self, values: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> Any:
-        """Return the outputs with `values` in place of the parameters and buffers of these names.
+        """Return the outputs with `values` in place of the parameters and buffers of these names."""
+        with self.holding(values):
+            return self._module(inputs)
+
+    @contextmanager
+    def holding(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Context in which `values` are in place of the parameters and buffers of these names.
 
         A tied tensor has its value under its first name. The module itself is unchanged afterwards, also one in which a
         module appears twice.
@@ -37,7 +44,7 @@ class Substituted:
             for table, key, name in self._places:
                 if name in values:
                     table[key] = values[name]
-            return self._module(inputs)
+            yield
         finally:
             for table, key, tensor in before:
                 table[key] = tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -290,8 +290,8 @@ class TorchPart(ModelPart):
         """Chunk → parameters (K + B,) of its last forward pass, and their tensors."""
         self._sums: dict[tuple[int, int], list[WeightGradient]] = {}
         """Replica and chunk → gradients of weights that are added together."""
-        self._shares: defaultdict[tuple[int, int], float] = defaultdict(float)
-        """Replica and chunk → share of a batch whose backward passes are complete."""
+        self._done: dict[tuple[int, int], tuple[int, dict[int, float]]] = {}
+        """Replica and chunk → step, and shares of its micro-batches whose backward passes are complete."""
         self._kept: dict[tuple[int, int, int, int], ForwardPass] = {}
         self._others = {name: one for chunk in chunks for name, one in chunk.others.items()}
         self.held_bytes = self.schema.nbytes + sum(one.nbytes for one in self._others.values())
@@ -332,16 +332,15 @@ class TorchPart(ModelPart):
             x = engine.whole.samples(batch.indices)[0]
         else:
             x = torch.from_numpy(inputs.copy()).requires_grad_()
-        values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
-        given = engine.constants | engine.buffers_of(batch.replica)
-        others = {one.local[name]: tensor for name, tensor in given.items() if name in one.local}
-        with engine.stream(batch, one.number), self._adding(chunk, batch, weights):
-            outputs = one.call({**values, **others}, x)
+        with engine.stream(batch, one.number), self._computing(chunk, batch, weights):
+            outputs = one.module(x)
         if one.last:
             outputs = engine.whole.loss(outputs, engine.whole.samples(batch.indices)[1]) * batch.share
         begun = None if inputs is None else x
         self._kept[self._key(chunk, batch)] = ForwardPass(begun, outputs, weights)
-        return (None, float(outputs.item())) if one.last else (native(outputs.detach()), 0.0)
+        if one.last:
+            return None, float(outputs.item())
+        return native(outputs.detach().clone()), 0.0  # a layer may return its weight, or memory that it uses again
 
     def backward(self, chunk: int, batch: MicroBatch, errors: FlatArray | None, out: FlatArray) -> FlatArray | None:
         kept = self._kept.pop(self._key(chunk, batch))
@@ -355,7 +354,8 @@ class TorchPart(ModelPart):
         kept.errors = None if errors is None else torch.from_numpy(errors.copy())
         if kept.inputs is None:
             return None
-        return native(_slopes(kept, [kept.inputs], errors, retain=True)[0])
+        with self._computing(chunk, batch, kept.weights):
+            return native(_slopes(kept, [kept.inputs], errors, retain=True)[0])
 
     def weight_backward(self, chunk: int, batch: MicroBatch, out: FlatArray) -> None:
         kept = self._kept.pop(self._key(chunk, batch))
@@ -377,10 +377,12 @@ class TorchPart(ModelPart):
         for place, weight in zip(places, kept.weights, strict=True):
             weight.grad = place if place.dtype == weight.dtype else None
         sums = self._sums.get((batch.replica, chunk), ())
+        self._forget_others(chunk, batch)
         for one, weight in zip(sums, kept.weights, strict=False):
             one.tensor = weight.grad
         given = None if errors is None else torch.from_numpy(errors.copy())
-        torch.autograd.backward(kept.outputs, given, inputs=wanted)
+        with self._computing(chunk, batch, kept.weights):
+            torch.autograd.backward(kept.outputs, given, inputs=wanted)
         for place, weight in zip(places, kept.weights, strict=True):
             if weight.grad is not None and place.dtype != weight.dtype:
                 place.add_(weight.grad)
@@ -389,6 +391,18 @@ class TorchPart(ModelPart):
             if done:
                 one.complete()
             one.tensor = None
+
+    @contextmanager
+    def _computing(self, chunk: int, batch: MicroBatch, weights: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context in which the layers of a chunk compute with `weights`, in a forward pass and, with activation
+        checkpointing, again in the backward pass.
+        """
+        one, engine = self._chunks[chunk], self._engine
+        given = engine.constants | engine.buffers_of(batch.replica)
+        values = dict(zip((one.local[name] for name in one.names), weights, strict=True))
+        values.update({one.local[name]: tensor for name, tensor in given.items() if name in one.local})
+        with one.call.holding(values), self._adding(chunk, batch, weights):
+            yield
 
     def _adding(self, chunk: int, batch: MicroBatch, weights: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which the gradients of weights are added together for the micro-batches of a step."""
@@ -399,11 +413,21 @@ class TorchPart(ModelPart):
 
     def _completes(self, chunk: int, batch: MicroBatch) -> bool:
         """Whether a backward pass is the last of its step, so that the gradient must be complete behind it."""
-        self._shares[batch.replica, chunk] += batch.share
-        if self._shares[batch.replica, chunk] < 1 - ROUNDING:
+        _, done = self._done.setdefault((batch.replica, chunk), (batch.step, {}))
+        done[batch.number] = batch.share
+        if sum(done.values()) < 1 - ROUNDING:
             return False
-        del self._shares[batch.replica, chunk]
+        del self._done[batch.replica, chunk]
         return True
+
+    def _forget_others(self, chunk: int, batch: MicroBatch) -> None:
+        """Forget what an earlier step, or an earlier attempt of this step, has left because it was not completed."""
+        of = batch.replica, chunk
+        step, done = self._done.get(of, (batch.step, ()))
+        if step != batch.step or batch.number in done:
+            del self._done[of]
+            for one in self._sums.get(of, ()):
+                one.clear()
 
     def _weights(self, chunk: int, params: FlatArray) -> list[torch.Tensor]:
         """The tensors with which a chunk computes, from the parameters (K + B,) of the part; they share the memory of
@@ -598,7 +622,7 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
         raise ConfigurationError(
             f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
             "what the model does besides running its layers (a forward method of its own, state that layers share) "
-            "into one layer, or use partition=none"
+            "into one layer, let a layer read parameters from its attributes only, or use partition=none"
         )
     if buffers:
         raise ConfigurationError(
@@ -622,7 +646,7 @@ def _differences(split: PipelineModel, known: PipelineModel) -> tuple[str, float
     params = known.lent([part.initial() for part in known.parts])
     slopes = [np.zeros_like(one) for one in params]
     between: FlatArray | None = None
-    with trial.trial():
+    with trial.trial(), whole.displaced():
         for number in range(count):
             local, of = divmod(number, len(split.parts))
             between, own = split.parts[of].forward(local, params[of], batch, between)

@@ -82,7 +82,8 @@ def split_layers(job: Job, seed: int, partition: TensorParallel | Product) -> Te
         raise ConfigurationError(
             f"the layers of {who}, split over {tensor.ways} ways, must compute what the model computes, got {loss}; "
             "move what the model does besides running its layers (a forward method of its own, state that layers "
-            "share, random numbers other than dropout) into one layer, or use partition=none"
+            "share, random numbers other than dropout) into one layer, remove activation checkpointing, let a layer "
+            "read parameters from its attributes only, or use partition=none"
         )
     for part in model.parts:
         assert isinstance(part, TorchWay)
@@ -742,17 +743,20 @@ def _difference(model: TensorModel, known: TensorModel) -> tuple[str | None, int
         for chunk, stage in (divmod(number, stages) for number in range(len(model.facts.starts)))
         for block in range(len(model.parts[stage * ways].shares[chunk]))
     ]
-    for group, chunk, block in order:
-        copied = [model.parts[one].copied(params[one]) for one in group]
-        terms = [model.parts[one].forward(chunk, block, WayWeights(params[one], copied), batch, given) for one in group]
-        own = terms[0][1]
-        given = _joined([term for term, _ in terms], block == len(model.parts[group[0]].shares[chunk]) - 1)
-        largest = max(largest, 0 if given is None else given.nbytes // len(batch.indices))
-    errors: FlatArray | None = None
-    for group, chunk, block in reversed(order):
-        errors = _joined(
-            [model.parts[one].backward(chunk, block, batch, errors, found[one]) for one in group], block == 0
-        )
+    with whole.displaced():
+        for group, chunk, block in order:
+            copied = [model.parts[one].copied(params[one]) for one in group]
+            terms = [
+                model.parts[one].forward(chunk, block, WayWeights(params[one], copied), batch, given) for one in group
+            ]
+            own = terms[0][1]
+            given = _joined([term for term, _ in terms], block == len(model.parts[group[0]].shares[chunk]) - 1)
+            largest = max(largest, 0 if given is None else given.nbytes // len(batch.indices))
+        errors: FlatArray | None = None
+        for group, chunk, block in reversed(order):
+            errors = _joined(
+                [model.parts[one].backward(chunk, block, batch, errors, found[one]) for one in group], block == 0
+            )
     return difference(own, loss, np.concatenate(found), expected, whole.tolerance), largest
 
 

@@ -41,6 +41,7 @@ class WithoutCompiler:
             disable=lambda function=None, *_, **__: function,
             graph_break=lambda: None,
             compiled_autograd=SimpleNamespace(_disable=nullcontext),
+            config=SimpleNamespace(error_on_nested_fx_trace=True),
         )
 
 
