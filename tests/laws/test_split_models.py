@@ -717,12 +717,13 @@ class Work(nn.Module):
 class Checkpointed(nn.Module):
     """Layers whose activations are computed again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.inner = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + checkpoint(self.inner, x, use_reentrant=False)
+        out: torch.Tensor = x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
         return out
 
 
@@ -786,3 +787,8 @@ def test_a_model_that_reads_its_initial_parameters_is_refused(layer: Callable[[]
     """The parameters that a part computes with are equal to those of the model before the first step only."""
     with pytest.raises(ConfigurationError, match=r"must compute what the model computes, got .* from its attributes"):
         simulated(job_of(around(layer)), "all_reduce", partition, replicas=1)
+
+
+def test_activation_checkpointing_that_is_reentrant_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"must work on its first batch, got .*use_reentrant=False"):
+        split_torch(job_of(around(partial(Checkpointed, reentrant=True))), 0, Pipeline(2, microbatches=4))

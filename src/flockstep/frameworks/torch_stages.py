@@ -615,9 +615,15 @@ def _compare(split: PipelineModel, known: PipelineModel, who: str) -> None:
     """Compare loss and gradient of one batch, computed by the chunks of `split` and by the unsplit model of `known`.
 
     Raises:
-        ConfigurationError: they differ by more than rounding.
+        ConfigurationError: they differ by more than rounding, or a pass fails.
     """
-    outputs, buffers = _differences(split, known)
+    try:
+        outputs, buffers = _differences(split, known)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"forward and backward passes over the layers of {who}, one after another, must work on its first batch, "
+            f"got {in_short(error)}; change the model, or use partition=none"
+        ) from error
     if outputs:
         raise ConfigurationError(
             f"the layers of {who}, run one after another, must compute what the model computes, got {outputs}; move "
