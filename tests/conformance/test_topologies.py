@@ -164,7 +164,7 @@ class RefusesAll(RingGraph):
     [
         (RowsMissOne, "rows of W"),
         (ColumnsMissOne, "not symmetric"),
-        (Negative, "negative weight"),
+        (Negative, "must have weights >= 0"),
         (OffTheEdges, "without a common edge"),
         (NeverMixes, "never brings"),
         (Single, "float32"),

@@ -241,7 +241,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(capfd: pytest.C
     ):
         assert run(words) == 1
         err = capfd.readouterr().err
-        assert "no record was kept, because the run ended before its first step\nflockstep: " in err
+        assert "record: none was kept, because the run ended before its first step\nflockstep: " in err
         assert list(Path("runs").iterdir()) == []
     with pytest.raises(LookupError, match="no data"):
         run(["simulate", "early.py", "-s", "gossip", "-n", "2"])

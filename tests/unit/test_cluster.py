@@ -305,7 +305,7 @@ def test_compute_is_the_law_times_speeds_on_the_cores_there_are() -> None:
     assert [next(some.compute().stream(0, rank)) for rank in range(5)] == pytest.approx([0.4] * 4 + [0.2])
     with pytest.raises(ConfigurationError, match="add operations"):
         shared.seconds_for(1.0)
-    with pytest.raises(ConfigurationError, match="seconds of a gradient"):
+    with pytest.raises(ConfigurationError, match="seconds per gradient"):
         shared.compute(-1.0)
 
 
