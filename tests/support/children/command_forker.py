@@ -84,6 +84,7 @@ def _become(request: dict[str, Any]) -> CodeType:
     if request["host"] is not None:
         _enter(request["host"])
     os.chdir(request["folder"])
+    multiprocessing.process.ORIGINAL_DIR = request["folder"]  # as if multiprocessing had been imported here
     for number, name in enumerate(("/dev/null", request["out"], request["err"])):
         file = os.open(name, os.O_WRONLY if number else os.O_RDONLY)
         os.dup2(file, number)
