@@ -155,7 +155,7 @@ class _Counts:
         return min(1.0, len(self.staleness) / (self.servers * len(self.steps))) if self.servers else 1.0
 
     def take(self, event: Event) -> None:
-        """Store an event."""
+        """Store what the figures of the rehearsal need of an event of its record."""
         if isinstance(event, StepEvent):
             self.steps.append(event)
         elif isinstance(event, NodeEvent):
