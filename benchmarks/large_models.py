@@ -117,4 +117,5 @@ MODELS = {
     "wide20m": Model(lambda: wide(1826), vectors(1826), 1),
     "wide100m": Model(lambda: wide(4082), vectors(4082), 1),
     "wide200m": Model(lambda: wide(5774), vectors(5774), 1),
+    "wide250m": Model(lambda: wide(6455), vectors(6455), 1),
 }

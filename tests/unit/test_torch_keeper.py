@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
-from flockstep.drivers.torch_buffers import Buffers
+from flockstep.drivers.torch_buffers import Buffers, Policy
 from flockstep.drivers.torch_keeper import TorchKeeper
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
 
@@ -29,3 +31,44 @@ def test_parameters_without_a_state_in_the_checkpoint_have_none_afterwards() -> 
     keeper.restore_at_boundary(kept)
     assert set(inner.state) == {model.weight}
     assert inner.state[model.weight]["step"] == 1
+
+
+class Averaged(nn.Module):
+    """A layer with a running mean that `state_dict` leaves out, and a cache that grows with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.cache = torch.arange(float(len(x)))
+        out: torch.Tensor = self.layer(self.norm(x) - self.mean) + self.cache[:, None]
+        return out
+
+
+@pytest.mark.parametrize("policy", ["mean", "local"])
+def test_all_buffers_are_restored_also_those_that_a_state_dict_leaves_out(policy: Policy) -> None:
+    torch.manual_seed(0)
+    x, model, resumed = torch.rand(4, 3), Averaged(), Averaged()
+    keepers = []
+    for one in (model, resumed):
+        inner = torch.optim.SGD(one.parameters(), lr=0.1)
+        keepers.append(TorchKeeper(FlatModule(one), inner, Buffers(one, policy), False, lambda: False))
+    model(x)
+    resumed.load_state_dict(model.state_dict())
+    kept = copy.deepcopy(keepers[0].between_steps())
+    keepers[1].restore_between_steps(kept, random=False)
+    assert torch.equal(resumed.eval()(x), model.eval()(x))
+    model.train()(x[:2])
+    assert len(resumed.cache) == 4
+
+
+def test_a_checkpoint_with_another_buffer_of_the_state_dict_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"buffer norm.running_mean has the shape \(3,\) in the script and \(4,\)"
+    ):
+        Buffers(Averaged()).restore_values(Buffers(Averaged()).values() | {"norm.running_mean": torch.zeros(4)})

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -205,6 +205,7 @@ class Late(_Around):
         super().__init__(nn.Linear(4, 4))
         self.way, self.noted, self.named, self.numbers = way, [0], {"calls": 0}, np.zeros(1)
         self.tensors, self.drawn, self.last = [torch.zeros(1)], random.Random(0), deque([0], 1)
+        self.legacy = np.random.RandomState(0)
 
     def counted(self) -> float:
         """Number of calls so far, or a random number, as the way says."""
@@ -227,6 +228,8 @@ class Late(_Around):
                 return self.last[0]
             case "stream":
                 return 100 * self.drawn.random()
+            case "legacy stream":
+                return min(self.legacy.normal(), 99)  # the second number of a pair is kept
             case "class":
                 Late.of_class += 1
                 return Late.of_class
@@ -257,6 +260,7 @@ WAYS = {
     "tensor": "tensors",
     "queue": "last",
     "stream": "drawn",
+    "legacy stream": "legacy",
     "class": "Late.of_class",
     "global": "global CALLS",
     "global list": "global NOTED",
@@ -274,6 +278,7 @@ def test_state_that_a_traced_model_changes_is_found(way: str, title: str) -> Non
     assert (model.noted, model.named["calls"], list(model.last)) == ([0], 0, [0]), "as before the trace"
     assert (model.numbers[0], model.tensors[0]) == (0, 0)
     assert model.drawn.random() == random.Random(0).random()
+    assert model.legacy.normal() == np.random.RandomState(0).normal()
 
 
 def test_state_that_a_module_inside_changes_changes_in_every_call() -> None:
@@ -313,12 +318,25 @@ class Assigns(_Around):
 
 
 class Steps(_Around):
-    def __init__(self, inside: nn.Module) -> None:
+    def __init__(self, inside: nn.Module, numbers: Iterator[float]) -> None:
         super().__init__(inside)
-        self.numbers = itertools.count()
+        self.numbers = numbers
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inside(x) * next(self.numbers)  # type: ignore[no-any-return]
+
+
+class Draws(_Around):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__(inside)
+        self.draw = np.random.RandomState(0).random_sample
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inside(x)
+        return out if self.draw() < 2 else -out
+
+
+TAKES = "forward of Steps may take elements from the iterator in numbers, which tracing cannot put back"
 
 
 @pytest.mark.parametrize(
@@ -327,12 +345,26 @@ class Steps(_Around):
         (Watches(Late("list")), "reads noted, which a module inside changes in every call"),
         (WatchesNorm(nn.BatchNorm1d(4)), "got WatchesNorm: symbolically traced variables cannot be used as inputs to"),
         (Assigns(nn.Linear(4, 4)), "got Assigns: forward assigns 'data' of a tensor"),
-        (Steps(nn.Linear(4, 4)), "forward of Steps computes something else in every call"),
+        (Steps(nn.Linear(4, 4), itertools.count()), TAKES),
+        (Steps(nn.Linear(4, 4), itertools.chain(itertools.repeat(1, 100), itertools.count())), TAKES),
+        (Steps(nn.Linear(4, 4), (1 + call // 100 for call in itertools.count())), TAKES),
+        (Draws(nn.Linear(4, 4)), "forward of Draws changes draw while it is traced"),
     ],
 )
 def test_state_that_a_graph_would_freeze_is_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         traced_chain(model, "job")
+
+
+@pytest.mark.parametrize("elements", [itertools.count(), iter(range(9)), (call for call in itertools.count())])
+def test_a_module_inside_takes_one_element_of_its_iterator_in_every_call(elements: Iterator[int]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Steps(nn.Linear(4, 4), elements))
+    x, units = torch.rand(3, 4), traced_chain(_Around(model), "job")
+    for call in range(3):
+        between = x
+        for unit in units:
+            between = unit.module(between)
+        assert torch.equal(between, call * model[1].inside(model[0](x)))
 
 
 def test_a_model_that_only_reads_state_is_traced() -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flockstep.arrays.namespace import copied, namespace, to_device_of, to_host
+from flockstep.arrays.namespace import copied, first_not_finite, to_device_of, to_host
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.adoption import say_nothing_of
 from flockstep.drivers.checkpoints import NodeCheckpoint, load, manifest_of
@@ -277,7 +277,7 @@ class Loop:
             return
         self._shown = worker.run_step + 1
         part = self.gradients[self._runner.awaited :]
-        telling = part.any() and namespace(part).isfinite(part).all()  # a zero gradient tells nothing about the batch
+        telling = part.any() and first_not_finite(part) < 0  # a zero gradient tells nothing about the batch
         lr = 0.0
         if telling and self.strategy.traits.alike:  # others may step as they like
             with contextlib.suppress(ConfigurationError):  # an optimizer that does not tell its learning rate

@@ -71,19 +71,25 @@ class Buffers:
         self.take({0: packed})
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return name → buffer for every buffer in the module's `state_dict`, whatever the policy; the buffers are not
-        copied.
+        """Return name → buffer for every buffer of the module, whatever the policy; the buffers are not copied.
+
+        This includes buffers that are not in the module's `state_dict`.
         """
-        return dict(self._named())
+        return {name: buffer.detach() for name, buffer in self._module.named_buffers()}
 
     def restore_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Restore the buffers that `values` returned.
 
+        A buffer that is not in the module's `state_dict`, such as a cache, may have another shape in the module.
+
         Raises:
-            ConfigurationError: the module has other buffers.
+            ConfigurationError: the module's `state_dict` has other buffers.
         """
-        own = self.values()
-        there, here = ({name: tuple(one.shape) for name, one in each.items()} for each in (values, own))
+        own, kept = self.values(), self._module.state_dict().keys()
+        loose = own.keys() - kept
+        there, here = (
+            {name: tuple(one.shape) for name, one in each.items() if name not in loose} for each in (values, own)
+        )
         if there != here:
             name = next(name for name in [*there, *here] if there.get(name) != here.get(name))
             raise ConfigurationError(
@@ -91,7 +97,11 @@ class Buffers:
                 f"{there.get(name, 'of no buffer')} in the checkpoint; restore the script as it was"
             )
         for name, tensor in own.items():
-            _set(name, tensor, values[name])
+            if name in loose and name in values and values[name].shape != tensor.shape:
+                owner, _, last = name.rpartition(".")
+                self._module.get_submodule(owner).register_buffer(last, values[name].to(tensor.device), False)
+            elif name in values:
+                _set(name, tensor, values[name])
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         kept = self._module.state_dict().keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
 import random
 import sys
 import sysconfig
@@ -61,6 +62,8 @@ class StateSnapshot:
     """
 
     def __init__(self, module: nn.Module):
+        self.iterators: list[Variable] = []
+        """The places that lead to an iterator of Python or torch, whose position cannot be restored."""
         self._kept: list[_Kept] = []
         self._seen: dict[object, Any] = {id(one): one for one in module.modules()}
         for name, one in module.named_modules():
@@ -119,6 +122,8 @@ class StateSnapshot:
                 self._function(place, value)
             case types.MethodType():
                 self._all(place, (value.__func__, value.__self__))
+            case types.BuiltinMethodType() | types.MethodWrapperType():
+                self._visit(place, value.__self__)
             case functools.partial():
                 self._all(place, (value.func, value.args, value.keywords))
             case property():
@@ -190,6 +195,9 @@ class StateSnapshot:
                 bits, numbers = value.bit_generator, repr(value.bit_generator.state)
                 state = bits.state
                 found = _Kept(place, lambda: repr(bits.state) == numbers, lambda: setattr(bits, "state", state))
+            case np.random.RandomState():
+                words, before = repr(value.get_state()), value.get_state()
+                found = _Kept(place, lambda: repr(value.get_state()) == words, lambda: value.set_state(before))
             case random.Random():
                 numbers_drawn = value.getstate()
                 found = _Kept(place, lambda: value.getstate() == numbers_drawn, lambda: value.setstate(numbers_drawn))
@@ -205,6 +213,8 @@ class StateSnapshot:
         """Keep the attributes of an object, unless Python itself or torch has defined it."""
         kind = type(value)
         if _top(kind.__module__) in _OWN_STATE:
+            if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+                self.iterators.append(place)
             return
         if hasattr(value, "__dict__"):
             self._contents(place, vars(value))

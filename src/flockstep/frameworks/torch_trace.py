@@ -134,9 +134,16 @@ def _without_effects(module: nn.Module, changing: list[Variable]) -> Iterator[No
     """Raise `ConfigurationError` after tracing that has drawn random numbers or changed values; undo the change.
 
     What tracing computes is not in the graph: every call of the graph would have the random numbers of the trace, and
-    would leave the change out. Places whose values have changed are added to `changing`.
+    would leave the change out. Places whose values have changed are added to `changing`. A module that can reach an
+    iterator is not traced, because the elements that tracing takes from the iterator cannot be put back.
     """
     who, before = f"forward of {type(module).__name__}", StateSnapshot(module)
+    if before.iterators:
+        changing += before.iterators
+        titles = ", ".join(dict.fromkeys(place.title for place in before.iterators))
+        raise ConfigurationError(
+            f"{who} may take elements from the iterator in {titles}, which tracing cannot put back"
+        )
     drawn, numpy_drawn = random.getstate(), np.random.get_state()  # noqa: NPY002 - a model may draw from it
     with torch.random.fork_rng(devices=[]):
         torch_drawn = torch.get_rng_state()
