@@ -53,14 +53,14 @@ def server(index: int) -> Address:
 
 
 MASTER: Address = server(0)
-STAGE: Address = 1 << 29
-"""Address of stage 0 of the same replica, for a worker that holds a stage of a split model; stage s has `STAGE` + s."""
+PART: Address = 1 << 29
+"""Address of part 0 of the same replica, for a worker that holds a part of a split model; part i has `PART` + i."""
 
 
 def node_name(address: Address) -> str:
     """Display name of a node: "worker 3", "server 0" or "stage 1"."""
-    if address >= STAGE:
-        return f"stage {address - STAGE}"
+    if address >= PART:
+        return f"stage {address - PART}"
     return f"worker {address}" if address >= 0 else f"server {-1 - address}"
 
 

@@ -16,15 +16,15 @@ from torch import nn
 from flockstep.drivers import sharded_way
 from flockstep.drivers.virtual_split import SplitSimulation
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.frameworks.base import Job
+from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import MicroBatch
-from flockstep.frameworks.torch import TorchEngine
 from flockstep.frameworks.torch_shards import TorchUnit, shard_torch
 from flockstep.partitions.base import Partition
 from flockstep.partitions.sharded import Sharded
-from flockstep.records.events import EvaluationEvent, NodeEvent, StepEvent
-from support.split_jobs import GRADIENT, chain, job_of, simulated, tied
+from flockstep.records.events import NodeEvent, StepEvent
+from flockstep.workloads.models import squared_error
+from support.split_jobs import GRADIENT, chain, check_trains_as_whole, job_of, simulated, tied
 
 STRATEGIES = ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)")
 FULL = pytest.mark.full
@@ -76,17 +76,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"chain": chain, "tied": tied, "fro
 def test_shards_compute_the_unsplit_model(model: str, strategy: str, ways: int, batch: int) -> None:
     """The oracle is the unsplit model in float64. Of 13 samples the first of three ways computes 5."""
     job = job_of(MODELS[model], optimizer="sgd(lr=0.2, momentum=0.9)", batch=batch)
-    whole, split = simulated(job, strategy), simulated(job, strategy, f"sharded({ways})")
-    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
-    assert np.abs(whole.result - TorchEngine(job, 0).initial()).max() > 0.01
-    losses = [
-        {(e.rank // parts, e.step): e.loss for e in ran.events if isinstance(e, StepEvent)}
-        for ran, parts in ((whole, 1), (split, ways))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
-    tests = [[(e.step, e.loss) for e in ran.events if isinstance(e, EvaluationEvent)] for ran in (whole, split)]
-    assert len(tests[0]) > 1
-    assert [loss for _, loss in tests[0]] == pytest.approx([loss for _, loss in tests[1]], rel=1e-11)
+    check_trains_as_whole(job, strategy, f"sharded({ways})")
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4])
@@ -227,6 +217,25 @@ def test_shares_of_the_batch_that_do_not_count_by_their_samples_are_noticed(monk
     monkeypatch.setattr(sharded_way, "MicroBatch", alike)
     wrong = simulated(job, "all_reduce", "sharded(2)")
     assert np.abs(wrong.result - whole.result).max() > 1e-4
+
+
+def test_losses_of_shards_are_added_in_more_than_half_precision() -> None:
+    """Float16 counts no further than 65504."""
+
+    def half() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).half()
+
+    def far(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return squared_error(outputs.float(), targets.float()) + 2e5
+
+    job = dataclasses.replace(job_of(half), loss=far, data=lambda: halves(job_of().data()))
+    losses = [e.loss for e in simulated(job, "all_reduce", "sharded(2)").events if isinstance(e, StepEvent)]
+    assert losses == pytest.approx([2e5] * len(losses), rel=1e-3)
+
+
+def halves(data: Data) -> Data:
+    """The same data in float16."""
+    return Data(data.train_x.astype(np.float16), data.train_y, data.test_x.astype(np.float16), data.test_y)
 
 
 def normed() -> nn.Module:

@@ -209,7 +209,7 @@ def test_a_stage_keeps_as_many_versions_as_its_schedule_says(schedule: str) -> N
         for number, part in enumerate(simulation.model.parts):
 
             def forward(*given, number=number, compute=part.forward):
-                most[number] = max(most[number], len(simulation.stage(number, 0).versions))
+                most[number] = max(most[number], len(simulation.program(number, 0).versions))
                 return compute(*given)
 
             part.forward = forward  # type: ignore[method-assign]

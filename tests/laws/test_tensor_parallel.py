@@ -22,10 +22,9 @@ from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.torch_split_layers import VocabularyOfInputs, VocabularyOfOutputs
 from flockstep.frameworks.torch_ways import TorchWay, split_layers
 from flockstep.frameworks.ways import WayWeights
-from flockstep.partitions.base import Partition
 from flockstep.partitions.tensor import TensorParallel
-from flockstep.records.events import EvaluationEvent, NodeEvent, StepEvent
-from support.split_jobs import BATCH, GRADIENT, chain, job_of, simulated
+from flockstep.records.events import NodeEvent, StepEvent
+from support.split_jobs import BATCH, GRADIENT, chain, check_trains_as_whole, job_of, simulated
 
 STRATEGIES = ("all_reduce", "local_sgd(period=2)", "ps(bsp, shards=2)")
 FULL = pytest.mark.full
@@ -97,19 +96,7 @@ PRODUCTS = ("pipeline(2, 1f1b, 3) * tensor(2)", "tensor(2) * pipeline(2, interle
 )
 def test_split_layers_compute_the_unsplit_model(job: str, strategy: str, partition: str) -> None:
     """The oracle is the unsplit model in float64: parameters, losses and evaluations, with its running statistics."""
-    built, ways = JOBS[job](), Partition.parse(partition).parts
-    whole, split = simulated(built, strategy), simulated(built, strategy, partition)
-    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
-    assert np.abs(whole.result - whole.simulation.tracker._engine.initial()).max() > 0.01
-    losses = [
-        {(e.rank // parts, e.step): e.loss for e in ran.events if isinstance(e, StepEvent)}
-        for ran, parts in ((whole, 1), (split, ways))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
-    tests = [[(e.step, e.loss) for e in ran.events if isinstance(e, EvaluationEvent)] for ran in (whole, split)]
-    assert len(tests[0]) > 1
-    assert [step for step, _ in tests[0]] == [step for step, _ in tests[1]]
-    assert [loss for _, loss in tests[0]] == pytest.approx([loss for _, loss in tests[1]], rel=1e-11)
+    check_trains_as_whole(JOBS[job](), strategy, partition)
 
 
 @pytest.mark.parametrize("left_out", ["forward", "backward"])

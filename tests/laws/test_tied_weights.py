@@ -15,10 +15,9 @@ from flockstep.frameworks.base import Job
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import PipelineModel
-from flockstep.frameworks.torch import TorchEngine
 from flockstep.partitions.base import Partition
-from flockstep.records.events import EvaluationEvent, NodeEvent, StepEvent
-from support.split_jobs import job_of, simulated, tied
+from flockstep.records.events import NodeEvent
+from support.split_jobs import check_trains_as_whole, job_of, simulated, tied
 from support.tied_job import WIDTH, WORDS, job, model
 
 FULL = pytest.mark.full
@@ -48,17 +47,7 @@ def chained() -> Job:
     ],
 )
 def test_tied_weights_train_as_in_the_unsplit_model(made: Callable[[], Job], strategy: str, partition: str) -> None:
-    built, parts = made(), Partition.parse(partition).parts
-    whole, split = simulated(built, strategy), simulated(built, strategy, partition)
-    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
-    assert np.abs(whole.result - TorchEngine(built, 0).initial()).max() > 0.01
-    losses = [
-        {(e.rank // count, e.step): e.loss for e in ran.events if isinstance(e, StepEvent)}
-        for ran, count in ((whole, 1), (split, parts))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
-    tests = [[e.loss for e in ran.events if isinstance(e, EvaluationEvent)] for ran in (whole, split)]
-    assert tests[0] == pytest.approx(tests[1], rel=1e-11)
+    check_trains_as_whole(made(), strategy, partition)
 
 
 @pytest.mark.parametrize("program", ["stage", "shard"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -18,7 +19,7 @@ from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.job import make_split
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.partitions.base import Partition
-from flockstep.records.events import Event
+from flockstep.records.events import EvaluationEvent, Event, StepEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
@@ -112,6 +113,25 @@ def simulated(
     simulation.run()
     simulation.stop()
     return Ran(simulation, events)
+
+
+def check_trains_as_whole(job: Job, strategy: str, partition: str) -> None:
+    """Check that the split model trains as the unsplit model in float64: parameters, losses and evaluations."""
+    whole, split, parts = (
+        simulated(job, strategy),
+        simulated(job, strategy, partition),
+        Partition.parse(partition).parts,
+    )
+    np.testing.assert_allclose(split.result, whole.result, rtol=0, atol=1e-12)
+    assert np.abs(whole.result - TorchEngine(job, 0).initial()).max() > 0.01
+    losses = [
+        {(e.rank // count, e.step): e.loss for e in ran.events if isinstance(e, StepEvent)}
+        for ran, count in ((whole, 1), (split, parts))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
+    tests = [{e.step: e.loss for e in ran.events if isinstance(e, EvaluationEvent)} for ran in (whole, split)]
+    assert len(tests[0]) > 1
+    assert tests[0] == pytest.approx(tests[1], rel=1e-11)
 
 
 def job() -> Job:

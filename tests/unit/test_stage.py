@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.part_program import NeedPass, NeedRequest, PartRunner
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartRun, PartRunner
 from flockstep.drivers.stage import PipelineStage, stage_notes
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.frameworks.torch import TorchEngine
@@ -42,16 +42,9 @@ class OverTheWire:
 
     def _runner(self, number: int) -> PartRunner:
         batches = iter([np.arange(12) + 12 * step for step in range(STEPS)])
-        stage = PipelineStage(
-            0,
-            number,
-            self.pipeline,
-            self.split.parts[number],
-            STEPS,
-            batches.__next__,
-            partial(self._send, number),
-            lambda step: np.random.default_rng((number, step)),
-        )
+        send, random = partial(self._send, number), lambda step: np.random.default_rng((number, step))
+        run = PartRun(0, number, STEPS, batches.__next__, send, random)
+        stage = PipelineStage(run, self.split.parts[number], self.pipeline)
         return PartRunner(stage, lambda need: None, partial(self._step, number))
 
     def _send(self, source: int, to: int, message: Message) -> None:

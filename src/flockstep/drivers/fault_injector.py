@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address, Message
@@ -13,6 +14,8 @@ from flockstep.simulation import units
 from flockstep.simulation.attacks import Memory, WrongGradient
 from flockstep.simulation.compute import Clock
 from flockstep.simulation.faults import Dies, Drops, Fault, Narrows, Slows
+from flockstep.simulation.network import Fabric
+from flockstep.simulation.queue import EventQueue
 
 
 class FaultInjector:
@@ -21,14 +24,34 @@ class FaultInjector:
     def __init__(self, faults: Sequence[Fault], cluster: Cluster):
         for fault in faults:
             fault.check(cluster)
-        self._faults = faults
+        self._faults, self._processes = faults, cluster.processes
         self.drops = {(f.source, f.to, f.nth) for f in faults if isinstance(f, Drops)}
         self._slows = [f for f in faults if isinstance(f, Slows)]
         self._deaths = [f for f in faults if isinstance(f, Dies)]
         self._narrows = [f for f in faults if isinstance(f, Narrows)]
         self._sent: Counter[tuple[Address, Address]] = Counter()
 
-    def deaths(self) -> list[tuple[float, Address, bool]]:
+    def narrow_at_start(self, fabric: Fabric) -> None:
+        """Check that the links of all narrowings can be narrowed, and apply those that begin at 0."""
+        for t, node, factor in reversed(self._narrowings()):
+            fabric.narrow(node, self._processes, 1.0 if t else factor)
+
+    def schedule(
+        self,
+        queue: EventQueue[Callable[[], None]],
+        fabric: Fabric,
+        die: Callable[[Address], None],
+        notice: Callable[[Address], None],
+    ) -> None:
+        """Schedule narrowings of links and deaths: `die` is called with the address of a node that dies, and later
+        `notice`, when the other nodes are notified.
+        """
+        for t, node, factor in self._narrowings():
+            queue.schedule(t, partial(fabric.narrow, node, self._processes, factor))
+        for t, node, noticed in self._deaths_and_notices():
+            queue.schedule(t, partial(notice if noticed else die, node))
+
+    def _deaths_and_notices(self) -> list[tuple[float, Address, bool]]:
         """Virtual seconds of deaths (False), and of the times at which the other nodes are notified of them (True)."""
         events = []
         for fault in self._deaths:
@@ -36,11 +59,9 @@ class FaultInjector:
             events += [(at, fault.node, False), (at + units.duration(fault.noticed), fault.node, True)]
         return sorted(events, key=lambda event: event[0])
 
-    def narrowings(self) -> list[tuple[float, Address, float]]:
+    def _narrowings(self) -> list[tuple[float, Address, float]]:
         """Virtual seconds, nodes, and factors by which the bandwidth of a node's link is divided; the factors of
         several faults multiply.
-
-        Several faults multiply.
         """
         times = {(units.duration(end), fault.node) for fault in self._narrows for end in (fault.at, fault.until)}
         events = []

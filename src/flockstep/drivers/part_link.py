@@ -11,15 +11,15 @@ import msgspec
 from flockstep.drivers.member import Member, NodeLost
 from flockstep.drivers.part_group import PartGroup
 from flockstep.errors import PeerLost
-from flockstep.messages import STAGE, Address, Array, Message, Wanted
+from flockstep.messages import PART, Address, Array, Message, Wanted
 from flockstep.transports.bus import LAUNCHER, Bus
 
 
 class PartLink(Bus):
     """The bus of the run, with the addresses of one group.
 
-    Nodes of the group have the addresses that they have in the group; stage s of the worker's own replica has the
-    address `STAGE` + s; no other node can be reached.
+    Nodes of the group have the addresses that they have in the group; part i of the worker's own replica has the
+    address `PART` + i; no other node can be reached.
     """
 
     def __init__(self, member: Member, group: PartGroup, survives: bool):
@@ -28,7 +28,7 @@ class PartLink(Bus):
         self._member, self._bus, self._survives = member, member.bus, survives
         self._me = member.node_spec.address
         self._first = self._me - group.part
-        """Address in the run of stage 0 of this worker's replica."""
+        """Address in the run of part 0 of this worker's replica."""
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
         """Return the next message for this node; None if no message arrives within the given time.
@@ -68,11 +68,11 @@ class PartLink(Bus):
         return None if inside is None else message
 
     def _outside(self, address: Address) -> Address:
-        return self._first + address - STAGE if address >= STAGE else self.group.outside(address)
+        return self._first + address - PART if address >= PART else self.group.outside(address)
 
     def _inside(self, address: Address) -> Address:
         inside = self.group.inside(address)
-        return STAGE + address - self._first if inside is None else inside
+        return PART + address - self._first if inside is None else inside
 
     def connect(self, peers: Mapping[Address, str]) -> None:
         raise NotImplementedError("the member of the run has connected all nodes")

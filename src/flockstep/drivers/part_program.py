@@ -50,26 +50,39 @@ PartEffect = Wanted | NeedPass | NeedRequest
 Send = Callable[[int, Message], None]
 
 
+@dataclass(frozen=True)
+class PartRun:
+    """The place of a part in its run, and what the driver provides for the part's program."""
+
+    rank: int
+    """Number of the replica."""
+    number: int
+    """Number of the part in its replica."""
+    steps: int
+    """Number of steps of the run."""
+    batch: Callable[[], Indices]
+    """Function that returns the samples of the replica's next batch; equal for all parts of a replica."""
+    send: Send
+    """Function (part, message) that sends a message to another part of this replica."""
+    random: Callable[[int], np.random.Generator]
+    """Function that returns the generator of a step, for codecs and collectives with random choices."""
+    taken: int = 0
+    """Number of steps that the part has taken before, at the end of which nothing was in flight."""
+
+
 class PartProgram(ABC):
     """The program of one part of one replica; messages between parts have the numbers of the parts as addresses."""
 
-    def __init__(self, rank: int, number: int, part: HeldPart, batch: Callable[[], Indices], send: Send):
-        """Create a program whose parameters are given by the first call of `requested`.
-
-        Args:
-            rank: number of the replica.
-            number: number of the part in its replica.
-            part: the framework's side of the part.
-            batch: function that returns the samples of the replica's next batch; equal for all parts of a replica.
-            send: function (part, message) that sends a message to another part of this replica.
+    def __init__(self, run: PartRun, part: HeldPart):
+        """Create a program whose parameters are given by the first call of `requested`; `part` is the framework's side
+        of the part.
         """
-        self.rank, self.number = rank, number
+        self.rank, self.number, self._run = run.rank, run.number, run
         self.mailbox = Mailbox()
         self.gradient: FlatArray = np.zeros(part.schema.size, part.schema.dtype)
         """Gradient (K,) of the current step; complete when the program waits for a request."""
         self.loss = 0.0
         """Mean loss of the batch of the current step."""
-        self._batch, self._send = batch, send
 
     @abstractmethod
     def requested(self, params: FlatArray) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from flockstep.drivers.part_program import PartProgram, Send, part_random
+from flockstep.drivers.part_program import PartProgram, PartRun, Send, part_random
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.sharded_way import ShardedWay
 from flockstep.drivers.stage import PipelineStage, stage_notes
@@ -41,14 +41,14 @@ def program_of(
     Raises:
         CompositionError: there is no program for the parts of such a model.
     """
-    facts = plan.steps, batch, send, partial(part_random, plan.seed, replica, part), taken
+    run = PartRun(replica, part, plan.steps, batch, send, partial(part_random, plan.seed, replica, part), taken)
     match model:
         case PipelineModel():
-            return PipelineStage(replica, part, model.pipeline, model.parts[part], *facts, model.ties)
+            return PipelineStage(run, model.parts[part], model.pipeline, model.ties)
         case TensorModel():
-            return TensorWay(replica, part, model, *facts)
+            return TensorWay(run, model)
         case ShardedModel():
-            return ShardedWay(replica, part, model, *facts)
+            return ShardedWay(run, model)
     raise CompositionError(f"no program computes the parts of {model.partition}; use partition=none")
 
 

@@ -19,7 +19,7 @@ from flockstep.drivers.parts import notes_between
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.program_restart import notes_of
 from flockstep.drivers.real import NodeConnection
-from flockstep.drivers.real_stage import StageConnection
+from flockstep.drivers.real_part import PartConnection
 from flockstep.drivers.replication import NOTES as REPLICAS
 from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
@@ -46,7 +46,7 @@ def run_worker(
     with _guarded(node_spec) as guard:
         engine, plan = make()
         if plan.split is not None:
-            _run_stage(guard, node_spec, engine, plan, plan.split)
+            _run_part(guard, node_spec, engine, plan, plan.split)
             return guard.code
         largest = max(engine.buffers(node_spec.address).nbytes, plan.strategy.largest_message)
         member = guard.member = Member(
@@ -80,7 +80,7 @@ def run_worker(
     return guard.again or guard.code
 
 
-def _run_stage(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, split: SplitModel) -> None:
+def _run_part(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, split: SplitModel) -> None:
     """Take part in a run as the worker that holds one stage of one replica."""
     servers, parts = plan.cluster.servers, split.partition.parts
     group = groups_of(split.sizes, servers)[node_spec.address % parts]
@@ -99,7 +99,7 @@ def _run_stage(guard: _Guard, node_spec: NodeSpec, engine: Engine, plan: Plan, s
     kept, batches = load(node_spec, node_spec.address, worker.params), Batches(plan, rank)
     _be_ready(member, kept, group)
     taken = 0 if kept is None else kept.before + kept.saved.step
-    connection = guard.connection = StageConnection(member, worker, plan, split, group, batches, taken)
+    connection = guard.connection = PartConnection(member, worker, plan, split, group, batches, taken)
     connection.snapshots.buffers = lambda: part.buffers(rank)
     ours = connection.checkpoints
     ours.stepper, ours.batches, ours.buffers = stepper, batches, connection.snapshots.buffers

@@ -6,15 +6,12 @@ the parameters; then, backward, gather them again, compute, drop, and reduce and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, Send, resumed
-from flockstep.drivers.tensor_way import Ways
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
+from flockstep.drivers.ways import Ways
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Indices
 from flockstep.frameworks.shards import ShardedModel
 from flockstep.frameworks.stages import MicroBatch
 
@@ -22,34 +19,11 @@ from flockstep.frameworks.stages import MicroBatch
 class ShardedWay(PartProgram):
     """One way of one replica: a worker that stores one shard of every unit."""
 
-    def __init__(
-        self,
-        rank: int,
-        number: int,
-        model: ShardedModel,
-        steps: int,
-        batch: Callable[[], Indices],
-        send: Send,
-        random: Callable[[int], np.random.Generator],
-        taken: int = 0,
-    ):
-        """Create a way, as any part's program.
-
-        Args:
-            rank: number of the replica.
-            number: number of the part in its replica.
-            model: the model in shards.
-            steps: number of steps of the run.
-            batch: function that returns the samples of the replica's next batch; equal for all parts of a replica.
-            send: function (part, message) that sends a message to another part of this replica.
-            random: function that returns the generator of a step, for collectives with random choices.
-            taken: number of steps that the way has taken before.
-        """
-        self._part = model.parts[number]
-        super().__init__(rank, number, self._part, batch, send)
+    def __init__(self, run: PartRun, model: ShardedModel):
+        self._part = model.parts[run.number]
+        super().__init__(run, self._part)
         self._units, self._ways, self._collective = model.units, model.parts, model.sharded.collective
-        self._steps = range(taken, steps)
-        self._group = Ways(range(len(self._ways)), number, self.mailbox, send, random(taken))
+        self._group = Ways(range(len(self._ways)), run, self.mailbox)
         self._params: FlatArray = self.gradient.copy()
         self._ties = list(enumerate(model.ties))
         self._lent: dict[int, FlatArray] = {}
@@ -60,13 +34,13 @@ class ShardedWay(PartProgram):
 
     async def program(self) -> None:
         await resumed(NeedRequest())
-        for step in self._steps:
+        for step in range(self._run.taken, self._run.steps):
             await self._compute(self._share(step))
             await resumed(NeedRequest())
 
     def _share(self, step: int) -> MicroBatch:
         """Draw the replica's batch, and return this way's share."""
-        samples, ways = self._batch(), len(self._ways)
+        samples, ways = self._run.batch(), len(self._ways)
         if len(samples) < ways:
             raise ConfigurationError(
                 f"ways of sharded must be at most the {len(samples)} samples of a batch, got {ways}; use a larger "
@@ -98,7 +72,7 @@ class ShardedWay(PartProgram):
                     slope[tie.lent] += self._lent.pop(one)
             slope = slope[: unit.schema.size]
             _, self.gradient[self._part.places[number]] = await self._collective.reduce_scatter(self._group, slope)
-        losses = await self._collective.all_gather(self._group, np.array([own], self.gradient.dtype))
+        losses = await self._collective.all_gather(self._group, np.array([own]))
         self.loss = float(sum(one[0] for one in losses))
 
     async def _gathered(self, number: int) -> FlatArray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import dropwhile
 
 import numpy as np
@@ -17,11 +17,10 @@ import numpy as np
 from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
-from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, Send, resumed
+from flockstep.drivers.part_program import NeedPass, NeedRequest, PartProgram, PartRun, resumed
 from flockstep.errors import ConfigurationError, ProtocolError, RunError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import bound_codec, random_of
-from flockstep.frameworks.base import Indices
 from flockstep.frameworks.stages import HeldPart, MicroBatch, ModelPart, Tie
 from flockstep.messages import Message, Note, Notes, Wanted, frozen
 from flockstep.partitions.pipeline import Pipeline
@@ -66,37 +65,12 @@ class StageProgram(PartProgram):
     _borrowed = 0
     """Number of parameters (B) that the stage computes with and another stage trains; they follow the stage's own."""
 
-    def __init__(
-        self,
-        rank: int,
-        number: int,
-        pipeline: Pipeline,
-        part: HeldPart,
-        steps: int,
-        batch: Callable[[], Indices],
-        send: Send,
-        random: Callable[[int], np.random.Generator],
-        taken: int = 0,
-    ):
-        """Create a stage, as any part's program.
-
-        Args:
-            rank: number of the replica.
-            number: number of the part in its replica.
-            pipeline: the partition.
-            part: the framework's side of the stage.
-            steps: number of steps of the run.
-            batch: function that returns the samples of the replica's next batch; equal for all parts of a replica.
-            send: function (part, message) that sends a message to another part of this replica.
-            random: function that returns the generator of a step, for codecs with random choices.
-            taken: number of steps that the stage has taken before, at the end of which nothing was in flight.
-        """
-        super().__init__(rank, number, part, batch, send)
-        self._pipeline, self._schedule = pipeline, pipeline.schedule
-        self._random = random
-        self._stage = number // self._ways
+    def __init__(self, run: PartRun, part: HeldPart, pipeline: Pipeline):
+        super().__init__(run, part)
+        self._pipeline, self._schedule, taken = pipeline, pipeline.schedule, run.taken
+        self._stage = run.number // self._ways
         """Number of the stage in the pipeline."""
-        passes = pipeline.schedule.passes(self._stage, pipeline.stages, pipeline.microbatches, steps)
+        passes = pipeline.schedule.passes(self._stage, pipeline.stages, pipeline.microbatches, run.steps)
         self._passes = dropwhile(lambda one: one.step < taken, passes)
         self._randoms: dict[int, np.random.Generator] = {}
         self._batches: dict[int, list[MicroBatch]] = {}
@@ -197,7 +171,7 @@ class StageProgram(PartProgram):
             self._own[work.step, work.microbatch] = loss
         self._pass_on(work, outputs, 0.0)
         if self._schedule.one_forward_at_a_time and self._stage == self._pipeline.stages - 1 > 0:
-            self._send(self._at(0), Message(self.number, PASSED, note=StageNote(work.step, work.microbatch)))
+            self._run.send(self._at(0), Message(self.number, PASSED, note=StageNote(work.step, work.microbatch)))
 
     async def _backward(self, work: PipelinePass, message: Message | None) -> None:
         below = await self._slopes(work, self._microbatch(work), self._decoded(message))
@@ -216,9 +190,9 @@ class StageProgram(PartProgram):
             note = StageNote(work.step, work.microbatch, tuple(array.shape), name_of(array), loss)
             codec = self._codec(note)
             if work.step not in self._randoms:
-                self._randoms[work.step] = self._random(work.step)
+                self._randoms[work.step] = self._run.random(work.step)
             data = codec.encode(array.reshape(-1), random_of(codec, self._randoms[work.step], work.step))
-            self._send(self._at(target[0]), Message(self.number, f"{TAGS[work.kind]} {target[1]}", data, note))
+            self._run.send(self._at(target[0]), Message(self.number, f"{TAGS[work.kind]} {target[1]}", data, note))
 
     def _decoded(self, message: Message | None) -> FlatArray | None:
         """The array that a message encodes."""
@@ -235,7 +209,7 @@ class StageProgram(PartProgram):
     def _microbatch(self, work: PipelinePass) -> MicroBatch:
         """The samples of a pass; the batch is drawn when the first pass needs it."""
         while self._drawn <= work.step:
-            indices, step, count = self._batch(), self._drawn, self._pipeline.microbatches
+            indices, step, count = self._run.batch(), self._drawn, self._pipeline.microbatches
             if len(indices) < count:
                 raise ConfigurationError(
                     f"microbatches must be at most the {len(indices)} samples of a batch, got {count}; use a larger "
@@ -260,22 +234,10 @@ class StageProgram(PartProgram):
 class PipelineStage(StageProgram):
     """One stage of one replica that is not split over ways: one worker computes the stage."""
 
-    def __init__(
-        self,
-        rank: int,
-        number: int,
-        pipeline: Pipeline,
-        part: ModelPart,
-        steps: int,
-        batch: Callable[[], Indices],
-        send: Send,
-        random: Callable[[int], np.random.Generator],
-        taken: int = 0,
-        ties: Sequence[Tie] = (),
-    ):
-        """Create a stage, with the arguments of any stage; `ties`: the parameters that several stages compute with."""
-        super().__init__(rank, number, pipeline, part, steps, batch, send, random, taken)
-        self._part, self._borrowed = part, part.borrowed
+    def __init__(self, run: PartRun, part: ModelPart, pipeline: Pipeline, ties: Sequence[Tie] = ()):
+        """`ties`: the parameters that several stages compute with."""
+        super().__init__(run, part, pipeline)
+        self._part, self._borrowed, number = part, part.borrowed, run.number
         self._lends = [(one, tie) for one, tie in enumerate(ties) if tie.owner == number]
         self._borrows = [(one, tie) for one, tie in enumerate(ties) if tie.user == number]
         self._slope = np.zeros(part.schema.size + part.borrowed, part.schema.dtype)
@@ -288,7 +250,7 @@ class PipelineStage(StageProgram):
         weights = self._versions[step]
         for one, tie in self._lends:
             note = StageNote(step, 0)
-            self._send(tie.user, Message(self.number, f"{LENT} {one}", frozen(weights[tie.lent]), note))
+            self._run.send(tie.user, Message(self.number, f"{LENT} {one}", frozen(weights[tie.lent]), note))
         for one, tie in self._borrows:
             weights[tie.borrowed] = (await self._message(f"{LENT} {one}", tie.owner, step, 0)).payload
         self._slope[:] = 0
@@ -297,7 +259,9 @@ class PipelineStage(StageProgram):
         """Send the gradients of borrowed parameters to their owners, and add those of lent parameters."""
         for one, tie in self._borrows:
             note = StageNote(step, 0)
-            self._send(tie.owner, Message(self.number, f"{RETURNED} {one}", frozen(self._slope[tie.borrowed]), note))
+            self._run.send(
+                tie.owner, Message(self.number, f"{RETURNED} {one}", frozen(self._slope[tie.borrowed]), note)
+            )
         for one, tie in self._lends:
             self._slope[tie.lent] += (await self._message(f"{RETURNED} {one}", tie.user, step, 0)).payload
 

@@ -7,84 +7,24 @@ other ways receive a copy, so that all ways compute with the same bits under eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
-
 from flockstep.arrays.schema import FlatArray
-from flockstep.collectives.group import WithoutSharedMemory
-from flockstep.drivers.part_program import NeedPass, Send, resumed
+from flockstep.drivers.part_program import NeedPass, PartRun, resumed
 from flockstep.drivers.stage import StageProgram
-from flockstep.frameworks.base import Indices
+from flockstep.drivers.ways import Ways
 from flockstep.frameworks.stages import MicroBatch
 from flockstep.frameworks.ways import TensorModel, WayWeights
-from flockstep.messages import Address, AnyNote, Array, Mailbox, Message, Wanted, frozen
-from flockstep.nodes import Hosts
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
-
-
-class Ways(WithoutSharedMemory):
-    """One way as a member of the group of all ways of its stage; the group sums by messages."""
-
-    def __init__(
-        self, parts: Sequence[int], number: int, mailbox: Mailbox, send: Send, random: np.random.Generator
-    ) -> None:
-        """Create member `number` of the group of `parts`."""
-        self.rank, self.workers, self.random = parts.index(number), len(parts), random
-        self.hosts: Hosts = (tuple(range(len(parts))),)
-        self._parts, self._number, self._mailbox, self._send = parts, number, mailbox, send
-
-    def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
-        """Send a message to another way of the stage; the array is copied."""
-        copy = None if array is None else frozen(array)
-        self._send(self._parts[to], Message(self._number, tag, copy, {} if note is None else note))
-
-    def send_all(
-        self, to: Iterable[Address], tag: str, array: Array | None = None, note: AnyNote | None = None
-    ) -> None:
-        """Send one message to each of several ways."""
-        for rank in to:
-            self.send(rank, tag, array, note)
-
-    async def receive(self, tag: str, source: Address) -> Message:
-        """Return the next message with the given tag from another way of the stage."""
-        message: Message = await resumed(Wanted(tag, self._parts[source]))
-        self.require_all(source)
-        return message
-
-    async def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Array:
-        """Return the array of the next message with the given tag from a way, in `into` if it is given."""
-        array = (await self.receive(tag, source)).payload
-        if into is None:
-            return array
-        into[:] = array
-        return into
-
-    def require_all(self, source: Address) -> None:
-        """Check that no message of a way was lost."""
-        self._mailbox.require_all(self._parts[source])
 
 
 class TensorWay(StageProgram):
     """The program of one way of one stage of one replica; a model that is not cut has a single stage."""
 
-    def __init__(
-        self,
-        rank: int,
-        number: int,
-        model: TensorModel,
-        steps: int,
-        batch: Callable[[], Indices],
-        send: Send,
-        random: Callable[[int], np.random.Generator],
-        taken: int = 0,
-    ):
-        """Create a way, with the arguments of any stage."""
+    def __init__(self, run: PartRun, model: TensorModel):
         self._ways = model.tensor.ways
-        self._part, self._collective = model.parts[number], model.tensor.collective
-        super().__init__(rank, number, model.pipeline, self._part, steps, batch, send, random, taken)
-        first = self._at(self._stage) - number % self._ways
-        self._group = Ways(range(first, first + self._ways), number, self.mailbox, send, random(taken))
+        self._part, self._collective = model.parts[run.number], model.tensor.collective
+        super().__init__(run, self._part, model.pipeline)
+        first = run.number - run.number % self._ways
+        self._group = Ways(range(first, first + self._ways), run, self.mailbox)
         self._copies: dict[int, list[FlatArray]] = {}
         """Version of the weights → the parameters that every way computes with, as each way holds some of them."""
 

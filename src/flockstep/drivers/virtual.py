@@ -114,10 +114,7 @@ class Simulation:
         self._clock = self._fault_injector.clock(compute.start(plan.cluster.workers, plan.seed))
         if within.start is None:
             self._fabric.handle_with(self._clock.handle)
-        for t, node, factor in reversed(
-            self._fault_injector.narrowings()
-        ):  # refuses the impossible, applies those at 0
-            self._fabric.narrow(node, plan.cluster.processes, 1.0 if t else factor)
+        self._fault_injector.narrow_at_start(self._fabric)
         self._computing: dict[int, Computing] = {}
         self._dead: set[Address] = set()
         self._steps = 0
@@ -145,13 +142,9 @@ class Simulation:
             Diverged: a loss is not finite.
             RunError: the programs wait for each other forever.
         """
-        plan = self.plan
         with np.errstate(over="ignore", invalid="ignore"), seldom():  # an overflow shows as a loss that is not finite
             self.begin()
-            for t, address, factor in self._fault_injector.narrowings():
-                self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.processes, factor))
-            for t, address, noticed in self._fault_injector.deaths():
-                self._queue.schedule(t, partial(self.notice if noticed else self.die, address))
+            self._fault_injector.schedule(self._queue, self._fabric, self.die, self.notice)
             self._end()
         self.tracker.close()
 

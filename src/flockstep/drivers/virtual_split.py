@@ -1,4 +1,4 @@
-"""Runs a split model in virtual time: one data-parallel group for each stage, and the stages' messages between them.
+"""Runs a split model in virtual time: one data-parallel group for each part, and the parts' messages between them.
 
 Each group is a `Simulation` of the unchanged strategy on its part of the parameters. All groups share one event queue
 and one network, so that activations compete with the strategy's messages for the links.
@@ -53,34 +53,34 @@ class StepDurations:
         return known[step]
 
 
-class StageGradients(ReplicaGradients):
-    """The gradients that all replicas compute for one stage."""
+class PartGradients(ReplicaGradients):
+    """The gradients that all replicas compute for one part."""
 
     def __init__(self, part: HeldPart, plan: Plan, dropped: Callable[[int], None]):
-        """`dropped`: called with the replica whose stage has been ended."""
+        """`dropped`: called with the replica whose part has been ended."""
         super().__init__(part, plan)
         self._dropped = dropped
-        self.stages: list[PartRunner] = []
-        """The stage of each replica."""
+        self.runners: list[PartRunner] = []
+        """The runner of the part's program in each replica."""
 
     def ask(self, rank: int, need: NeedGradient) -> int:
-        """Start a step of the stage of replica `rank`; return the number of samples."""
-        self.stages[rank].request(self.params[rank])
+        """Start a step of the part of replica `rank`; return the number of samples."""
+        self.runners[rank].request(self.params[rank])
         return self._plan.batch_at(self.nodes[rank].step)
 
     def keep(self, rank: int) -> None:
-        """Do nothing, because a stage keeps copies of the parameters that it uses."""
+        """Do nothing, because a part keeps copies of the parameters that it uses."""
 
     def forget(self, rank: int) -> None:
-        """End the stage of replica `rank`, whose worker has died; do nothing for a server, `rank` < 0, which has no
-        stage.
+        """End the part of replica `rank`, whose worker has died; do nothing for a server, `rank` < 0, which has no
+        part.
         """
         if rank >= 0:
-            self.stages[rank].close()
+            self.runners[rank].close()
             self._dropped(rank)
 
     def take(self, rank: int) -> FlatArray:
-        return self.stages[rank].part.gradient
+        return self.runners[rank].part.gradient
 
 
 @dataclass(eq=False)
@@ -144,7 +144,7 @@ class SplitSimulation:
         """Create the nodes of a run.
 
         Args:
-            model: the model, cut into the stages of its pipeline.
+            model: the split model.
             plan: the plan of the data-parallel group of any part, with one worker for each replica.
             compute: seconds of a gradient of the whole model; a pass takes its share of the step's draw.
             network: the network of all workers and servers.
@@ -152,7 +152,7 @@ class SplitSimulation:
             progress: called with the steps of all workers so far, and the virtual seconds.
 
         Raises:
-            CompositionError: the strategy asks for gradients that the stages of a pipeline cannot compute.
+            CompositionError: the strategy asks for gradients that the parts of a split model cannot compute.
         """
         require_splittable(plan)
         self.plan = plan
@@ -165,11 +165,9 @@ class SplitSimulation:
         self._durations = StepDurations(compute.streams(everyone.workers, plan.seed))
         self._clock = self._faults.clock(compute.clock([repeat(1.0)] * everyone.workers))
         self._fabric.handle_with(self._clock.handle)
-        for t, node, factor in reversed(self._faults.narrowings()):  # refuses the impossible, applies those at 0
-            self._fabric.narrow(node, everyone.processes, 1.0 if t else factor)
-        self._everyone = everyone
+        self._faults.narrow_at_start(self._fabric)
         self._running: dict[tuple[int, int], object] = {}
-        """Part and replica → what identifies the latest schedule of the end of the stage's running pass."""
+        """Part and replica → what identifies the latest schedule of the end of the part's running pass."""
         self.model = model
         facts = *tracked(plan, model.sizes), plan.samples_at, by_worker(emit, parts)
         self.tracker = Tracker(model.engine, plan.result, *facts)
@@ -177,9 +175,9 @@ class SplitSimulation:
         snapshots = PartSnapshots(self.tracker, self._places)
         hosts = network.hosts(everyone.workers)
         self.groups: list[Simulation] = []
-        self._gradients: list[StageGradients] = []
+        self._gradients: list[PartGradients] = []
         for place, one in zip(self._places, model.parts, strict=True):
-            gradients, part = StageGradients(one, plan, partial(self._drop, place.part)), place.part
+            gradients, part = PartGradients(one, plan, partial(self._drop, place.part)), place.part
             within = Surroundings(
                 one,
                 self._queue,
@@ -192,7 +190,7 @@ class SplitSimulation:
             )
             named = partial(_named, emit, place)
             self.groups.append(Simulation(model.engine, plan, compute, network, named, self._stepped, within=within))
-            gradients.stages.extend(self._stage(part, gradients, rank) for rank in range(replicas))
+            gradients.runners.extend(self._part_runner(part, gradients, rank) for rank in range(replicas))
             self._gradients.append(gradients)
 
     @property
@@ -210,10 +208,7 @@ class SplitSimulation:
         with np.errstate(over="ignore", invalid="ignore"), seldom():
             for group in self.groups:
                 group.begin()
-            for t, address, factor in self._faults.narrowings():
-                self._queue.schedule(t, partial(self._fabric.narrow, address, self._everyone.processes, factor))
-            for t, address, noticed in self._faults.deaths():
-                self._queue.schedule(t, partial(self._notice if noticed else self._die, address))
+            self._faults.schedule(self._queue, self._fabric, self._die, self._notice)
             self._queue.run()
             for group in self.groups:
                 group.require_ended()
@@ -229,12 +224,12 @@ class SplitSimulation:
         for group in self.groups:
             group.close()
 
-    def stage(self, part: int, replica: int) -> PartProgram:
+    def program(self, part: int, replica: int) -> PartProgram:
         """Return the program of one part of one replica."""
-        return self._gradients[part].stages[replica].part
+        return self._gradients[part].runners[replica].part
 
     def _die(self, address: Address) -> None:
-        """End the program of a node, and of its stage, at its current point."""
+        """End the program of a node, and of its part, at its current point."""
         part, own = self._within(address)
         self.groups[part].die(own)
 
@@ -255,7 +250,7 @@ class SplitSimulation:
         found = ((place.part, place.inside(address)) for place in self._places)
         return next((part, own) for part, own in found if own is not None)
 
-    def _stage(self, part: int, gradients: StageGradients, rank: int) -> PartRunner:
+    def _part_runner(self, part: int, gradients: PartGradients, rank: int) -> PartRunner:
         batch = partial(gradients.batches[rank].next, GRADIENT)
         program = program_of(self.model, part, rank, self.plan, batch, partial(self._send, part, rank))
         return PartRunner(program, partial(self._begin, part, rank), partial(self._answer, part, rank))
@@ -281,13 +276,13 @@ class SplitSimulation:
         self._expect(part, rank)
 
     def _expect(self, part: int, rank: int) -> None:
-        """Schedule the time at which the running pass of a stage is complete."""
+        """Schedule the time at which the running pass of a part is complete."""
         due = self._clock.due(self.groups[part].address(rank), self.now)
         self._running[part, rank] = token = object()
         self._queue.schedule(max(self.now, due), partial(self._passed, part, rank, token))
 
     def _drop(self, part: int, rank: int) -> None:
-        """Cancel the running pass of a stage whose worker has died; the others have more of the cores."""
+        """Cancel the running pass of a part whose worker has died; the others have more of the cores."""
         self._running.pop((part, rank), None)
         self._clock.drop(self.groups[part].address(rank), self.now)
         if not self._clock.fixed:
@@ -295,7 +290,7 @@ class SplitSimulation:
                 self._expect(*other)
 
     def _passed(self, part: int, rank: int, token: object) -> None:
-        """End the running pass of a stage, if passes that began meanwhile have not slowed it down."""
+        """End the running pass of a part, if passes that began meanwhile have not slowed it down."""
         if self._running.get((part, rank)) is not token:  # its worker has died, or the end was scheduled again
             return
         if not self._clock.fixed and self._clock.due(self.groups[part].address(rank), self.now) > self.now:
@@ -303,27 +298,27 @@ class SplitSimulation:
             return
         del self._running[part, rank]
         self._runner(part, rank).lap("compute")
-        self._gradients[part].stages[rank].passed()
+        self._gradients[part].runners[rank].passed()
 
     def _answer_rest(self, part: int, rank: int) -> None:
         """Give a worker the rest of the gradient that it has received a part of, unless it has died."""
         if not self._runner(part, rank).done:
-            stage = self.stage(part, rank)
-            self._answer(part, rank, stage.gradient, stage.loss)
+            program = self.program(part, rank)
+            self._answer(part, rank, program.gradient, program.loss)
 
     def _answer(self, part: int, rank: int, gradient: FlatArray, loss: float) -> None:
         self.groups[part].answer(rank, gradient, loss)
 
     def _send(self, part: int, rank: int, to: int, message: Message) -> None:
-        """Send a message from one stage of a replica to another over the network."""
+        """Send a message from one part of a replica to another over the network."""
         sender, receiver = self._runner(part, rank), self._runner(to, rank)
         sender.metrics.traffic.sent(message, HEADER_BYTES)
 
         def arrive() -> None:
-            if self._gradients[to].stages[rank].done:
+            if self._gradients[to].runners[rank].done:
                 return
             receiver.metrics.traffic.received(message)
-            self._gradients[to].stages[rank].deliver(message)
+            self._gradients[to].runners[rank].deliver(message)
 
         ends = self.groups[part].address(rank), self.groups[to].address(rank)
         carry(self._queue, self._fabric, *ends, HEADER_BYTES + message.payload_bytes, arrive)

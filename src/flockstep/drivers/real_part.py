@@ -1,4 +1,4 @@
-"""A worker of this process that holds one stage of a split model, in a real run."""
+"""A worker of this process that holds one part of a split model, in a real run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flockstep.drivers.parts import program_of
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
 from flockstep.drivers.real import NodeConnection
 from flockstep.frameworks.stages import SplitModel
-from flockstep.messages import STAGE, Message, Wanted
+from flockstep.messages import PART, Message, Wanted
 from flockstep.nodes import Worker
 from flockstep.programs import GRADIENT, NeedGradient
 from flockstep.records.failpoints import reach
 from flockstep.transports.bus import LAUNCHER
 
 
-class StageConnection(NodeConnection):
-    """The connection of a worker that holds one stage: to its group, and to the other stages of its replica."""
+class PartConnection(NodeConnection):
+    """The connection of a worker that holds one part: to its group, and to the other parts of its replica."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class StageConnection(NodeConnection):
         super().__init__(member, worker, plan.strategy, plan.evaluate_every, group)
         self._plan, self._partition, self._part = plan, split.partition, group.part
         self._numbers: Counter[int] = Counter()
-        """Number of messages sent to each stage."""
+        """Number of messages sent to each other part."""
         self._begun = False
         """Whether a pass has been begun that is not computed yet."""
         self._answer: tuple[FlatArray, float] | None = None
         batch = partial(batches.next, GRADIENT)
-        program = program_of(split, group.part, worker.rank, plan, batch, self._send_to_stage, taken)
-        self._stage = PartRunner(program, self._begin_pass, self._keep_answer)
+        program = program_of(split, group.part, worker.rank, plan, batch, self._send_to_part, taken)
+        self._runner_of_part = PartRunner(program, self._begin_pass, self._keep_answer)
 
     def train(self, stepper: LocalOptimizer) -> None:
-        """Run the worker's program to its end, with the gradients of the stage."""
+        """Run the worker's program to its end, with the gradients of the part."""
         runner, node = self.runner, self.node
         answer: tuple[FlatArray | None, float | None] = None, None
         while runner.advance(*answer):
@@ -58,36 +58,36 @@ class StageConnection(NodeConnection):
             reach("gradient.computed")
 
     def take(self, message: Message) -> None:
-        """Deliver a message, which may come from another stage of the replica."""
-        if not STAGE <= message.source < LAUNCHER:
+        """Deliver a message, which may come from another part of the replica."""
+        if not PART <= message.source < LAUNCHER:
             super().take(message)
             return
         self.flight.note("receive", message.source, message.tag, self.node.step, message.payload_bytes)
-        message.source -= STAGE
-        self._stage.deliver(message)
+        message.source -= PART
+        self._runner_of_part.deliver(message)
 
     def _computed(self) -> tuple[FlatArray, float]:
-        """Compute the passes of a step, and return the gradient of the stage and the loss."""
+        """Compute the passes of a step, and return the gradient of the part and the loss."""
         self._answer = None
-        self._stage.request(self.node.params)
+        self._runner_of_part.request(self.node.params)
         while (answer := self._go_on()) is None:
             pass
         self._wanted = None
         return answer
 
     def _go_on(self) -> tuple[FlatArray, float] | None:
-        """Compute the next pass of the stage, or wait for its input; return the gradient and the loss of a complete
+        """Compute the next pass of the part, or wait for its input; return the gradient and the loss of a complete
         step.
         """
-        wanted = self._stage.waiting
+        wanted = self._runner_of_part.waiting
         if self._begun:
             self._begun = False
             self.runner.lap("wait")
-            self._stage.passed()
+            self._runner_of_part.passed()
             self.runner.lap("compute")
         elif isinstance(wanted, Wanted):
             assert wanted.source is not None
-            self.wait_once(Wanted(wanted.tag, STAGE + wanted.source))
+            self.wait_once(Wanted(wanted.tag, PART + wanted.source))
         return self._answer
 
     def _begin_pass(self, need: NeedPass) -> None:
@@ -96,10 +96,10 @@ class StageConnection(NodeConnection):
     def _keep_answer(self, gradient: FlatArray, loss: float) -> None:
         self._answer = gradient, loss
 
-    def _send_to_stage(self, to: int, message: Message) -> None:
+    def _send_to_part(self, to: int, message: Message) -> None:
         if to == self._part:
-            self._stage.deliver(message)
+            self._runner_of_part.deliver(message)
             return
         self._numbers[to] += 1
         message.step, message.number = self.node.step, self._numbers[to]
-        self.send(STAGE + to, message)
+        self.send(PART + to, message)
