@@ -124,7 +124,7 @@ def test_a_command_with_resume_begins_its_run_once_and_refuses_another(
     assert "holds a run that has ended" in capsys.readouterr().err
     (tmp_path / "run" / "summary.json").unlink()
     assert run_command([*words, *out]) == 0
-    assert "holds no complete checkpoint, so the run begins at its start" in capsys.readouterr().err
+    assert "holds no complete checkpoint, so the run starts from the beginning" in capsys.readouterr().err
 
 
 def test_waiting_needs_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,7 +272,7 @@ def test_factors_of_gradients_need_batches_of_one_size():
     [
         ("goyal(0)", "workers of goyal must be >= 1, got 0"),
         ("goyal(warmup=-1)", "warmup of goyal must be >= 0 epochs"),
-        ("goyal(at=(0.6, 0.5))", "at of goyal must be shares of the run in ascending order"),
+        ("goyal(at=(0.6, 0.5))", "at of goyal must be fractions of the run in ascending order"),
         ("step_decay(at=(0.5, 1.0))", "at of step_decay"),
         ("step_decay(decay=0)", "decay of step_decay must be > 0"),
         ("constant(scale=-1)", "scale of constant must be > 0"),

@@ -510,7 +510,12 @@ def test_only_one_tensor_of_floats_travels() -> None:
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "partition", "message"),
     [
-        ("all_reduce", "clipped(sgd(lr=0.1), 1)", "pipeline(4)", "step their own parameters, got clipped.*elementwise"),
+        (
+            "all_reduce",
+            "clipped(sgd(lr=0.1), 1)",
+            "pipeline(4)",
+            "update their own parameters, got clipped.*elementwise",
+        ),
         (
             "codistillation",
             "sgd(lr=0.1)",
@@ -522,7 +527,7 @@ def test_only_one_tensor_of_floats_travels() -> None:
             "all_reduce",
             """torch(groups='[{}, {"lr": 2}]', spans='[[0, 9, 0], [9, 200, 1]]')""",
             "pipeline(4)",
-            "step their own parameters, got torch",
+            "update their own parameters, got torch",
         ),
         (
             "gradient_coding(1)",
@@ -666,7 +671,7 @@ def test_the_record_of_a_split_run(tmp_path: Path) -> None:
 
 def test_the_record_says_how_old_the_weights_of_gradients_are() -> None:
     config = RunConfig(kind="simulate", job="digits", strategy="ps", workers=4, partition="pipeline(4, pipedream)")
-    said = "Gradients of stages 0 to 3 are of weights 3, 2, 1, 0 updates before (pipedream)"
+    said = "Stages 0 to 3 compute gradients with weights that are 3, 2, 1, 0 updates old (pipedream)"
     assert [note.partition(",")[0] for note in summarize(config, [], "finished").notes] == [said.partition(",")[0]]
     assert [note.startswith(said) for note in gradient_notes([config, config])] == [True]
     synchronous = dataclasses.replace(config, partition="pipeline(4, 1f1b, 4)")

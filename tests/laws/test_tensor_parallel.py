@@ -320,7 +320,10 @@ def test_a_way_that_dies_takes_its_replica_with_it() -> None:
     ("given", "message"),
     [
         ({"partition": "tensor(1)"}, "ways of tensor must be >= 2, got 1; use partition=none"),
-        ({"partition": "pipeline(2, zb_h1, 2) * tensor(2)"}, "inputs and of weights apart, which split layers do not"),
+        (
+            {"partition": "pipeline(2, zb_h1, 2) * tensor(2)"},
+            "inputs and of weights separately, which split layers do not",
+        ),
         ({"partition": "tensor(2) * tensor(2)"}, r"tensor\(ways=2\) \* tensor.*; only a pipeline and a tensor can be"),
         ({"partition": "tensor(2) * none"}, "only a pipeline and a tensor can be multiplied, as in"),
         ({"workers": 3}, "must be a multiple of 2 for tensor"),

@@ -361,7 +361,7 @@ def test_a_network_of_tiers_refuses_what_does_not_fit() -> None:
     for sizes, numbers, rule in (
         ((), (), r"machines must hold >= 1 worker, got \(\)"),
         ((1, 0), (0, 0), r"machines must hold >= 1 worker, got \(1, 0\)"),
-        ((1, 1), (0, 2), r"must give the number of the tier, from 0, for each of the 2 machines, got \(0, 2\)"),
+        ((1, 1), (0, 2), r"must hold a tier number, counted from 0, for each of the 2 machines, got \(0, 2\)"),
     ):
         with pytest.raises(ConfigurationError, match=rule):
             Tiers(sizes, numbers, (FAST,), (FAST,))

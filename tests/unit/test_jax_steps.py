@@ -168,7 +168,7 @@ def test_a_schedule_of_optax_tells_the_rate_of_the_next_step() -> None:
 
 def test_values_that_are_not_finite_are_told() -> None:
     trainer = flockstep.jax.distribute({"a": jnp.zeros(2), "b": jnp.zeros(2)}, optax.sgd(1e30), "all_reduce")
-    with pytest.warns(RuntimeWarning, match="not finite after step 1, b first"):
+    with pytest.warns(RuntimeWarning, match="not finite after step 1, the first is b"):
         trainer.step({"a": jnp.ones(2), "b": jnp.full(2, 1e30)})
 
 

@@ -278,10 +278,10 @@ def test_an_eps_that_vanishes_in_the_dtype_is_refused() -> None:
     half = np.zeros(3, "float16")
     with pytest.raises(
         ConfigurationError,
-        match="eps must be large enough to change a number of float16, got 1e-10; use at least 6e-05",
+        match="eps must not round to zero in float16, got 1e-10; use at least 6e-05",
     ):
         Adagrad().init(half)
-    with pytest.raises(ConfigurationError, match="eps must be large enough"):
+    with pytest.raises(ConfigurationError, match="eps must not round to zero"):
         Adam().init(half)
     Adam(eps=1e-4).init(half)
 

@@ -259,7 +259,7 @@ def as_peer(make: Make) -> tuple[StreamBus, socket.socket]:
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (framed(b"garbage"), "worker 1 sent a header that is not protocol"),
+        (framed(b"garbage"), "worker 1 sent a header that does not follow protocol"),
         (struct.pack("<IQQ", 1 << 20, 0, 0), "worker 1 announced a header of 1048576 bytes"),
         (
             struct.pack("<IQQ", 5 | 1 << 31, 1 << 40, 0),

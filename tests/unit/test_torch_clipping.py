@@ -81,7 +81,7 @@ def test_a_norm_that_is_read_before_it_is_known_is_told_of_once(strategy: str, h
     clipping = Clipping(FlatModule(model), Strategy.parse(strategy), alone=False)
     norm, second = (clipping.ask([model.weight], limit, 2.0, False) for limit in (0.1, 0.2))
     assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, "cpu")
-    with pytest.warns(UserWarning, match=rf"{how}.*, and do not skip steps because of it") as told:
+    with pytest.warns(UserWarning, match=rf"{how}.*, and do not skip steps because of this norm") as told:
         _ = look(norm), look(norm), look(second)
     assert [each.filename for each in told] == [__file__], "the line that looks is the script's"
     assert math.isnan(norm)

@@ -189,7 +189,7 @@ def test_a_value_that_a_narrow_parameter_cannot_hold_is_told():
     """65,504 is the largest float16."""
     _, optimizer = start("local_sgd(100)", Mixed(torch.float16))
     optimizer.flat.params[:] = 7e4
-    with pytest.warns(RuntimeWarning, match="not finite after step 0, first.weight first"):
+    with pytest.warns(RuntimeWarning, match="not finite after step 0, the first is first.weight"):
         optimizer.loop._note()
     assert np.isfinite(optimizer.flat.params).all()
 

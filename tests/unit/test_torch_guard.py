@@ -214,7 +214,7 @@ def test_values_that_are_not_finite_are_told_once():
         optimizer.step()
 
     with pytest.warns(
-        RuntimeWarning, match=r"parameters of worker 0 are not finite after step 1, 0.weight first; lower"
+        RuntimeWarning, match=r"parameters of worker 0 are not finite after step 1, the first is 0.weight; lower"
     ):
         far()
     with warnings.catch_warnings():

@@ -199,7 +199,9 @@ def test_closures_that_cannot_be_evaluated_on_all_ranks_are_refused() -> None:
         ):
             flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), strategy)
     mixed = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
-    with pytest.raises(ConfigurationError, match="LBFGS would search with parameters that are rounded to a narrower"):
+    with pytest.raises(
+        ConfigurationError, match="LBFGS compares losses at several points, and rounding parameters to a narrower"
+    ):
         flockstep.distribute(mixed, torch.optim.LBFGS(mixed.parameters()), "all_reduce")
     optimizer: Any = flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), "all_reduce")
     with pytest.raises(ConfigurationError, match=r"LBFGS needs a closure .*, got step\(\) without one; pass it as"):

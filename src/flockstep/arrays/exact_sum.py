@@ -10,7 +10,9 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import Diverged
 
 GRID = 2.0**-40
-"""Spacing of the grid to which updates are rounded: 1e-12, far below the resolution of a float32 parameter."""
+"""Spacing of the grid of values to which updates are rounded: 1e-12, far below the resolution of a float32
+parameter.
+"""
 LIMIT = 2.0**13
 """Magnitude below which a float64 holds every multiple of the grid, so that additions are exact."""
 
@@ -31,19 +33,19 @@ class ExactSum:
     """Parameters as an exact sum: any order of the same additions gives the same bits."""
 
     total: FlatArray
-    """The sum, of shape (K,), in float64."""
+    """Sum of the initial parameters and all updates so far, exact, of shape (K,), in float64."""
 
     @classmethod
     def of(cls, params: FlatArray) -> ExactSum:
-        """Return an exact sum whose first value is `params`."""
+        """Return an exact sum that starts at `params` (K,)."""
         return cls(on_grid(cast(params, "float64")))
 
     def add(self, update: FlatArray) -> None:
-        """Add an update whose elements are multiples of the grid."""
+        """Add an update (K,), whose elements must be multiples of the grid spacing."""
         self.total += update
 
     def write(self, params: FlatArray) -> None:
-        """Round the sum into `params`.
+        """Round the sum to the dtype of `params`, and write it to `params`.
 
         Raises:
             Diverged: a parameter has left the range in which sums are exact.

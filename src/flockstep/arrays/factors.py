@@ -24,17 +24,17 @@ class FactoredWeight:
 
     @property
     def dense(self) -> int:
-        """Number of elements of the gradient as a matrix."""
+        """Number of elements of the layer's gradient as a dense matrix."""
         return self.rows * self.columns
 
     @property
     def factors(self) -> int:
-        """Number of elements of the factors U and V of one batch."""
+        """Number of elements of the layer's two factors U and V for one batch."""
         return self.products * (self.rows + self.columns)
 
     def within(self, part: slice) -> tuple[FactoredWeight, slice] | None:
-        """Return the layer's whole rows that lie in a slice of the array, as a layer of that slice, and the rows'
-        numbers.
+        """Return the rows of the layer's weight that lie entirely in a slice of the flat array, as a layer of that
+        slice, and the numbers of these rows.
 
         None if no whole row lies in the slice.
         """

@@ -20,9 +20,8 @@ def release(collect: bool = True) -> None:
 
 
 def settle_down() -> None:
-    """Return freed memory to the operating system, and exclude all objects that exist now from later garbage
-    collections: they last as long as the process, and a collection that visits all objects of torch takes a tenth of a
-    second.
+    """Prepare a process for a long run: return freed memory to the operating system, and exclude all existing objects
+    from garbage collection.
     """
     release()
     gc.freeze()

@@ -15,7 +15,7 @@ from flockstep.arrays.schema import FlatArray
 
 
 class DeviceCopies:
-    """Counter of the bytes of arrays that this process has copied between the host's memory and a device."""
+    """Counts the bytes of arrays that this process has copied between the host's memory and a device."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -25,20 +25,20 @@ DEVICE_COPIES = DeviceCopies()
 
 
 def namespace(array: Any) -> Any:
-    """Return the module with the functions for `array`: numpy or torch; functions of the same name do the same
-    in both.
-    """
+    """Return the module of functions for `array`, numpy or torch; functions of the same name do the same in both."""
     return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
 
 
 def copied(array: Any) -> FlatArray:
-    """Return a copy of the same shape and dtype, on the same device."""
+    """Return a copy of an array, of the same shape and dtype and on the same device."""
     copy: FlatArray = array.copy() if isinstance(array, np.ndarray) else array.detach().clone()
     return copy
 
 
 def cast(array: Any, dtype: str, copy: bool = True) -> FlatArray:
-    """Return a copy with elements of the named dtype, on the same device; without `copy` it may share memory."""
+    """Return an array converted to the dtype of the given name, on the same device; without `copy`, the result may
+    share memory with the array.
+    """
     if isinstance(array, np.ndarray | np.generic):
         with np.errstate(invalid="ignore"):  # NaN remains NaN
             return array.astype(numpy_dtype(dtype), copy=copy)
@@ -89,8 +89,8 @@ def to_tensor(values: npt.NDArray[Any], device: Any = "cpu") -> FlatArray:
 
 
 def as_tensor(array: Any) -> Any:
-    """Return a tensor that shares a numpy array's memory, or a copy if that is read-only; a tensor is returned
-    unchanged.
+    """Return a tensor that shares the memory of a numpy array, or a copy if the array is read-only; a tensor is
+    returned unchanged.
     """
     if not isinstance(array, np.ndarray):
         return array
@@ -98,7 +98,7 @@ def as_tensor(array: Any) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a torch tensor; does not import torch."""
+    """Return whether a value is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

@@ -17,7 +17,7 @@ from flockstep.arrays.kernels import FLOATS
 from flockstep.errors import ConfigurationError, SchemaMismatch
 
 FlatArray = npt.NDArray[Any]
-"""A numpy array, or a torch tensor on any device; functions other than operators come from its `namespace`."""
+"""A flat array: a numpy array, or a torch tensor on any device. Functions for it come from its `namespace`."""
 
 DTYPES = ("float16", "float32", "float64")
 """Names of the dtypes that a flat array may have."""
@@ -116,8 +116,8 @@ class Schema:
 
     @lru_cache(maxsize=1024)  # noqa: B019 - schemas are few, and live as long as their run
     def shapes_within(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of the tensors in elements start to stop-1 of the flat array, in order; for a tensor that
-        lies there only in part, the shape is flat.
+        """Return the shapes of the tensors in elements start to stop-1 of the flat array, in order. A tensor that is
+        there only in part has a flat shape.
         """
         shapes: list[tuple[int, ...]] = []
         for entry in self.entries:
@@ -127,7 +127,7 @@ class Schema:
         return tuple(shapes)
 
     def views(self, flat: FlatArray) -> dict[str, FlatArray]:
-        """Return name → view of `flat`, in the shape of the tensor of this name."""
+        """Return the name of each tensor → its view into `flat`, in the shape of the tensor."""
         return {e.name: flat[e.offset : e.offset + e.size].reshape(e.shape) for e in self.entries}
 
     def require(self, other: Schema, who: str) -> None:

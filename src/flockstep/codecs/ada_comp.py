@@ -1,4 +1,6 @@
-"""AdaComp: sends, from every bin, the elements that the newest gradient brings close to the bin's largest element."""
+"""AdaComp: sends, from every bin of elements, those that the newest gradient brings close to the bin's largest
+element.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
 from flockstep.errors import ConfigurationError, ProtocolError
 
 CAP = 1.5
-"""Largest ratio of the common value to the mean magnitude of the elements that the value replaces.
+"""Maximum ratio of the value sent for each element to the mean magnitude of the elements that the value replaces.
 
 Up to a ratio of 2 the decoded array is closer to the original than zeros are; beyond 2 it is not.
 """
@@ -62,7 +64,7 @@ class AdaComp(Streamed):
         return self._sent(flat, flat)[0]
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode G = error + array; `error` becomes R."""
+        """Encode G = error + array; afterwards `error` holds R, the part of G that was not sent."""
         flat = array.reshape(-1)
         error += flat
         data, plain = self._sent(error, flat)
@@ -73,7 +75,7 @@ class AdaComp(Streamed):
         return data
 
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
-        """Decode the indices from the numbers of elements per bin and the places in the bins.
+        """Return the ascending indices and the values of the elements that an encoding contains.
 
         Raises:
             ProtocolError: a bin has too many elements, places do not ascend, or lengths do not match.
@@ -98,11 +100,15 @@ class AdaComp(Streamed):
         return indices, cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return ||x||²: decoding a sent element never brings it further from its value than zero is."""
+        """Return ||x||² as an upper bound of the error: a decoded element is never further from the original than zero
+        is.
+        """
         return float(np.sum(np.square(array.astype(np.float64))))
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
-        """Return the codec that encodes every tensor with its own bins and common value."""
+        """Return the codec for an array of concatenated tensors: every tensor has its own bins and its own common
+        value.
+        """
         return Parts.of([self] * len(shapes), shapes) if len(shapes) != 1 else self
 
     def _head(self, size: int, dtype: str) -> int:

@@ -100,8 +100,8 @@ class Codec(Component):
 
     @abstractmethod
     def error_bound(self, array: FlatArray) -> float:
-        """Return an upper bound of E||x - decode(encode(x))||² for this array x; for a deterministic codec, an upper
-        bound of the error itself.
+        """Return an upper bound of E||x - decode(encode(x))||² for the array x; for a deterministic codec, of ||x -
+        decode(encode(x))||².
         """
 
     def variance(self, size: int) -> float | None:
@@ -133,14 +133,13 @@ class Codec(Component):
         return data
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return a view of the part of an encoding that may be added to those of other senders; for linear codecs
-        only.
+        """Return a view of the part of an encoding that may be added to the same part of other senders' encodings; for
+        linear codecs only.
         """
         raise NotImplementedError(f"{self} is not linear")
 
     def stream(self, data: Bytes, size: int, dtype: str) -> tuple[FlatArray, FlatArray]:
-        """Return the elements that an encoding contains, as ascending indices (uint32) and values; for sparse codecs
-        only.
+        """Return the elements that a sparse codec's encoding contains, as ascending indices (uint32) and values.
 
         Raises:
             ProtocolError: `data` cannot be the encoding of `size` elements.

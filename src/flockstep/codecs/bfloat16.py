@@ -24,8 +24,8 @@ class Bfloat16(Rounded):
     whole: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the sum of squares of half a unit in the last place (2⁻⁸ of the element, at least 2⁻¹³⁴) or of the
-        excess over the range.
+        """Return the sum over all elements of the squared rounding error: half a unit in the last place (2⁻⁸ of the
+        element, at least 2⁻¹³⁴), or the excess over the range.
         """
         if array.dtype.name in LARGEST:
             return 0.0

@@ -39,14 +39,14 @@ class BySize(Composed):
         return self.large, self.small
 
     def of(self, size: int) -> Codec:
-        """Return the codec that is used for one array of the given size."""
+        """Return the codec that is used for a single tensor of the given size."""
         return self.large if size >= self.limit else self.small
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         return self.of(size).wire_bytes(size, dtype)
 
     def variance(self, size: int) -> float | None:
-        """The larger of the variances of the two codecs."""
+        """Return the larger of the variances omega of the two codecs."""
         found = [0.0 if codec.lossless else codec.variance(size) for codec in (self.large, self.small)]
         known = [omega for omega in found if omega is not None]
         return max(known) if len(known) == len(found) else None
@@ -67,8 +67,8 @@ class BySize(Composed):
         return self.of(prod(array.shape)).error_bound(array)
 
     def bind_shapes(self, shapes: Sequence[Shape]) -> Codec:
-        """Return a codec that encodes each tensor with its own member, or a single codec if all tensors use `small` and
-        `small` is lossless.
+        """Return a codec that encodes each tensor with `large` or `small`; if all tensors use a lossless `small`, that
+        codec alone.
         """
         chosen = [self._for(shape) for shape in shapes]
         if chosen and all(codec is self.small for codec in chosen) and self.small.lossless:

@@ -45,7 +45,7 @@ class Dct(Codec):
         return ((size,),)
 
     def tilings(self, size: int, dtype: str) -> tuple[Tiling, ...]:
-        """Return for each tensor of an array of the given size how the tensor is cut into chunks."""
+        """Return, for each tensor of an array of the given size, its division into chunks."""
         return tilings(self.shapes_of(size), self.k, self.chunk, dtype)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
@@ -105,9 +105,7 @@ class Dct(Codec):
             begin += t.wire_bytes(dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the sum of (1 - k / (elements of a chunk)) ‖x‖² over the tensors; the bound does not depend on the
-        direction of x.
-        """
+        """Return an upper bound of the error: the sum over the tensors of (1 - k / (elements of a chunk)) ‖x‖²."""
         flat, total = array.reshape(-1).astype(np.float64), 0.0
         for t in self.tilings(len(flat), array.dtype.name):
             if t.kept:
@@ -119,7 +117,7 @@ class Dct(Codec):
         return ShapedDct(self.k, self.chunk, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:
-        """Return the slices of the tensors that are sent unchanged for every dtype."""
+        """Return the slices of the array whose tensors are sent unchanged, whatever the dtype."""
         return [t.part for t in self.tilings(size, "float64") if not t.kept]
 
 
@@ -130,5 +128,7 @@ class ShapedDct(Dct):
     shapes: tuple[Shape, ...] = ()
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
-        """Return the given shapes; an array of another size is treated as one tensor."""
+        """Return the shapes of the tensors, if they make up an array of the given size; otherwise the array counts as
+        one tensor.
+        """
         return self.shapes if sum(map(math.prod, self.shapes)) == size else super().shapes_of(size)

@@ -26,8 +26,8 @@ class Half(Rounded):
     whole: ClassVar[tuple[str, ...]] = ("float16",)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the sum of squares of half a unit in the last place (2⁻¹¹ of the element, at least 2⁻²⁵) or of the
-        excess over ±65504.
+        """Return the sum over all elements of the squared rounding error: half a unit in the last place (2⁻¹¹ of the
+        element, at least 2⁻²⁵), or the excess over ±65504.
         """
         x = np.abs(array.astype(np.float64))
         off = np.maximum(np.maximum(x * 2.0**-11, 2.0**-25), x - LARGEST["float16"])

@@ -50,7 +50,7 @@ class Identity(Codec):
         return array
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the whole encoding as an array: every element may be summed."""
+        """Return the whole encoding as an array, because encodings may be added element by element."""
         return self.decode(data, size, dtype)
 
     def error_bound(self, array: FlatArray) -> float:

@@ -37,8 +37,8 @@ class Int8(Levels):
 
     @property
     def contraction(self) -> bool:
-        """True for blocks of b < 254² elements: a block loses at most b (absmax / 254)², and its ||x||² is at least
-        absmax².
+        """Whether the codec is a contraction, as it is for blocks of b < 254² elements: a block loses at most b (absmax
+        / 254)² of its ||x||² ≥ absmax².
         """
         return self.block < 4 * LEVELS**2
 
@@ -51,15 +51,15 @@ class Int8(Levels):
         return found
 
     def variance(self, size: int) -> float | None:
-        """Return b / 254² with stochastic rounding, otherwise None.
+        """Return the variance omega: b / 254² for blocks of b elements with stochastic rounding, otherwise None.
 
         An element's variance is at most (absmax / 127)² / 4.
         """
         return min(size, self.block) / (4 * LEVELS**2) if self.stochastic else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return (absmax / 254)² for each element, increased by a ten-thousandth for the rounding of x / absmax *
-        127.
+        """Return an upper bound of the error: (absmax / 254)² for each element, plus 0.01 % for the rounding of x /
+        absmax * 127.
         """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0

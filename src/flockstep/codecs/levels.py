@@ -29,7 +29,7 @@ class Levels(Quantizer):
 
     @property
     def bits(self) -> int:
-        """The smallest number of bits that distinguishes the integers from -levels to levels."""
+        """Number of bits of a code, the fewest that distinguish the integers from -levels to levels."""
         return (2 * self.grid()[0]).bit_length()
 
     def _scale_bytes(self, size: int, dtype: str) -> int:

@@ -29,7 +29,8 @@ class TensorMatrix:
 
 @dataclass(frozen=True)
 class LowRank:
-    """The tensors that are factored, as matrix ≈ P (rows, rank) Qᵀ (rank, columns), and the tensors that are dense.
+    """The layout of a flat array of tensors, some of which are factored, as matrix ≈ P (rows, rank) Qᵀ (rank, columns),
+    while others are sent dense.
 
     Tensors of one dimension are dense, and so are matrices that are no larger than their factors.
     """
@@ -41,7 +42,7 @@ class LowRank:
 
     @cached_property
     def matrices(self) -> tuple[TensorMatrix, ...]:
-        """The factored tensors, in order."""
+        """The tensors that are factored, in the order of the flat array."""
         found, start = [], 0
         for shape in self.shapes:
             size = math.prod(shape)
@@ -80,7 +81,7 @@ class LowRank:
 
 @lru_cache(maxsize=1024)
 def low_rank(shapes: tuple[Shape, ...], rank: int, ratio: float = 1.0) -> LowRank:
-    """Return the cached layout for tensors of these shapes."""
+    """Return the layout of the factors for tensors of these shapes; layouts are cached."""
     return LowRank(shapes, rank, ratio)
 
 
@@ -95,7 +96,9 @@ def factor_dtype(dtype: str) -> np.dtype[np.floating]:
 
 
 def not_finite(codec: str, flat: FlatArray, part: slice) -> Diverged:
-    """Return the error for a slice of an array that contains infinities or NaN, or whose products overflow."""
+    """Return the error to raise if a slice of an array contains infinities or NaN, or if products of its elements
+    overflow.
+    """
     where = first_not_finite(flat[part])
     what = "numbers so large that their products overflow"
     if where >= 0:

@@ -38,7 +38,7 @@ class Natural(Quantizer):
         return 2 * TOP[dtype]  # as the biased exponent field, exponent plus TOP
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode the low 8 bits of all exponents, then the remaining exponent bits with the signs."""
+        """Return the encoding: the low 8 bits of all exponents, then the remaining exponent bits with the signs."""
         k = kernels.of(floats)
         low, high, finite = k.to_powers(floats, self._top(kernels.name_of(floats)), kernels.seed_from(random))
         self.refuse(floats, not finite)
@@ -57,11 +57,13 @@ class Natural(Quantizer):
         self.require(top <= self._top(dtype), size, dtype)
 
     def variance(self, size: int) -> float | None:
-        """Return omega = 1/8, for any size."""
+        """Return the variance omega = 1/8, for arrays of any size."""
         return 1 / 8
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return ||x||² / 8, plus the squares of the amounts cut off at the top and lost below the normal numbers."""
+        """Return an upper bound of the error: ||x||² / 8, plus the squares of what values above the largest and below
+        the smallest normal number lose.
+        """
         dtype = array.dtype.name
         if self.as_it_is(array.size, dtype):
             return 0.0

@@ -32,7 +32,7 @@ class OneBit(Quantizer):
     """The codec is a contraction with delta = 1/d for d elements: the two means preserve at least ‖x‖² / d."""
 
     def columns(self, size: int) -> int:
-        """Return the number of groups of elements that have their own means."""
+        """Return the number of groups of elements that have their own two means."""
         return 1
 
     def _head(self, size: int, dtype: str) -> int:
@@ -42,7 +42,9 @@ class OneBit(Quantizer):
         return self._head(size, dtype) + (size + 7) // 8
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode the means of x ≥ 0, the means of x < 0, and the signs."""
+        """Return the encoding: the means of the elements ≥ 0, the means of the elements < 0, and one sign bit per
+        element.
+        """
         k, columns = kernels.of(floats), self.columns(len(floats))
         bits, sums = k.signs(floats) if columns == 1 else k.column_signs(floats.reshape(-1, columns))
         return self._joined(floats, bits, self._means(floats, sums))
@@ -88,7 +90,9 @@ class OneBit(Quantizer):
         return means, data[head:]
 
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return for every element the mean that replaces it: of the elements ≥ 0 or of the elements < 0."""
+        """Return an array in which each element is the mean that replaces it, that of the elements ≥ 0 or that of the
+        elements < 0.
+        """
         means, bits = self._read(data, size, dtype)
         k = kernels.of(data)
         columns: FlatArray = (
@@ -129,5 +133,5 @@ class OneBitColumns(OneBit):
     width: int = 1
 
     def columns(self, size: int) -> int:
-        """Return the number of columns of the matrix."""
+        """Return the number of columns of the matrix, each of which has its own two means."""
         return 1 if size % self.width else self.width

@@ -47,7 +47,7 @@ class Composed(Codec):
 
     @property
     def shares_seed(self) -> bool:
-        """Whether any member shares its seed."""
+        """Whether any member requires all senders to use generators in the same state."""
         return any(codec.shares_seed for codec in self.members())
 
 
@@ -78,7 +78,7 @@ class Parts(Composed):
         return sum(codec.wire_bytes(n, dtype) + LENGTH_BYTES * (not codec.exact_size) for codec, n in each)
 
     def variance(self, size: int) -> float | None:
-        """The largest variance of the members, or None if a member has none."""
+        """Return the largest variance omega among the members, or None if a member has none."""
         found = [0.0 if c.lossless else c.variance(n) for c, n in zip(self.codecs, self.sizes, strict=True)]
         known = [omega for omega in found if omega is not None]
         return max(known, default=0.0) if len(known) == len(found) else None
@@ -92,7 +92,7 @@ class Parts(Composed):
         return self._joined(flat, [c.encode_residual(flat[at], error[at], random) for c, at in self._each(len(flat))])
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Decode every part, and return the concatenated array.
+        """Decode the part of every member, and return the concatenated array.
 
         Raises:
             ProtocolError: a part cannot be decoded, or the lengths do not match.
@@ -102,7 +102,9 @@ class Parts(Composed):
         return joined
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """Add each decoded part to its slice of `out`; if a part is refused, earlier parts may have been added."""
+        """Decode each member's part, and add it to its slice of `out`; if a part is refused, earlier parts may have
+        been added.
+        """
         for codec, _, at, some in self._split(data, len(out), kernels.name_of(out)):
             codec.add_decoded(some, out[at], scale)
 

@@ -38,7 +38,9 @@ class PowerSgdCodec(Codec):
     """The codec is a contraction with delta = rank / min(n, m), in expectation over Ω."""
 
     def layout(self, size: int, dtype: str) -> LowRank:
-        """Return the layout of the factors for an array of the given size and dtype."""
+        """Return the layout of an array of the given size and dtype: which tensors are factored and which are sent
+        dense.
+        """
         return LowRank(((size,),), self.rank)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
@@ -110,7 +112,7 @@ class PowerSgdCodec(Codec):
         return *found, [dense[a:b] for a, b in pairwise(starts)]
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return (1 - rank / min(n, m)) ‖M‖² for every matrix, in expectation over Ω.
+        """Return an upper bound of the expected error: (1 - rank / min(n, m)) ‖M‖² for every matrix M (n, m).
 
         In expectation a Gaussian column captures 1/rank(M) of the energy, because it weighs directions by their
         singular values. The remainder has one direction less, of which the next column captures the corresponding
@@ -126,7 +128,7 @@ class PowerSgdCodec(Codec):
         return ShapedPowerSgd(self.rank, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:
-        """Return the slices that are sent exactly for every dtype, because they are not factored."""
+        """Return the slices that are sent unchanged for every dtype, because their tensors are not factored."""
         return list(self.layout(size, "float64").dense)
 
 
@@ -137,6 +139,6 @@ class ShapedPowerSgd(PowerSgdCodec):
     shapes: tuple[Shape, ...] = ()
 
     def layout(self, size: int, dtype: str) -> LowRank:
-        """Return the layout for the given shapes; an array of another size has no factors."""
+        """Return the layout of tensors of the given shapes; in an array of another size, nothing is factored."""
         whole = low_rank(self.shapes, self.rank, factor_dtype(dtype).itemsize / numpy_dtype(dtype).itemsize)
         return whole if whole.size == size else super().layout(size, dtype)

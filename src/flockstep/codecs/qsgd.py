@@ -46,17 +46,17 @@ class Qsgd(Levels):
         return self.levels, self.bucket, True
 
     def scales(self, k: Any, floats: FlatArray) -> FlatArray:
-        """Return the norm of every bucket."""
+        """Return the scale of every bucket: its Euclidean norm."""
         found: FlatArray = k.block_scales(floats, self.bucket, True)
         return found
 
     def variance(self, size: int) -> float | None:
-        """Return omega = min(d / s², √d / s) for d elements in a bucket."""
+        """Return the variance omega = min(d / s², √d / s), for buckets of d elements and s levels."""
         d = min(size, self.bucket)
         return min(d / self.levels**2, math.sqrt(d) / self.levels)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the variance times ||x||²."""
+        """Return an upper bound of the error: the variance omega times ||x||²."""
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         return (self.variance(array.size) or 0.0) * float(np.sum(np.square(array.astype(np.float64))))

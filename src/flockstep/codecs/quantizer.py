@@ -25,7 +25,7 @@ def scale_dtype(dtype: str) -> str:
 
 
 def computed_in(array: Any) -> bool:
-    """Whether kernels may work on an array in place, which requires a contiguous array of float32 or float64."""
+    """Return whether kernels can work directly on an array: contiguous, and of dtype float32 or float64."""
     contiguous = not isinstance(array, np.ndarray) or array.flags.c_contiguous
     return contiguous and kernels.name_of(array) in ("float32", "float64")
 
@@ -52,7 +52,7 @@ class Quantizer(Codec):
 
     @abstractmethod
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the array of float32 or float64 that `data`, an encoding of the right length, stands for."""
+        """Return the array of float32 or float64 that `data` encodes; `data` has the length of an encoding."""
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
         """Add `scale` times the decoded values to `out`, for contiguous arrays of float32 and float64."""
@@ -60,14 +60,16 @@ class Quantizer(Codec):
         out += decoded * scale
 
     def as_it_is(self, size: int, dtype: str) -> bool:
-        """Whether an array of this size and dtype is sent unchanged."""
+        """Return whether an array of this size and dtype is sent unchanged, because its encoding would take no fewer
+        bytes.
+        """
         return self.coded_bytes(size, dtype) >= size * kernels.numpy_dtype(dtype).itemsize
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         return min(self.coded_bytes(size, dtype), size * kernels.numpy_dtype(dtype).itemsize)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Return the encoding, or the array's own bytes if they are not more.
+        """Return the encoding, or the array's own bytes if the encoding would take no fewer bytes.
 
         Raises:
             Diverged: an encoded element is infinite or not a number.
@@ -80,9 +82,7 @@ class Quantizer(Codec):
             return self.coded(k.as_floats(flat), random)
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """Encode `error + array`, and subtract the decoded values from `error` directly, without an array for the
-        decoded values.
-        """
+        """Encode `error + array`, and subtract the decoded values from `error` in place."""
         error += array.reshape(-1)
         data = self.encode(error, random)
         self.add_decoded(data, error, -1.0)
@@ -119,7 +119,7 @@ class Quantizer(Codec):
         self.add_uncoded(data, out, scale)
 
     def refuse(self, floats: FlatArray, found: bool) -> None:
-        """Raise the error that names the element that is not finite, if `found` is true.
+        """Raise an error that names the first element that is not finite, if `found` is true.
 
         Raises:
             Diverged: `found` is true.
@@ -128,7 +128,8 @@ class Quantizer(Codec):
             raise not_finite(registry.name_of(type(self)), floats, slice(0, len(floats)))
 
     def require(self, sound: bool, size: int, dtype: str) -> None:
-        """Check that the scales and codes of an array of `size` elements are possible.
+        """Check that the received scales and codes of an array of `size` elements are possible; `sound` is the result
+        of the check.
 
         Raises:
             ProtocolError: `sound` is false.

@@ -48,21 +48,27 @@ class RandomK(Sparsifier):
 
     @property
     def linear(self) -> bool:
-        """Whether the codec of the values is linear; all senders choose the same elements."""
+        """Whether the codec of the values is linear. Encodings can then be added, because all senders choose the same
+        elements.
+        """
         return self.values.linear
 
     @property
     def shares_seed(self) -> bool:
-        """True unless values are rounded at random: with equal draws, all senders would round in the same way."""
+        """Whether all senders draw the same seed; false if values are rounded at random, because all senders would
+        round in the same way.
+        """
         return self.values.lossless or not self.values.unbiased
 
     def variance(self, size: int) -> float | None:
-        """Return d/k - 1 if `scaled`, increased by the variance of the values; None otherwise."""
+        """Return the variance omega: d/k - 1 if `scaled`, increased by the variance of the values' codec; otherwise
+        None.
+        """
         more = self.values.variance(self.count(size)) if not self.values.lossless else 0.0
         return self.factor(size) * (1 + more) - 1 if self.unbiased and more is not None else None
 
     def factor(self, size: int) -> float:
-        """Return the receivers' factor: d/k if `scaled`, otherwise 1."""
+        """Return the factor by which receivers multiply the values: d/k if `scaled`, otherwise 1."""
         return size / self.count(size) if self.scaled and size else 1.0
 
     def count(self, size: int) -> int:
@@ -80,7 +86,7 @@ class RandomK(Sparsifier):
         return k.number_bytes(array, seed, SEED_BYTES), chosen
 
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """Return the indices that the seed in `data` determines, and the length of the seed.
+        """Return the indices that the seed in `data` determines, and the length of the seed in bytes.
 
         Raises:
             ProtocolError: `data` is shorter than a seed.
@@ -96,7 +102,9 @@ class RandomK(Sparsifier):
         return self.values.terms(data[SEED_BYTES:], self.count(size), dtype)
 
     def left_out(self, array: FlatArray) -> float:
-        """Return ‖x‖², whichever elements are chosen; if `scaled`, (d/k - 1) ‖x‖² in expectation over seeds."""
+        """Return the expected squared error of the elements that are not sent: (d/k - 1) ‖x‖² if `scaled`; otherwise
+        ‖x‖², an upper bound for every choice.
+        """
         return super().left_out(array) * (self.factor(array.size) - 1 if self.scaled else 1)
 
     def error_bound(self, array: FlatArray) -> float:

@@ -20,7 +20,7 @@ class Rounded(Codec):
     form: ClassVar[str]
     """The dtype that elements are rounded to: float16 or bfloat16."""
     whole: ClassVar[tuple[str, ...]]
-    """Dtypes of two bytes per element whose arrays are sent unchanged."""
+    """Names of dtypes with two bytes per element, whose arrays are sent unchanged."""
 
     contraction = True
     """The codec is a contraction for arrays within the range of `form`."""
@@ -29,7 +29,7 @@ class Rounded(Codec):
         return 2 * size
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Return the rounded elements, little-endian."""
+        """Return the elements rounded to `form`, as little-endian bytes."""
         k = kernels.of(array)
         if kernels.name_of(array) in self.whole:
             unchanged: Bytes = k.as_bytes(copied(array.reshape(-1)))
@@ -38,7 +38,7 @@ class Rounded(Codec):
         return data
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the rounded elements, as `dtype`.
+        """Return the array of dtype `dtype` with the rounded elements in `data`.
 
         Raises:
             ProtocolError: the number of bytes is wrong for `size` elements.

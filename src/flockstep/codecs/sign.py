@@ -38,7 +38,9 @@ class Sign(Quantizer):
         return self._head(size, dtype) + (size + 7) // 8
 
     def as_it_is(self, size: int, dtype: str) -> bool:
-        """False if the codec has no scale: an array that is sent unchanged would not consist of signs."""
+        """Return whether an array is sent unchanged; never if the codec has no scale, because the array would not
+        consist of signs.
+        """
         return self.scaled and super().as_it_is(size, dtype)
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
@@ -70,7 +72,9 @@ class Sign(Quantizer):
         kernels.of(data).add_signs(data[self._head(len(out), dtype) :], high, -high, out)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the exact error: ‖x‖² - ‖x‖₁² / d; without a scale, the sum of (|x| - 1)²."""
+        """Return the exact error for a tensor x of d elements: ‖x‖² - ‖x‖₁² / d; without a scale, the sum of (|x| -
+        1)².
+        """
         x = np.abs(array.reshape(-1).astype(np.float64))
         if not self.scaled:
             return float(np.sum(np.square(x - 1)))

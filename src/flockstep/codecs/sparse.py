@@ -38,8 +38,8 @@ class Sparsifier(Streamed):
 
     @abstractmethod
     def head_bytes(self, size: int) -> int:
-        """Return the number of bytes before the values; if the number depends on the data, the largest possible
-        number.
+        """Return the number of bytes before the values, which determine the chosen elements; if the number depends on
+        the data, the largest possible number.
         """
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Sparsifier(Streamed):
         """
 
     def factor(self, size: int) -> float:
-        """Return the factor by which receivers multiply the values."""
+        """Return the factor by which receivers multiply the values, for example 1."""
         return 1.0
 
     def __add__(self, other: Codec) -> Self:
@@ -119,7 +119,7 @@ class Sparsifier(Streamed):
         return self.left_out(array) + self.values.error_bound(array.reshape(-1))
 
     def left_out(self, array: FlatArray) -> float:
-        """Return an upper bound of the squared norm of the elements that are not sent."""
+        """Return an upper bound of the squared error that the elements cause that are not sent."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
     def bind_step(self, step: int) -> Codec:

@@ -31,7 +31,7 @@ class Streamed(Codec):
 
     @abstractmethod
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
-        """Return the indices and values of an encoding that is not the array itself.
+        """Return the indices and values that an encoding contains; `data` is never the uncompressed array.
 
         Raises:
             ProtocolError: `data` cannot be the encoding of `size` elements.
@@ -40,7 +40,7 @@ class Streamed(Codec):
     sparse = True
 
     def is_plain(self, data: Bytes, size: int, dtype: str) -> bool:
-        """Whether `data` is the uncompressed array."""
+        """Return whether `data` is the uncompressed array."""
         plain = plain_bytes(size, dtype)
         return len(data) == plain and (not self.exact_size or self.wire_bytes(size, dtype) == plain)
 
@@ -71,7 +71,7 @@ class Streamed(Codec):
         return scattered
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """Add scale * decode(data) to `out`, touching only the elements that were sent."""
+        """Add `scale` times the sent elements to `out`; the other elements of `out` are not touched."""
         k, dtype = kernels.of(out), kernels.name_of(out)
         if self.is_plain(data, len(out), dtype):
             super().add_decoded(data, out, scale)

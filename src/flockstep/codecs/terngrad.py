@@ -46,7 +46,9 @@ class TernGrad(Levels):
         return 1, WHOLE, True
 
     def scales(self, k: Any, floats: FlatArray) -> FlatArray:
-        """Return the tensor's largest magnitude after the cut."""
+        """Return the scale: the largest magnitude of the tensor after magnitudes were cut off at `clip` standard
+        deviations.
+        """
         top: FlatArray = k.block_scales(floats, WHOLE)
         if math.isinf(self.clip):
             return top
@@ -56,12 +58,14 @@ class TernGrad(Levels):
         return scale
 
     def variance(self, size: int) -> float | None:
-        """Return (√d - 1) / 2 if nothing is cut off, the maximum of max|x| ‖x‖₁ / ‖x‖² - 1; otherwise None."""
+        """Return the variance omega: (√d - 1) / 2 for d elements if nothing is cut off, which is the maximum of max|x|
+        ‖x‖₁ / ‖x‖² - 1; otherwise None.
+        """
         return (math.sqrt(size) - 1) / 2 if self.unbiased and size else 0.0 if self.unbiased else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return the sum of c (s - c) over all elements, c being the magnitude after the cut, plus the squares of the
-        amounts cut off.
+        """Return the expected error: the sum over all elements of c (s - c), c being the magnitude after the cut and s
+        the scale, plus the squares of the amounts cut off.
         """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0

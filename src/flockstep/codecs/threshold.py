@@ -19,12 +19,12 @@ COUNT_BYTES = 4
 
 
 class Counted(Sparsifier):
-    """Base of codecs that send a number of elements that depends on the data: the number (uint32), the indices
-    (uint32), the values.
+    """Base of codecs whose number of sent elements depends on the data. An encoding holds this number (uint32), the
+    indices (uint32) and the values.
     """
 
     exact_size = False
-    """False, because the encoding's size depends on the data; it is at most the size of the array."""
+    """False, because the size of an encoding depends on the data."""
 
     def count(self, size: int) -> int:
         return size
@@ -33,13 +33,13 @@ class Counted(Sparsifier):
         return COUNT_BYTES + 4 * size
 
     def head_of(self, array: FlatArray, indices: Indices) -> Bytes:
-        """Return the head: number and indices of the chosen elements."""
+        """Return the first part of an encoding: the number and the indices of the chosen elements."""
         k = kernels.of(array)
         head: Bytes = k.join(k.number_bytes(array, len(indices), COUNT_BYTES), k.index_bytes(indices))
         return head
 
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """Return the indices in `data`, and the length of the head.
+        """Return the indices in `data`, and the number of bytes that precede the values.
 
         Raises:
             ProtocolError: too few bytes; indices that do not ascend, or exceed the array.
@@ -85,6 +85,6 @@ class Threshold(Counted):
         return self.head_of(array, found), found
 
     def left_out(self, array: FlatArray) -> float:
-        """Return the squared norm of the elements with |x| ≤ t."""
+        """Return the squared norm of the elements that are not sent, those with |x| ≤ t."""
         x = np.abs(array.astype(np.float64))
         return float(np.sum(np.square(np.where(x > self.t, 0, x))))

@@ -48,7 +48,9 @@ class Tiling:
         return (self.sent * self.bits + 7) // 8
 
     def wire_bytes(self, dtype: str) -> int:
-        """Return the bytes of indices and values, or of the elements if the tensor is sent unchanged."""
+        """Return the number of bytes of the tensor's encoding: indices and values, or all elements if the tensor is
+        sent unchanged.
+        """
         if not self.kept:
             return self.rows * self.columns * numpy_dtype(dtype).itemsize
         return self.index_bytes + self.sent * factor_dtype(dtype).itemsize
@@ -79,8 +81,8 @@ def _side(size: int, chunk: int) -> int:
 
 
 def transformed(tiles: FlatArray) -> FlatArray:
-    """Return the orthonormal DCT-II of every tile of `tiles` (tiles, height, width), as an array (tiles, height ·
-    width).
+    """Return the orthonormal DCT-II of every tile: an array (tiles, height · width) for `tiles` of shape (tiles,
+    height, width).
     """
     count, height, width = tiles.shape
     k = kernels.of(tiles)

@@ -19,8 +19,8 @@ from flockstep.expression import searched
 SAMPLES = 128
 """Number of elements of the sample that should exceed the threshold, for a standard error of about 9 %."""
 LEAST, MOST = 0.8, 1.3
-"""LEAST and MOST: bounds of Lin et al. on the number of elements that exceed the threshold, divided by the wanted
-number.
+"""Bounds on the number of elements that exceed the estimated threshold, as multiples of the wanted number (Lin et al.
+2018).
 """
 TRIES = 4
 
@@ -40,7 +40,7 @@ class Largest(Sparsifier):
         return wanted(self.ratio, self.bucket) * (size // self.bucket) + wanted(self.ratio, size % self.bucket)
 
     def head_bytes(self, size: int) -> int:
-        """Return the number of bytes of the indices."""
+        """Return the number of bytes that the indices of an encoding take."""
         return -(-self.count(size) * self._bits // 8)
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
@@ -53,7 +53,7 @@ class Largest(Sparsifier):
         return k.index_bytes(indices), indices
 
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """Return the indices in `data`, and their length in bytes.
+        """Return the indices in `data`, and the number of bytes that they take.
 
         Raises:
             ProtocolError: too few bytes; indices that do not ascend, or exceed the array.
@@ -75,8 +75,8 @@ class Largest(Sparsifier):
         return indices, head
 
     def left_out(self, array: FlatArray) -> float:
-        """Return (1 - k/d) ‖x‖² for every bucket; with `sampled`, floor(0.8 k) in place of k, because only so many of
-        the largest elements are certainly sent.
+        """Return an upper bound of the squared norm of the elements that are not sent: (1 - k/d) ‖x‖² for every bucket,
+        with floor(0.8 k) in place of k if `sampled`.
         """
         squares = np.square(array.reshape(-1).astype(np.float64))
         step = self.bucket or max(1, len(squares))

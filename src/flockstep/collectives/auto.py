@@ -27,7 +27,7 @@ CANDIDATES: tuple[Collective, ...] = (
     *map(DoubleTree, (2, 8, 32, 128)),
     *map(Pipelined, (4, 16, 64, 256)),
 )
-"""The collectives from which `auto` selects; of two collectives of equal cost, the first."""
+"""Collectives among which `auto` selects. Of collectives with equal cost, the first in this order is selected."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,11 @@ class Auto(Collective):
         return self.choose(workers, round(nbytes)).cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the number of elements that the selected collective sends for float32 elements."""
+        """Return the number of elements that the selected collective sends, if `size` elements of 4 bytes each are
+        summed.
+        """
         return self.choose(workers, 4 * size).sent_elements(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """Return the number of rounds of the collective that is selected for an empty array."""
+        """Return the number of rounds of the collective that `auto` selects for the smallest arrays."""
         return self.choose(workers, 0).rounds(workers)

@@ -44,7 +44,7 @@ class Collective(Component):
         await reduce_on_tree(me, array, root)
 
     async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on every worker with the array of `root`, along a binomial tree."""
+        """Replace `array` on every worker with the array of `root`, sent along a binomial tree."""
         await broadcast_on_tree(me, array, root)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
@@ -72,8 +72,8 @@ class Collective(Component):
         return parts[rank], view
 
     def share(self, workers: int, size: int, rank: int) -> slice:
-        """Return the slice of an array with `size` elements that `reduce_scatter` leaves on `rank`; together, the
-        ranks' slices cover the array without overlap.
+        """Return the slice of an array of `size` elements that rank `rank` holds after `reduce_scatter`. The slices of
+        all ranks cover the array without overlap.
         """
         return slices(size, workers)[rank]
 
@@ -99,7 +99,7 @@ class Collective(Component):
             array /= me.workers
 
     async def average_of(self, me: Group, given: FlatArray, mean: FlatArray) -> None:
-        """Replace `mean` on every worker with the mean over all workers' `given`; `given` does not change."""
+        """Write the mean of all workers' arrays `given` to `mean` on every worker; `given` does not change."""
         mean[:] = given
         await self.average(me, mean)
 
@@ -119,17 +119,17 @@ class Collective(Component):
         return total
 
     def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
-        """Return the seconds that an `all_reduce` of `nbytes` bytes takes on `link`; exact if P is a power of two that
-        divides K.
+        """Return the seconds that an `all_reduce` of `nbytes` bytes among P workers takes on `link`; exact if P is a
+        power of two that divides the number of elements.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")
+        raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
         """Return the exact number of elements that `rank` sends in an `all_reduce` of `size` elements."""
-        raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")
+        raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")
 
     def rounds(self, workers: int) -> int:
-        """Return the number of rounds of an `all_reduce`: messages that must follow one another, each of which adds the
-        latency.
+        """Return the number of rounds of an `all_reduce`: the messages on the longest chain of messages that wait for
+        each other.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no cost model; override this method to plan with it")
+        raise NotImplementedError(f"{type(self).__name__} has no cost model; define cost, sent_elements and rounds")

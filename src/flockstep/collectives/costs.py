@@ -52,15 +52,15 @@ def halvings(workers: int) -> int:
 
 
 def tree(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return the seconds of a reduce and broadcast along a binomial tree: 2 L log2 P + 2 m G log2 P; with ⌈log2 P⌉ if P
-    is not a power of two.
+    """Return the seconds of a reduce and a broadcast along a binomial tree on P workers, for an array of m bytes on a
+    link of latency L and G seconds per byte: 2 ⌈log2 P⌉ (L + m G).
     """
     return 2 * halvings(workers) * link.message(nbytes)
 
 
 def butterfly(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return the seconds of recursive doubling: L log2 P + m G log2 P; if P is not a power of two, folding adds 2 L + 3
-    m G.
+    """Return the seconds of recursive doubling on P workers, for an array of m bytes on a link of latency L and G
+    seconds per byte: (L + m G) log2 P; if P is not a power of two, folding adds 2 L + 3 m G.
 
     Folding adds two messages, but 3 m G: the folded array and the first message of the other rounds arrive at the same
     network card.
@@ -70,13 +70,16 @@ def butterfly(workers: int, nbytes: float, link: LinkModel) -> float:
 
 
 def pipeline(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return the seconds of a ring of chunks: 2 L (P-1) + 2 m G (P-1)/P."""
+    """Return the seconds of an all-reduce around a ring of P workers, for an array of m bytes on a link of latency L
+    and G seconds per byte: 2 (P-1) (L + m G / P).
+    """
     return 2 * (workers - 1) * link.message(nbytes / workers)
 
 
 def halving_doubling(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return the seconds of reduce-scatter and gather by halving and doubling: 2 L log2 P + 2 m G (P-1)/P; if P is not
-    a power of two, 2 L + 5/2 m G more.
+    """Return the seconds of a reduce-scatter by halving and a gather by doubling on P workers, for an array of m bytes
+    on a link of latency L and G seconds per byte: 2 L log2 P + 2 m G (P-1)/P; if P is not a power of two, folding adds
+    2 L + 5/2 m G.
     """
     rounds, power = doublings(workers), 1 << doublings(workers)
     share = nbytes * (power - 1) / power
@@ -85,8 +88,8 @@ def halving_doubling(workers: int, nbytes: float, link: LinkModel) -> float:
 
 
 def lower_bound(workers: int, nbytes: float, link: LinkModel) -> float:
-    """Return a lower bound of the seconds of every all-reduce, without headers: L log2 P + 2 m G (P-1)/P (Ben-Nun &
-    Hoefler).
+    """Return a lower bound of the seconds of every all-reduce of m bytes on P workers, without headers: L log2 P + 2 m
+    G (P-1)/P for latency L and G seconds per byte (Ben-Nun & Hoefler 2019).
     """
     return link.latency * math.log2(workers) + 2 * nbytes * link.per_byte * (workers - 1) / workers
 

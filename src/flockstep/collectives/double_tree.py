@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class TreeNode:
-    """A rank's parent and children in a tree; None for a neighbor that does not exist."""
+    """Parent and children of a rank in a tree; a missing parent or child is None."""
 
     parent: int | None
     left: int | None
@@ -26,7 +26,7 @@ class TreeNode:
 
 
 def trees(workers: int, rank: int) -> tuple[TreeNode, TreeNode]:
-    """Return the rank's nodes in both trees.
+    """Return the node of a rank in each of the two trees.
 
     The first tree is the in-order binary tree over the ranks, in which even ranks are leaves. The second tree is the
     first tree with all ranks shifted by one: odd ranks are its leaves, and also rank 0 if the number of workers is odd.
@@ -69,8 +69,8 @@ class DoubleTree(Collective):
                 me.send_all(place.children, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the seconds of an all-reduce: 2 (d L + (c + d - 1) m G / c) for c chunks per half and trees of depth d
-        = ⌊log2 P⌋; half the bytes if P = 2.
+        """Return the seconds of an all-reduce of m bytes on P workers, for latency L and G seconds per byte: 2 (d L +
+        (c + d - 1) m G / c) with c chunks per half and trees of depth d = ⌊log2 P⌋; half the bytes if P = 2.
 
         This is a full pipeline: each network card passes two chunks of m / 2c per turn, and each level adds a turn. In
         virtual time an all-reduce takes 3/4 to 5/4 of this cost, depending on how chunks overlap.

@@ -27,7 +27,8 @@ def parent(rank: int, workers: int, root: int = 0) -> int:
 
 
 def tree(hosts: Hosts, rank: int, root: int) -> tuple[int, list[int]]:
-    """Return the parent of a rank (its own rank for the root) and its children, in the order of their sums.
+    """Return the parent of a rank (the rank itself for the root) and its children in the order in which their sums are
+    added.
 
     The root and the first worker of every other host form a binomial tree between hosts. The workers of each host form
     another binomial tree, whose root is the host's member of the tree between hosts. So an array is sent to every other

@@ -18,7 +18,7 @@ class Group(Protocol):
     rank: int
     workers: int
     hosts: Hosts
-    """The ranks of the members on each host."""
+    """Ranks of the members on each host."""
     random: np.random.Generator
     rendezvous: Rendezvous | None
     """The rendezvous through which process groups of other libraries are created; None if there is none."""
@@ -39,12 +39,12 @@ class Group(Protocol):
         """Divide this member's share of `summed`, the result of `reduce_on_host`, and write all shares to `array`."""
 
     def arrays_on_host(self, array: Array) -> HostArrays | None:
-        """Return the arrays of this host's members that correspond to `array` in shared memory; None if `array` is not
-        in shared memory.
+        """Return the arrays of this host's members at the place of `array` in shared memory; None if `array` is not in
+        shared memory.
         """
 
     def count_on_host(self, array: Array, shares: int) -> None:
-        """Count the bytes of shares that were exchanged through `arrays_on_host` as sent bytes."""
+        """Count the shares that members exchanged through `arrays_on_host` as sent and received bytes."""
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: AnyNote | None = None) -> None:
         """Send a message to one member; the array is copied."""
@@ -73,7 +73,9 @@ class Group(Protocol):
 
 
 class WithoutSharedMemory:
-    """The shared-memory operations of a group member that shares no memory with the others."""
+    """Base class of group members that share no memory with other members: operations in shared memory return None or
+    False.
+    """
 
     rendezvous: Rendezvous | None = None
     shared_sum: SharedSum | None = None

@@ -55,8 +55,8 @@ class HierarchicalCollective(Collective):
             me.send(me.rank + r, "unfold", array)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the seconds of a ring of r workers plus an all-reduce of m/r bytes over n/r groups; folding adds 2 L +
-        (2 + 1/r) m G.
+        """Return the seconds of a ring of r workers in each group, plus an all-reduce of 1/r of the m bytes over the
+        groups; if workers fold, 2 L + (2 + 1/r) m G more for latency L and G seconds per byte.
         """
         r, full = self._grid(workers)
         folds = 2 * link.message(nbytes) + link.occupied(nbytes / r) if full < workers else 0

@@ -25,8 +25,8 @@ class Times:
     def of(
         cls, nbytes: float, network: float = 1.25e9, reducing: float = 10 * 2**30, updating: float = 2 * 2**30
     ) -> Times:
-        """Return the times for a model of `nbytes` bytes at the given bytes per second; by default 10 GbE, 10 GiB/s and
-        2 GiB/s.
+        """Return the times for a model of `nbytes` bytes, given the bytes per second of transmitting, reducing and
+        updating; by default 10 Gbit/s, 10 GiB/s and 2 GiB/s.
         """
         return cls(nbytes / network, nbytes / reducing, nbytes / updating)
 
@@ -37,8 +37,8 @@ def naive_server(n: int, t: Times) -> float:
 
 
 def tree_server(n: int, t: Times) -> float:
-    """One server that exchanges with the workers along a binomial tree over n+1 nodes: 2⌈log2(n+1)⌉T + ⌈log2 n⌉R +
-    U.
+    """One server that reduces and broadcasts along a binomial tree over itself and the n workers: 2⌈log2(n+1)⌉T + ⌈log2
+    n⌉R + U.
     """
     return 2 * halvings(n + 1) * t.transmit + halvings(n) * t.reduce + t.update
 

@@ -40,7 +40,9 @@ class Pipelined(Collective):
                 me.send(me.rank - 1, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the seconds for c chunks: 2 (P-1) L + 2 (P-2+c) m G / c; 0 for a single worker."""
+        """Return the seconds of an all-reduce in c chunks, for m bytes on P workers and a link of latency L and G
+        seconds per byte: 2 (P-1) L + 2 (P-2+c) m G / c; 0 for a single worker.
+        """
         if workers == 1:
             return 0.0
         return 2 * ((workers - 1) * link.latency + (workers - 2 + self.chunks) * link.occupied(nbytes / self.chunks))

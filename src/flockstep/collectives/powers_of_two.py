@@ -12,8 +12,8 @@ from flockstep.collectives.group import Group
 
 
 async def fold(me: Group, array: FlatArray) -> int:
-    """Fold the workers beyond p = 2^⌊log2 n⌋, and return p, the number of workers that continue; rank r < p has added
-    the array of rank r + p.
+    """Fold the workers of rank p = 2^⌊log2 n⌋ and above: rank r < p adds the array of rank r + p to its own. Return p,
+    the number of workers that continue.
     """
     power = 1 << doublings(me.workers)
     if me.rank >= power:
@@ -33,7 +33,7 @@ async def unfold(me: Group, array: FlatArray) -> None:
 
 
 def is_power(workers: int) -> bool:
-    """Whether the number of workers is a power of two, so that no worker folds its array into another array."""
+    """Return whether the number of workers is a power of two, in which case no worker folds."""
     return workers & (workers - 1) == 0
 
 

@@ -49,14 +49,14 @@ class Rabenseifner(Collective):
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the seconds of 2 log2 P messages, in two phases that each carry (P-1)/P of the array; folding adds to
-        them.
+        """Return the seconds of 2 log2 P messages in two phases, each of which sends (P-1)/P of the array; folding
+        takes additional time.
         """
         return costs.halving_doubling(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the number of elements sent: those of the halves given away, of the halves kept (sent once), and of
-        folded arrays.
+        """Return the number of elements sent: the given half in each round of halving, the kept half in each round of
+        doubling, and folded arrays.
         """
         halves = _halvings(workers, size, rank)
         inner = sum(int(given.stop - given.start + kept.stop - kept.start) for _, kept, given in halves)

@@ -41,11 +41,11 @@ class RecursiveDoubling(Collective):
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the seconds of log2 P messages of the whole array; folding adds to them."""
+        """Return the seconds of log2 P messages of the whole array; folding takes additional time."""
         return costs.butterfly(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Return the number of elements sent: K log2 P, plus those of folded arrays."""
+        """Return the number of elements sent: K log2 P, plus the elements of folded arrays."""
         inner = costs.doublings(workers) * size if rank < 1 << costs.doublings(workers) else 0
         return inner + sent_in_folds(workers, size, rank)
 

@@ -43,7 +43,7 @@ class Ring(Collective):
             array /= me.workers
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """After n-1 messages of about K/n elements, worker i holds the reduced chunk i+1."""
+        """Sum around the ring; after n-1 messages of about K/n elements, worker i holds the summed chunk i+1."""
         parts = slices(len(array), me.workers)
         chunks = [array[part] for part in parts]
         await _reduce_scatter(me, chunks)
@@ -57,7 +57,7 @@ class Ring(Collective):
         return slices(size, workers)[(rank + 1) % workers]
 
     def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
-        """Return the seconds of 2 (P-1) messages, each with a P-th of the array."""
+        """Return the seconds of 2 (P-1) messages, each with 1/P of the array."""
         return costs.pipeline(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:

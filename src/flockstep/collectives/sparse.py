@@ -21,7 +21,7 @@ from flockstep.collectives.streams import INDEX_BYTES, Stream, threshold
 
 Algorithm = Literal["auto", "ssar_doubling", "ssar_split", "dsar"]
 SMALL = 65536
-"""Bytes of a stream up to which the number of messages determines the time more than the bytes do."""
+"""Maximum size in bytes of a stream whose exchange time depends more on the number of messages than on the bytes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class Sparse(Collective):
         return await gathered_parts(me, own, size, dtype, self.second, algorithm == "dsar")
 
     def choose(self, workers: int, size: int, dtype: str, elements: float) -> Algorithm:
-        """Return the name of the algorithm for streams in which each worker has `elements` of `size` elements."""
+        """Return the name of the algorithm for streams that have `elements` non-zero values, on average, in a vector of
+        `size` elements.
+        """
         width = numpy_dtype(dtype).itemsize
         if expected_elements(size, elements, workers) > threshold(size, width):
             return "dsar"

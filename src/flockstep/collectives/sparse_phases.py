@@ -1,4 +1,6 @@
-"""The phases of sparse all-reduces."""
+"""The steps of which sparse all-reduces consist: sums by recursive doubling, sums of parts, and the gathering of
+parts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from flockstep.collectives.streams import Stream
 
 
 async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
-    """Sum all streams by recursive doubling; workers beyond 2^k fold first, as in the dense collective."""
+    """Sum the streams of all workers by recursive doubling; workers beyond the largest power of two fold first."""
     power, size = 1 << doublings(me.workers), stream.size
     if me.rank >= power:
         me.send(me.rank - power, "fold", stream.wire)
@@ -32,7 +34,7 @@ async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
 
 
 async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
-    """Return the sum of this worker's part of the index range, in order of rank.
+    """Return the part of the sum that belongs to this worker: its part of the index range, added in order of rank.
 
     Each worker sends n-1 messages of a part's elements.
     """
@@ -55,8 +57,8 @@ async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArr
 
 
 async def gathered_parts(me: Group, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
-    """Gather all parts of the sum from the workers that summed them; if `dense`, as dense arrays that `codec`
-    encodes.
+    """Gather the parts of the sum from the workers that hold them, and return the whole array; with `dense`, parts
+    travel as dense arrays encoded by `codec`.
     """
     parts = slices(size, me.workers)
     total: FlatArray = zeros(own.values, size, dtype=dtype)

@@ -22,8 +22,8 @@ def threshold(size: int, value_bytes: int) -> float:
 
 @dataclass
 class Stream:
-    """A vector of length `size`: pairs in ascending order of index or, above δ pairs, dense values without
-    `indices`.
+    """A vector of `size` elements: (index, value) pairs in ascending order of index or, with more than δ non-zero
+    elements, a dense array.
     """
 
     size: int
@@ -32,8 +32,8 @@ class Stream:
 
     @classmethod
     def of(cls, size: int, values: FlatArray, indices: FlatArray) -> Stream:
-        """Return the vector of the given elements, dense if there are more than δ elements; a negative zero becomes
-        zero, as in dense sums.
+        """Return the vector with the given values at the given indices, dense if there are more than δ of them; a
+        negative zero becomes zero, as in dense sums.
         """
         values = copied(values)
         values += 0.0  # in place, because numpy would widen bfloat16
@@ -42,7 +42,7 @@ class Stream:
 
     @classmethod
     def arrived(cls, payload: FlatArray, size: int, dtype: str) -> Stream:
-        """Return the vector whose `wire` form is `payload`.
+        """Return the vector that a received `payload` encodes (see `wire`).
 
         Raises:
             ProtocolError: the payload cannot be a stream of that size.
@@ -62,7 +62,7 @@ class Stream:
 
     @property
     def wire(self) -> FlatArray:
-        """Return the array to send: the dense array, or nnz (s_i + s_v) bytes with all indices before all values."""
+        """Return the array to send: the dense array, or all indices followed by all values, nnz (s_i + s_v) bytes."""
         if self.indices is None:
             return self.values
         k = kernels.of(self.values)
@@ -89,8 +89,8 @@ class Stream:
         return Stream.of(self.size, values, indices)
 
     def cut(self, part: slice) -> Stream:
-        """Return the part of the vector in a slice, with indices counted from the start of the slice; dense above the
-        slice's own δ.
+        """Return the part of the vector in a slice, with indices counted from the start of the slice; the part is dense
+        if it exceeds its own δ.
         """
         size = part.stop - part.start
         if self.indices is None:

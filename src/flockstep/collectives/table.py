@@ -65,8 +65,8 @@ def read_table(path: str) -> tuple[Measured, ...]:
 
 
 def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measured]:
-    """Return one measurement of each collective: of those with the number of workers nearest to `workers`, the nearest
-    in size. Distances are taken on a logarithmic scale.
+    """Return one measurement of each collective: with the number of workers nearest to `workers` and, among these, with
+    the nearest size, both on a logarithmic scale.
 
     Of equally near rows, the row with the smaller number of workers and the smaller size is chosen. Collectives are
     ordered by their text, so that all workers agree.

@@ -64,8 +64,8 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each worker with its share of the sum; each worker sends (n-1)/n K elements, with shares padded to one
-        size.
+        """Sum over all workers, and leave each worker with its share; each worker sends (n-1)/n K elements, with shares
+        padded to equal size.
         """
         n, parts = me.workers, slices(len(array), me.workers)
         view = array[parts[me.rank]]
@@ -82,8 +82,8 @@ class TorchDistributed(Collective):
         return parts[me.rank], view
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """Return the arrays of all workers, in order of rank; each worker sends n-1 times the largest array, after the
-        sizes.
+        """Return the arrays of all workers, in order of rank; each worker sends n-1 times the size of the largest
+        array, after an exchange of the sizes.
         """
         n = me.workers
         if n == 1:

@@ -26,7 +26,7 @@ class Calls:
     """Base class that all methods of a communicator build on."""
 
     rank: int
-    """This process's rank, from 0."""
+    """Rank of this process among the ranks of the run, from 0."""
     workers: int
     """Number of ranks in the run."""
     max_bytes: int
@@ -66,14 +66,16 @@ class Calls:
     def packet_or_nothing(
         self, array: Any, codec: str | Codec | None, kind: type[E], use: str = ""
     ) -> tuple[Array | None, E]:
-        """Return the array and the note, of type `kind`, that `packet` makes; for no array, None and an empty note."""
+        """Return the array and the note that `packet` makes, with a note of type `kind`; for no array, return None and
+        an empty note.
+        """
         if array is None:
             return None, kind()
         packet = self.packet(array, codec, use)
         return packet.data, packet.note.within(kind)
 
     def post(self, to: int, tag: str, array: Array, note: Encoded, closing: bool = False) -> None:
-        """Send a message to a rank.
+        """Send a message to the rank `to`.
 
         Args:
             to: the receiver's rank.
@@ -103,12 +105,12 @@ class Calls:
         return message
 
     def run(self, program: Callable[[Rank], Awaitable[T]], timeout: float | None, what: str) -> T:
-        """Run a program on the engine's thread, and return the program's result."""
+        """Run a call's program on the engine's thread, wait for its end, and return its result."""
         self.require_open()
         return self._engine.wait(self._engine.start(program), timeout, what)
 
     def run_collective(self, name: str, what: str, program: Callable[[Rank], Awaitable[T]], timeout: float | None) -> T:
-        """Run a program in which every rank takes part, on the engine's thread; calls of the same name are matched by
+        """Run a program on the engine's thread in which every rank takes part; calls of the same name are matched by
         their order.
         """
         self.require_open()
@@ -136,7 +138,7 @@ class Calls:
         return self._engine.node.end_of(rank)
 
     def book(self, sent: int, received: int, messages: int) -> None:
-        """Record the bytes and messages, in each direction, that an exchange through shared memory made unnecessary."""
+        """Count the traffic of an exchange through shared memory as if messages had carried the arrays."""
         self._engine.ask(lambda: self._engine.runner.metrics.traffic.moved(sent, received, messages))
 
     def forget(self, tag: str) -> None:

@@ -184,7 +184,7 @@ class Collectives(Calls):
         self.run_collective(name, "barrier", signal_all, timeout)
 
     def agree(self, what: str, timeout: float | None = None) -> None:
-        """Return once every rank has called this method with the same `what`.
+        """Barrier in which all ranks must pass the same text `what`; it returns once every rank has called it.
 
         Raises:
             ConfigurationError: a rank called the method with another `what`.
@@ -212,8 +212,8 @@ class Collectives(Calls):
         array = unpacked(message, self.max_bytes)
         if array.shape != given.shape or array.dtype != given.dtype:
             raise ConfigurationError(
-                f"worker {message.source} gave {_described(array)} where worker {self.rank} gave {_described(given)}; "
-                "give arrays of the same shape and dtype"
+                f"all workers must pass arrays of the same shape and dtype, got {_described(array)} from worker "
+                f"{message.source} and {_described(given)} from worker {self.rank}; pass equally shaped arrays"
             )
         return array
 

@@ -29,7 +29,7 @@ from flockstep.transports.shared_memory import SharedMemory
 MAX_BYTES = 1 << 30
 """Default size in bytes of the largest array that a communicator accepts."""
 LINGER, LOST_LINGER = 2.0, 0.3
-"""Seconds for which the last messages are still delivered. LINGER: after the end of a run. LOST_LINGER: after the death
+"""Seconds for which queued messages may still be delivered: LINGER after the end of a run, LOST_LINGER after the death
 of a rank.
 """
 LONGEST = 4000
@@ -118,7 +118,7 @@ class Communicator(Collectives):
         return self.receive_from(name, source, timeout)[1]
 
     def receive_from(self, name: str, source: int | None = None, timeout: float | None = None) -> tuple[int, Array]:
-        """Return the sender's rank together with the next array of the given name; `receive` returns only the array."""
+        """Return the rank of the sender and the next array of the given name."""
         if source is not None:
             self.check_rank(source)
         message = self.run(lambda me: me.receive(SEND + named(name), source), timeout, repr(name))

@@ -33,8 +33,8 @@ _codec = lru_cache(maxsize=256)(Codec.parse)
 
 
 class Encoded(Note, frozen=True, omit_defaults=True):
-    """Note that describes a payload: an array of `shape`, flat and unchanged, or encoded by `codec` for the
-    step `at`.
+    """Note that describes a payload: a flat array whose shape is `shape`, either as it is or encoded by `codec` at step
+    `at`.
     """
 
     shape: Annotated[tuple[Count, ...], Meta(max_length=32)] = ()
@@ -42,15 +42,15 @@ class Encoded(Note, frozen=True, omit_defaults=True):
     dtype: str = ""
     at: Count = 0
     call: str = ""
-    """Text on which all ranks have to agree, in a call in which every rank takes part; empty in other calls."""
+    """Text on which all ranks have to agree in a collective call; empty in other calls."""
 
     def within(self, kind: type[E], **others: Any) -> E:
-        """Return a note of a larger type that has the fields of this note."""
+        """Return a note of type `kind` with the fields of this note and the given further fields."""
         return kind(**asdict(self), **others)
 
 
 What = Literal["put", "add", "get"]
-"""Type of the names of operations on another rank's window."""
+"""Name of an operation on another rank's window."""
 
 
 class WindowOperation(Encoded, frozen=True, omit_defaults=True):
@@ -76,10 +76,12 @@ class Failed(Note, frozen=True):
 
 
 SEND, REQUEST, WINDOW, UNDONE, CALLED_OFF = "send:", "request:", "window:", "undone:", "called off:"
-"""Prefixes of message tags, each followed by a name; the messages of collective calls have no prefix."""
+"""Prefixes of the tags of messages, each followed by a name: sent arrays, requests, window operations, failed window
+operations, and canceled calls. Messages of collective calls have no prefix.
+"""
 CLOSING = "closing/"
-"""Tag of the message from a rank that is closing: the rank sends no more arrays, but answers until all ranks are
-closing.
+"""Tag of the message of a rank that closes its communicator: the rank sends no more arrays, but answers until all ranks
+close theirs.
 """
 _KINDS: dict[str, type[Note]] = {WINDOW: WindowOperation, UNDONE: Failed, CALLED_OFF: Failed}
 
@@ -132,12 +134,12 @@ def checked(array: Any, most: int) -> Array:
 
 
 def codec_of(codec: str | Codec | None) -> Codec | None:
-    """Return the codec that an argument names; None if arrays are sent unchanged."""
+    """Return the codec that the argument `codec` of a call names; None if arrays are sent unencoded."""
     return None if codec is None else Codec.parse(codec)
 
 
 def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -> Codec:
-    """Return `codec` bound to the shape of an array and to a step.
+    """Return `codec` with the shape of the array to encode, for the given step.
 
     Raises: ConfigurationError: the array does not hold floating-point numbers.
     """
@@ -149,7 +151,9 @@ def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -
 
 
 def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np.random.Generator]) -> Packet:
-    """Return a copy of the array, taken at the time of the call; encoded if there is a codec."""
+    """Return a copy of the array at the time of the call, encoded if a codec is given, with the note that describes
+    it.
+    """
     if codec is None:
         return Packet(frozen(array.reshape(-1)), Encoded(array.shape))
     text, fit = str(codec), at_hand(codec, array, step)
@@ -163,7 +167,7 @@ def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np
 
 
 def unpacked(message: Message, most: int) -> Array:
-    """Return the array that a message describes, as a copy in its shape and dtype.
+    """Return the array that a message describes: a new array with the sender's shape and dtype.
 
     Raises:
         ProtocolError: shape, dtype, codec and payload are inconsistent, or the array has more than `most` bytes.

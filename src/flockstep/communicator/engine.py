@@ -24,15 +24,13 @@ from flockstep.transports.bus import Bus, Traffic
 
 T = TypeVar("T")
 AHEAD = 1 << 26
-"""Number of bytes to one rank that threads may submit beyond the bytes that the bus has accepted; then the threads
-wait.
-"""
+"""Number of bytes for one rank that may wait for the bus; threads that send more wait."""
 LOOK = 1.0
-"""Seconds between two checks of the connections."""
+"""Seconds between two checks for broken connections."""
 
 
 class Alone:
-    """The sockets and the bus of a script that no launcher has started: it has no peers."""
+    """Replaces the sockets and the bus in a script that no launcher has started, which has no peers."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -117,7 +115,9 @@ class ProgressEngine(Messenger):
             self.ask(action)
 
     def start(self, program: Callable[[Rank], Awaitable[T]], channel: str = "", what: str = "") -> Future[T]:
-        """Start a call. A call with a channel is one that all ranks make, and they must agree on `what`."""
+        """Start a call, and return a future of its result. In a collective call `channel` identifies the call, and all
+        ranks must pass the same `what`.
+        """
         future: Future[T] = Future()
 
         def begin() -> None:
@@ -130,7 +130,7 @@ class ProgressEngine(Messenger):
         return future
 
     def wait(self, future: Future[T], timeout: float | None, what: str) -> T:
-        """Return the result of a call.
+        """Wait for the result of a call, and return it.
 
         Raises:
             TimedOut: the call did not end within `timeout` seconds, and was canceled.
@@ -190,7 +190,7 @@ class ProgressEngine(Messenger):
             self._do()
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message; if the bus has no room, queue the message without blocking other calls."""
+        """Send a message. If the bus has no room, the message is queued, and other calls continue."""
         self.transmit(to, message)
 
     def note_loss(self, address: Address, reason: str) -> None:

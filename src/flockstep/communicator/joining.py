@@ -28,20 +28,22 @@ from flockstep.records.events import ClockEvent
 from flockstep.strategies.base import Strategy, Traits
 
 COMMUNICATOR = "communicator"
-"""Tag of the messages about communicators that a process and the supervisor exchange."""
+"""Tag of the messages about communicators between a process and the supervisor."""
 NOTHING = Schema.of({"nothing": (1,)})
 """Schema of the placeholder model in a script that has no model."""
 
 
 @dataclass(frozen=True)
 class Unled(Strategy):
-    """The strategy of a script that only exchanges arrays: the script itself decides what to do, and continues when a
-    worker dies.
+    """The strategy of a script that only exchanges arrays. The script's own code is the program, and it continues when
+    a worker dies.
     """
 
     @property
     def traits(self) -> Traits:
-        """The traits: partial delivery, training that continues without lost workers, and no resulting model."""
+        """Traits of a script without a strategy: its exchanges may be partial, it continues without lost workers, and
+        it has no resulting model.
+        """
         return Traits(delivery="partial", survives=True, results=())
 
     async def worker(self, me: object) -> None:
@@ -49,13 +51,14 @@ class Unled(Strategy):
 
 
 def rule_of(text: str) -> Strategy:
-    """Return the strategy that an expression describes; for "", the strategy of a script without a strategy."""
+    """Return the strategy that an expression describes; for an empty expression, that of a script that only exchanges
+    arrays.
+    """
     return Strategy.parse(text) if text else Unled()
 
 
 def extra_sockets(member: Member, max_bytes: int) -> Member:
-    """Return sockets for a communicator in addition to the sockets of `member`, connected to the sockets of all other
-    ranks.
+    """Return a communicator's own sockets, besides those of `member`, connected to the sockets of all other ranks.
 
     Raises:
         ConfigurationError: another worker's communicator has a different max_bytes.

@@ -24,17 +24,17 @@ KINDS = {kind.__name__: kind for kind in (ConfigurationError, PeerLost, TimedOut
 
 @dataclass(eq=False)
 class CollectiveCall:
-    """The state of a call in which every rank takes part, as far as this rank knows the state."""
+    """A collective call, as far as this rank knows it."""
 
     what: str = ""
-    """Text that describes this rank's call; empty before this rank has made the call."""
+    """Text that describes this rank's call; empty until this rank makes the call."""
     theirs: dict[str, Address] = field(default_factory=dict)
-    """Text of a call that other ranks make → the first rank that makes the call; used until this rank has made its own
-    call.
+    """Text that describes a call of other ranks → the first rank that made it; used until this rank makes the call
+    too.
     """
     task: Task | None = None
     off: FlockstepError | None = None
-    """The error with which another rank ended the call; None if there is none."""
+    """Error with which another rank has ended the call; None if no rank has ended it."""
 
 
 class Rank(Peer):
@@ -70,8 +70,8 @@ class Rank(Peer):
     def begin(
         self, program: Callable[[Rank], Awaitable[T]], future: Future[T], channel: str = "", what: str = ""
     ) -> None:
-        """Start a call whose result goes into `future`; a call with a channel is one that all ranks make, and they must
-        agree on `what`.
+        """Start a call whose result goes into `future`. In a collective call `channel` identifies the call, and all
+        ranks must pass the same `what`.
         """
         call, channel = CollectiveCall(), f"/{channel}"
         if what:
@@ -94,7 +94,9 @@ class Rank(Peer):
             self.give_up(future, error)
 
     async def leave(self) -> None:
-        """Stop answering requests except by handlers, and wait until all other ranks have stopped, too."""
+        """Announce that this rank closes, and wait until all other ranks close too; meanwhile only handlers answer
+        requests.
+        """
         self._closing = True
         for tag in [tag for tag in self.mailbox.queues if tag.startswith(REQUEST)]:
             for message in self.mailbox.take_all(Wanted(tag)):

@@ -11,7 +11,9 @@ from typing import Any
 from flockstep.messages import Array, Message
 
 Handler = Callable[[int, Array | None], Any]
-"""Function that answers a request: receives the rank that asks and its array; returns an array or None."""
+"""Function that answers a request. It receives the rank that asks and the array of the request, and returns an array or
+None.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class RequestServer:
         Thread(target=self._run, name=f"flockstep-serve-{name}", daemon=True).start()
 
     def take(self, message: Message) -> None:
-        """Queue a request for the thread that answers."""
+        """Queue a request for the thread that runs the handler."""
         self._queue.put(message)
 
     def stop(self) -> None:

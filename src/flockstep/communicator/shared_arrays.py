@@ -111,7 +111,7 @@ def array_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def attached(address: str, size: int) -> SharedMemory:
-    """Return the memory segment of `size` bytes that rank 0 has created.
+    """Attach to the memory segment of `size` bytes that rank 0 has created, and return it.
 
     Raises:
         CompositionError: this rank is on another host.

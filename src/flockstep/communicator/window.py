@@ -152,11 +152,11 @@ class Window:
         self._calls.forget(self.tag)
 
     def held_here(self) -> bool:
-        """Whether the calling thread is inside a `local` block."""
+        """Whether the calling thread is inside a `with window.local()` block."""
         return self._holder == get_ident()
 
     def hear(self, message: Message, me: Rank) -> None:
-        """Execute another rank's operation, on the engine's thread."""
+        """Carry out an operation of another rank on this rank's array; runs on the engine's thread."""
         what = message.note.what
         try:
             if what == "get":

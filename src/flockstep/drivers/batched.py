@@ -43,9 +43,7 @@ class ReplicaGradients(ABC):
 
     @abstractmethod
     def keep(self, rank: int) -> None:
-        """Prepare for a change of the parameters of worker `rank`: a requested gradient of these parameters must be
-        computed first.
-        """
+        """Compute a gradient that worker `rank` has requested before the worker's parameters change."""
 
     @abstractmethod
     def forget(self, rank: int) -> None:
@@ -76,7 +74,7 @@ class BatchedGradients(ReplicaGradients):
         self._needs.pop(rank, None)
 
     def keep(self, rank: int) -> None:
-        """Compute the requested gradients now if worker `rank` is among their workers, because its parameters may
+        """Compute all requested gradients now if worker `rank` has requested one, because the worker's parameters may
         change afterwards.
         """
         if rank in self._needs:

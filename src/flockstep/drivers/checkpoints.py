@@ -53,18 +53,20 @@ class NodeCheckpoint:
     totals: dict[str, int | float | list[int | float]]
     """Totals of the node's metrics at the checkpoint."""
     progress: tuple[dict[int, int], int, int] | None
-    """Number of steps of each worker that a server knows of, their sum, and the sum at which progress is next
-    reported.
+    """Progress as a server knows it: number of steps of each worker, their sum, and the sum at which the next tick of
+    progress is due.
     """
     memories: list[Memory]
     """State that each injected fault of the worker's gradients keeps between two gradients."""
     strikes: Counter[Address]
     """Number of refused gradients of each worker."""
     at_boundary: Any = None
-    """State of the optimizer in a script's worker, as of the point at which the program stopped."""
+    """State of the optimizer of a script's worker at the point where the worker's program stopped; None if there is no
+    script.
+    """
     script: Any = None
-    """What the script added at its next call of `flockstep.checkpoint`; None if there is no script, as in a declared
-    job.
+    """State that the script added at its next call of `flockstep.checkpoint`; None if there is no script, as in a
+    declared job.
     """
 
 
@@ -120,7 +122,7 @@ def load_node(checkpoint: Checkpoint, address: Address) -> NodeCheckpoint:
 
 
 class Connection(Protocol):
-    """The operations of a node's connection that checkpoints need."""
+    """Methods of a node's connection to its run that a checkpoint of the node needs."""
 
     runner: Runner
 
@@ -149,11 +151,11 @@ class Connection(Protocol):
         """Send a message to the supervisor, after all events so far."""
 
     def attend_stopped(self) -> None:
-        """Wait for the next message and handle it."""
+        """Wait for the next message to a node that has stopped for a checkpoint, and handle the message."""
 
 
 class ScriptPart(Protocol):
-    """What the worker of a script contributes to its checkpoints."""
+    """The part of a script's worker in checkpoints: when it may stop, and the state of its optimizer."""
 
     may_stop: bool
     """Whether the script calls `flockstep.checkpoint` after the current step."""
@@ -192,7 +194,9 @@ class NodeCheckpoints:
         self._runner.node.at_boundary = self._at_boundary
 
     def hear(self, note: Fields) -> None:
-        """Carry out an instruction from the supervisor."""
+        """Carry out the supervisor's instruction `note["do"]`: stop the program, count messages, copy the state, or go
+        on.
+        """
         match note["do"]:
             case "stop":
                 self._copied = None  # of a checkpoint that was given up
@@ -210,7 +214,9 @@ class NodeCheckpoints:
         return self._wave > 0 or self._thread is not None
 
     def idle(self) -> None:
-        """Answer a query from the supervisor; called when no message has arrived that the node could handle first."""
+        """Send the supervisor what it has asked for; called when no message has arrived that the node could handle
+        first.
+        """
         self.report()
         if not self._wave:
             return
@@ -228,7 +234,9 @@ class NodeCheckpoints:
         self._tell({"did": "count", "wave": wave, "state": here, "step": node.step, **counts})
 
     def report(self, wait: bool = False) -> None:
-        """Tell the supervisor the result of writing the state, once the writing has finished."""
+        """Tell the supervisor whether the state has been written, as soon as the writing thread has ended; with `wait`,
+        wait for the thread.
+        """
         if self._thread is None or (self._thread.is_alive() and not wait):
             return
         self._thread.join()
@@ -236,15 +244,15 @@ class NodeCheckpoints:
         self._tell(self._result)
 
     def close(self) -> None:
-        """Wait until the state has been written, because the node's program has ended."""
+        """Wait for the thread that writes the state; called when the node's program has ended."""
         self._ended = True
-        self.drop("the script ended before its next flockstep.checkpoint")
+        self.drop("the script ended before its next call of flockstep.checkpoint")
         self.report(wait=True)
 
     def restore(
         self, kept: NodeCheckpoint, restore_buffers: Callable[[FlatArray], None], begin: Callable[[], None]
     ) -> None:
-        """Set the node's state from a checkpoint, and continue its program with `begin`.
+        """Set the node's state from a checkpoint, and start its program with `begin`, which continues from that state.
 
         A state without messages is an initial state, as when a run continues with another number of workers.
         """
@@ -326,7 +334,7 @@ class NodeCheckpoints:
 
     @property
     def copied(self) -> bool:
-        """Whether the state has been copied and the script must add its part to the copy."""
+        """Whether a copy of the state waits for the part that the script adds."""
         return self._copied is not None
 
     def complete(self, more: Mapping[str, FlatArray]) -> None:
@@ -346,7 +354,9 @@ class NodeCheckpoints:
             self._tell({"did": "fail", "why": why, "folder": folder.name})
 
     def offer(self) -> None:
-        """Tell the supervisor that the script calls `flockstep.checkpoint` after every step from now on."""
+        """Tell the supervisor that the script can take part in checkpoints, because it calls `flockstep.checkpoint`
+        after every step.
+        """
         self._tell({"did": "offer"})
 
     def state(self) -> NodeCheckpoint:

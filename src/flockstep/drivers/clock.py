@@ -31,8 +31,8 @@ class RoundTrip(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """Number of seconds to add to a node's clock to get the supervisor's clock, and the largest error of this number,
-    in seconds.
+    """Difference between the supervisor's clock and a node's clock, and the largest error of this difference, both in
+    seconds.
     """
 
     seconds: float

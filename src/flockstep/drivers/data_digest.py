@@ -13,7 +13,7 @@ from flockstep.arrays.namespace import is_tensor, to_host
 from flockstep.drivers.membership import membership_here
 
 MOST = 1 << 16
-"""Number of bytes of each array that the digest covers; further bytes are ignored."""
+"""Number of bytes of each array that enter the digest: bytes beyond this number are ignored."""
 
 
 def digest_of(batch: object) -> str:

@@ -34,7 +34,7 @@ def count_of(batches: Iterable[Any]) -> EpochCount:
 
 
 class EpochBatches(ABC, Generic[B]):
-    """A worker's batches of an iterable, with the iterable's attributes."""
+    """A worker's batches of an iterable, epoch by epoch; other attributes are those of the iterable."""
 
     def __init__(self, batches: Iterable[B], rank: int, workers: int, count: EpochCount):
         self._batches = batches

@@ -24,7 +24,7 @@ _decoder = msgspec.msgpack.Decoder(list[Event])
 
 
 class Teller(Protocol):
-    """Sends messages to the supervisor."""
+    """A connection to the supervisor, over which events are sent."""
 
     def tell(self, tag: str, array: FlatArray | None = None) -> None:
         """Queue a message for the supervisor."""

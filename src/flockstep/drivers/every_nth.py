@@ -15,7 +15,7 @@ B = TypeVar("B")
 
 
 class ShardedBatches(EpochBatches[B]):
-    """Every n-th batch of an iterable, so that every worker has the same number of batches."""
+    """Batches i, i + n, i + 2n, … of an iterable, for worker i of n; every worker gets the same number of batches."""
 
     _told = _compared = False
 
@@ -57,7 +57,7 @@ class ShardedBatches(EpochBatches[B]):
         if loading > 1 and self._rank == 0 and digests[0] == digests[1]:
             warnings.warn(
                 f"the {loading} processes of the loader read the same batches, so every sample occurs in an epoch "
-                f"{loading} times; let the __iter__ of the data set yield a different part in each process, by "
+                f"{loading} times; let the __iter__ of the data set yield a different part in each process, with "
                 "torch.utils.data.get_worker_info()",
                 UserWarning,
                 stacklevel=3,

@@ -1,4 +1,6 @@
-"""What loops have in common whose parameters are one flat numpy array, copied from the script's parameters."""
+"""Parts shared by training loops that keep the parameters in one flat numpy array, copied from the script's
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from flockstep.strategies.base import Strategy
 
 
 class FiniteGuard:
-    """Detects whether the flat array is finite; the script cannot change this array between steps."""
+    """Looks for NaN and infinity in the flat array of the parameters, which the script cannot change between steps."""
 
     def __init__(self, schema: Schema, params: FlatArray):
         self._schema, self._params, self._first = schema, params, -1
@@ -19,7 +21,7 @@ class FiniteGuard:
         """Do nothing: the script holds only copies of the parameters, which need no check."""
 
     def note(self) -> None:
-        """Search the array for values that are not finite."""
+        """Look for NaN and infinity in the flat array after a step."""
         self._first = first_not_finite(self._params)
 
     def not_finite(self) -> str | None:
@@ -35,6 +37,6 @@ def require_elementwise(optimizer: Optimizer, strategy: Strategy) -> None:
     """Raise `ConfigurationError` if a server's optimizer step needs whole layers, which this loop cannot provide."""
     if strategy.traits.server_optimizer and not optimizer.elementwise:
         raise ConfigurationError(
-            f"servers of {strategy} step slices of the parameters, got {optimizer}, which needs whole layers; use sgd "
-            "or adam, or a strategy whose workers step themselves, such as all_reduce"
+            f"servers of {strategy} update slices of the parameters, got {optimizer}, which needs whole layers; use "
+            "sgd or adam, or a strategy whose workers update the parameters, such as all_reduce"
         )

@@ -68,8 +68,8 @@ class Trainer:
 
     @property
     def params(self) -> Tree:
-        """This worker's parameters as new arrays: before the first step, those of rank 0; after `finish`, the
-        result.
+        """This worker's parameters as new arrays. They are those of rank 0 before the first step, and the result of the
+        run after `finish`.
         """
         return self._tree.read(self._flat)
 
@@ -173,7 +173,7 @@ class OptaxStepper:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step, if the optimizer is one of `optax.inject_hyperparams`; otherwise NaN."""
+        """Learning rate of the next step; NaN unless the optimizer was made with `optax.inject_hyperparams`."""
         if "learning_rate" not in getattr(self.state, "hyperparams", {}):
             return math.nan
         return float(self._optax.next_lr(self.state))
@@ -185,8 +185,8 @@ class OptaxStepper:
 
     @property
     def rule(self) -> str:
-        """A name for the optimizer's computation; optimizers that XLA compiles to the same computation have equal
-        names.
+        """Text with a digest of the optimizer's compiled step; optimizers that XLA compiles to the same computation
+        have equal texts.
         """
         return f"an optax optimizer whose step is {self._optax.digest(self.state)}"
 

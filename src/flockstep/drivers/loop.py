@@ -62,8 +62,8 @@ from flockstep.strategies.finite import require_skippable
 T = TypeVar("T")
 
 FIRST = 3
-"""Number of gradients that a worker reports at the start, and after each `sync`, to be compared with those of other
-workers.
+"""Number of gradients whose digests a worker reports, at the start and after each `sync`, for comparison with those of
+other workers.
 """
 
 
@@ -139,7 +139,7 @@ class Loop:
     """Step up to which gradients have been reported to the supervisor."""
 
     watch: ParameterGuard | None = None
-    """Guard that checks between two steps whether the script has changed the model; None if there is no guard."""
+    """Checks between two steps whether the script has changed the model; None if nothing needs to be checked."""
     _diverged = False
 
     def __init__(
@@ -207,7 +207,7 @@ class Loop:
         self._runner.begin(self.strategy.worker(self._worker))
 
     def step(self) -> None:
-        """Let the strategy use the gradients of one mini-batch, which the flat array holds."""
+        """Pass the gradients of one mini-batch, which are in the flat array, to the strategy."""
         if self.finished:
             self._require_running("call finish() after the last step()")
         if self._script is not None:
@@ -240,26 +240,30 @@ class Loop:
 
     @property
     def bad_gradients(self) -> BadGradients:
-        """What happens to a bad gradient of this worker."""
+        """Policy of this worker for gradients that are not finite or too large."""
         return self._worker.bad_gradients
 
     @property
     def awaited(self) -> int:
-        """First element of the part of the gradients for which the strategy waits; 0 if it waits for all of them."""
+        """Index of the first gradient element that the strategy has requested; 0 if the strategy waits for the whole
+        gradient.
+        """
         return 0 if self.finished else self._runner.awaited
 
     @property
     def tentative(self) -> bool:
-        """Whether parts of the gradients may still change after the strategy has used them."""
+        """Whether a gradient that the strategy has received in parts may still change before `step`."""
         return not self.finished and self._runner.tentative
 
     def revise(self) -> None:
-        """Tell the strategy that the script has changed parts of the current gradient after the strategy used them."""
+        """Tell the strategy that the script has changed parts of the gradient that the strategy has already
+        received.
+        """
         self._worker.revised = True
 
     def hand_over(self) -> None:
-        """Let the strategy use the elements from `awaited` on, which the flat array holds, while the backward pass
-        continues.
+        """Pass the gradient's elements from `awaited` on, which are in the flat array, to the strategy while the
+        backward pass continues.
         """
         with self._telling():
             self._show_gradient()
@@ -286,7 +290,7 @@ class Loop:
         self._member.tell("gradient", None, shown)
 
     def listen(self) -> None:
-        """Deliver messages that have arrived, and continue the tasks that wait for these messages."""
+        """Handle the messages that have arrived, and continue the tasks that wait for these messages."""
         if not self.finished:
             with self._telling():
                 self._runner.collect()
@@ -331,8 +335,8 @@ class Loop:
         self.exchange("barrier", all_here)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Use new optimizer settings from the next step on: on the servers, and for the slices that workers step
-        themselves.
+        """Use new optimizer settings from the next step on, both on the servers and for the slices that workers
+        update.
         """
         with self._telling():
             tell_servers(self._worker, optimizer)
@@ -356,7 +360,8 @@ class Loop:
         self._diverged = True
         step = self._worker.run_step
         reason = (
-            f"parameters of worker {self.rank} are not finite after step {step}, {name} first; lower the learning rate"
+            f"parameters of worker {self.rank} are not finite after step {step}, the first is {name}; lower the "
+            "learning rate"
         )
         if self._connection is not None:
             self._connection.reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
@@ -386,7 +391,7 @@ class Loop:
                 self.watch.note()
 
     def remembered(self) -> OptimizerState:
-        """Return the state of the servers' optimizers; a single worker may call this, between two steps."""
+        """Return the state of the servers' optimizers; one worker may call this alone, between two steps."""
         self._require_running("ask before finish()")
         return self._exchange("servers", lambda me: remembered(me, self.held))
 
@@ -538,7 +543,8 @@ class Loop:
             return None
         if manifest.strategy != str(self.strategy):
             raise ConfigurationError(
-                f"{node_spec.checkpoint} is of {manifest.strategy}, the script says {self.strategy}; restore the script"
+                f"the strategy of the checkpoint {node_spec.checkpoint} is {manifest.strategy}, but the script has "
+                f"{self.strategy}; restore the script"
             )
         kept = load(node_spec, node_spec.address, worker.params)
         if self._keeper is None or kept is None or kept.script is None:

@@ -60,17 +60,19 @@ from flockstep.transports.wire import HANDED_ON, HOST_MEMORY, PROTOCOL, SenderId
 LONGEST = 4000
 """Maximum number of characters of a reason or a traceback in a message's header."""
 PAUSE = 0.05
-"""Seconds before a message is sent again to a process whose queue is full."""
+"""Seconds to wait before a message is sent again to a process whose queue was full."""
 PART = 1 << 18
 """Maximum number of bytes of parameters in one message to the supervisor; a larger array is sent in several parts."""
 WINDOW = 8
 """Maximum number of unacknowledged parts; the supervisor stores at most this many parts of each node."""
 NO_MEMORY = re.compile("can't allocate memory|not enough memory|Cannot allocate memory")
-"""Phrases by which an error of torch or of the system is recognized as a failed allocation."""
+"""Phrases in errors of torch or of the system that show that memory could not be allocated."""
 PATIENCE = 1.0
 """Maximum number of seconds of one wait for a message; signals are handled between two waits."""
 SILENT = 84
-"""Exit code of a process whose supervisor does not answer. The supervisor can learn the reason only from this code."""
+"""Exit code of a process that ends because its supervisor does not answer. The supervisor learns the reason from this
+code alone.
+"""
 
 
 class SupervisorSilent(Interrupted):
@@ -88,7 +90,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     line: str
     """Address at which the node's end of its link to the supervisor listens."""
     bus: str
-    """Address of the node's bus."""
+    """Address at which the node's bus listens."""
     host: str
     """Identifier of the node's host."""
     strategy: str
@@ -112,7 +114,7 @@ class Welcome(Note, frozen=True):
 
 
 class NodeLost(Note, frozen=True):
-    """Message that a node is lost, and why; `view` lists the remaining nodes."""
+    """Message that a node of the run is lost, with the reason; `view` lists the remaining nodes."""
 
     address: int
     reason: str
@@ -122,7 +124,9 @@ class NodeLost(Note, frozen=True):
 
 
 SAID: Notes = {"welcome": Welcome, "lost": NodeLost}
-"""Types of notes in the supervisor's messages that hold more than names with numbers and texts."""
+"""Message tag → type of the note, for messages of the supervisor whose notes contain objects; other notes contain only
+numbers and texts.
+"""
 
 
 class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
@@ -160,8 +164,8 @@ class NodeSpec:
     process: int = 0
     """Process id of the only process that may use this specification; 0 if any process may that has received it."""
     claimed: int = 0
-    """Number of times that the process has used this specification: its calls of `distribute`, and of `join` if `join`
-    came first.
+    """Number of calls in this process that have used the specification: calls of `distribute`, and `join` if it was
+    called first.
     """
     call: int = 1
     """Number of the call of `distribute` that uses this specification, from 1."""
@@ -170,17 +174,17 @@ class NodeSpec:
     imports: tuple[str, ...] = ()
     """Files that register custom components, for a script to import."""
     bad_gradients: BadGradients = dataclasses.field(default_factory=BadGradients)
-    """What happens to a gradient that is not finite or too large."""
+    """Policy for gradients that are not finite or too large."""
     secret: str = dataclasses.field(default="", repr=False)
     """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 
     link_timeout: float = LINK_TIMEOUT
     """Seconds for which the connection to another host may be interrupted before a node counts as lost."""
     facts: SplitFacts | None = None
-    """Where the model is cut, if this process holds one part of it."""
+    """Cuts of a split model, if this process holds one part of the model."""
     checkpoint: str = ""
-    """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. A relative
-    path is in `directory`, on another host than the coordinator's.
+    """Folder of the checkpoint from which the node continues; empty if the run starts from the beginning. On another
+    host than the coordinator's, a relative path is relative to `directory`.
     """
 
     def of_call(self, number: int) -> NodeSpec:
@@ -349,7 +353,7 @@ class Member:
         return cluster, params
 
     def expect(self, received: Mapping[Address, int]) -> None:
-        """Set the number of messages that each peer had sent to this node at the checkpoint from which the run
+        """Set the number of messages that each peer had sent to this node up to the checkpoint from which the run
         continues.
         """
         self._me.heard.update({peer: n for peer, n in received.items() if not self._renumbers(peer)})
@@ -374,7 +378,7 @@ class Member:
         return RoundTrip(sent, float(note["heard"]), float(note["answered"]), self._now())
 
     def seconds(self) -> float:
-        """Return the seconds, on the supervisor's clock, since all nodes were ready."""
+        """Return the seconds since all nodes were ready, by the supervisor's clock."""
         return self._now() + self.clock.seconds - self._went
 
     def meet_all(self, tag: str) -> None:
@@ -486,8 +490,8 @@ class Member:
             self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """Return the next message from any node; None if no message arrives within the given seconds, or if `also`
-        becomes readable.
+        """Return the next message from a node or the supervisor; None if no message arrives within `seconds`, or if a
+        descriptor in `also` becomes readable.
 
         The array of a `wanted` message may be received directly into the memory where it is needed.
         """
@@ -511,7 +515,9 @@ class Member:
         return message
 
     def next(self) -> Message:
-        """Wait for the next message from any node. If the supervisor dies, this process ends (`die_with`)."""
+        """Wait for the next message from a node or the supervisor. If the supervisor dies, this process ends (see
+        `die_with`).
+        """
         while True:
             message = self.receive(PATIENCE)
             if message is not None:
@@ -520,7 +526,7 @@ class Member:
     def wait_for_end(
         self, attend: Callable[[Message], None] | None = None, buffers: dict[int, FlatArray] | None = None
     ) -> FlatArray | None:
-        """Wait for the end of the run; return the resulting model if it was sent.
+        """Wait for the end of the run; return the resulting model if the supervisor sends it.
 
         `buffers` receives the buffers of all workers, and `attend` is called with every other message.
 
@@ -601,7 +607,7 @@ class Member:
         self._early.extend(early)
 
     def wait_for(self, tag: str, source: Address = LAUNCHER) -> Message:
-        """Wait for a message with the given tag from the supervisor, or from a peer."""
+        """Wait for a message with the given tag from the supervisor or, if a peer is given, from that peer."""
         early: list[Message] = []
         while True:
             message = self.receive(PATIENCE)
@@ -623,18 +629,19 @@ class Member:
         if message.source == LAUNCHER and message.tag == "lost":
             raise PeerLost(message.note.reason)
         if message.source == LAUNCHER and message.tag == "left":
-            raise PeerLost(f"{node_name(int(message.note['address']))} left the run without calling flockstep.join")
+            left = node_name(int(message.note["address"]))
+            raise PeerLost(f"{left} left the run without calling flockstep.join; call it on every worker")
         return message
 
 
 def send_to_control(node_spec: NodeSpec, words: Hello | Failure) -> None:
-    """Send one message to the supervisor's control socket, which sends no answers."""
+    """Send one message to the supervisor's control socket, without waiting for an answer."""
     links.send_to_control(node_spec.control, msgspec.msgpack.encode(words), node_spec.heartbeat)
 
 
 def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failure:
-    """Return the report of an error for the supervisor; the error comes from flockstep, or from user code in the given
-    step.
+    """Return the report of an error for the supervisor. It distinguishes errors of flockstep from errors that user code
+    raised in the given step.
     """
     kind, reason = type(error).__name__, str(error)
     if lacks_memory(error):
@@ -653,7 +660,7 @@ def failure_of(error: Exception, node_spec: NodeSpec, step: int | None) -> Failu
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error, or an error that caused it, says that no memory is left."""
+    """Return whether an error, or the error that caused it, says that memory could not be allocated."""
     if isinstance(error, MemoryError) or (isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error))):
         return True
     return error.__cause__ is not None and lacks_memory(error.__cause__)
@@ -671,8 +678,8 @@ def _limit() -> str:
 
 
 def place_of(error: Exception) -> str:
-    """Return where in the user's own files an error occurred, as " (script.py, line 7)"; empty if it was not in the
-    user's files.
+    """Return where in the user's own files an error occurred, as " (script.py, line 7)"; empty if the error did not
+    pass through such a file.
     """
     ours = str(Path(__file__).parents[1])
     others = tuple(f"{path}{os.sep}" for path in (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
@@ -683,7 +690,7 @@ def place_of(error: Exception) -> str:
 
 
 def stopped(message: Message) -> Exception:
-    """Return the error that a supervisor's "stop" message stands for."""
+    """Return the error that a "stop" message of the supervisor describes."""
     reason = str(message.note["reason"])
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 

@@ -38,12 +38,14 @@ class Membership:
             self.close_communicator()
 
     def finish(self, metrics: NodeMetrics) -> None:
-        """Record the traffic of a communicator that has ended."""
+        """Write the traffic of a communicator that has ended to the record."""
         self.scalar("communicator_sent_bytes", metrics.traffic.sent_bytes)
         self.scalar("communicator_messages", metrics.traffic.messages_sent)
 
     def fail(self, error: Exception) -> None:
-        """Handle a communicator that could not be created; the strategy may continue without it."""
+        """Handle a communicator that could not be created; by default nothing happens, because the strategy may
+        continue without it.
+        """
 
 
 _memberships: list[Membership] = []

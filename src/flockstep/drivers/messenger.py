@@ -23,8 +23,8 @@ from flockstep.transports.bus import LAUNCHER, Bus
 RETRY = 0.005
 """Seconds after which a message is sent again if the bus had no room for the message."""
 Receive = Callable[..., Message | None]
-"""Function that returns the next message from a peer or the supervisor; None if none arrives within the given seconds
-(None: no limit).
+"""Function that returns the next message from a peer or the supervisor; None if no message arrives within the given
+seconds (None: no limit).
 """
 
 
@@ -68,7 +68,9 @@ class Messenger(ABC):
             self.retry()
 
     def transmit(self, to: Address, message: Message) -> None:
-        """Send a message to a peer after the queued messages, without waiting; messages to a lost peer are dropped."""
+        """Send a message to a peer behind the messages that are queued for the peer, without waiting; messages to a
+        lost peer are dropped.
+        """
         if message.array is not None:
             message.array = to_host(message.array)
         held = self._held.get(to)
@@ -79,7 +81,7 @@ class Messenger(ABC):
         self._held.setdefault(to, deque()).append(message)
 
     def retry(self) -> None:
-        """Send queued messages, as many as the bus has room for."""
+        """Send queued messages until the bus has no more room for them."""
         for to, held in list(self._held.items()):
             while held and self._sent(to, held[0]):
                 held.popleft()
@@ -133,11 +135,11 @@ class Messenger(ABC):
             self.runner.lose(address)
 
     def note_loss(self, address: Address, reason: str) -> None:
-        """Handle the death of a node; raises `PeerLost` if this node cannot continue without it."""
+        """Handle the death of a node; raise `PeerLost` if this node cannot continue without the dead node."""
         raise PeerLost(reason)
 
     def unreachable(self, to: Address) -> None:
-        """Handle a broken connection; return when it is certain that the peer is lost and this node can continue
+        """Handle a broken connection; return once it is certain that the peer is lost and that this node can continue
         without the peer.
         """
         raise PeerLost(f"{node_name(to)} is not reachable from {node_name(self.node.address)}")

@@ -17,7 +17,9 @@ from flockstep.strategies.base import Strategy
 
 
 def node_random(seed: int, address: Address) -> np.random.Generator:
-    """Return the random generator of a node, which does not depend on the process in which the node runs."""
+    """Return the random generator of a node, which depends only on the seed and the node's address, not on the process
+    of the node.
+    """
     return np.random.default_rng(np.random.SeedSequence((seed, 0x5747, address + (1 << 31))))
 
 

@@ -50,7 +50,7 @@ class NodeMetrics:
         self._at_last_step = self._totals()
 
     def spent(self, kind: str, start: float, end: float) -> None:
-        """Count time that the node spent on `kind`: compute, wait or comm."""
+        """Count time that the node spent on `kind`, which is compute, wait or comm."""
         if end <= start:
             return
         self.seconds[kind] += end - start
@@ -59,7 +59,9 @@ class NodeMetrics:
             self.emit(SpanEvent(self.address, kind, start, end))
 
     def waited_for(self, start: float, sent: float, end: float) -> None:
-        """Count the time spent waiting for a message: until it was sent (wait), then until it arrived (comm)."""
+        """Count the time spent waiting for a message: as `wait` until the message was sent, then as `comm` until it
+        arrived.
+        """
         if sent < start:
             sent = start
         if self._spans < SPANS and self.steps < SPAN_STEPS:
@@ -108,7 +110,7 @@ class NodeMetrics:
             self.emit(RefusedEvent(t, self.address, source, reason))
 
     def scalar(self, t: float, name: str, value: float) -> None:
-        """Record a scalar figure of the strategy."""
+        """Write a named number that the strategy reports to the record."""
         if self.emit is not None:
             self.emit(ScalarEvent(t, self.address, name, value))
 
@@ -125,7 +127,7 @@ class NodeMetrics:
         self.emit(NodeEvent(self.address, t, self.steps, *counts, fingerprint(params), self.backup_of))
 
     def kept(self) -> dict[str, int | float | list[int | float]]:
-        """Return the totals so far, from which `restore` continues."""
+        """Return the totals so far, for a checkpoint; `restore` sets them again."""
         return {
             **self.seconds,
             **dataclasses.asdict(self.traffic),
@@ -136,7 +138,7 @@ class NodeMetrics:
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from the totals that `kept` returned."""
+        """Set the totals to those that `kept` returned."""
         self.seconds = {kind: kept[kind] for kind in self.seconds}
         for field in dataclasses.fields(self.traffic):
             setattr(self.traffic, field.name, kept[field.name])

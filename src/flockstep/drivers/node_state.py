@@ -25,27 +25,33 @@ class Saved:
     version: int
     batches: dict[int, tuple[SamplerState, int]]
     mailbox: Mailbox | None = None
-    """Messages that have arrived and that no program has read; None after the end of a run, when all messages have been
-    used.
+    """Messages that have arrived and that no program has read yet; None after the end of a run, when all messages have
+    been read.
     """
     sent: dict[Address, int] = field(default_factory=dict)
     gone: tuple[set[Address], ...] = ()
-    """The nodes that are dead, the nodes that have left, and the nodes that the program knows to have left."""
+    """Addresses of the dead nodes, of the nodes that have left, and of the departed nodes of which the program has been
+    told.
+    """
     view: tuple[int, tuple[int, ...]] | None = None
     """Epoch and ranks of the workers that the node believes alive; None after the end of a run."""
     tasks: int = 0
     """Number of background tasks that the node has started."""
     taken: dict[str, list[Message]] = field(default_factory=dict)
-    """Messages that were received by tasks which the program starts again."""
+    """Messages that background tasks had received; the tasks receive them again when the restarted program starts the
+    tasks again.
+    """
 
     def settle(self, node: Node) -> None:
-        """Drop what tasks have sent and drawn while they were started again: they had sent and drawn it before."""
+        """Reset the node's counts of sent messages and its random generator, which the repeated start of background
+        tasks has changed.
+        """
         node.sent, node.started = self.sent, self.tasks
         node.random.bit_generator.state = self.random
 
 
 def facts_of(node: Node, stepper: LocalOptimizer | None, batches: Batches | None) -> Saved:
-    """Return the current state of a node without its messages, not copied; a server has no `stepper` and no
+    """Return the current state of a node without its messages; arrays are not copied. A server has no `stepper` and no
     `batches`.
     """
     optimizer = node.optimizer_state if isinstance(node, Server) else stepper.state if stepper else OptimizerState()
@@ -61,8 +67,8 @@ def facts_of(node: Node, stepper: LocalOptimizer | None, batches: Batches | None
 
 
 def restart_point(node: Node, stepper: LocalOptimizer | None, batches: Batches | None) -> Saved:
-    """Return the current state of a node with its messages, not copied; the node's program can restart from this
-    state.
+    """Return the current state of a node with its messages, from which its program can restart; arrays are not
+    copied.
     """
     gone = node.lost, node.departed, node.reported_departures
     view = node.view.epoch, node.view.ranks
@@ -71,7 +77,9 @@ def restart_point(node: Node, stepper: LocalOptimizer | None, batches: Batches |
 
 
 def restore(node: Node, saved: Saved, stepper: LocalOptimizer | None) -> None:
-    """Set a node's state to a saved state, which no other node shares; the caller restores the position in the data."""
+    """Set a node's state to `saved`, which must belong to no other node; the caller restores the position in the
+    data.
+    """
     node.params[:] = saved.params
     node.step, node.state = saved.step, saved.state
     node.random.bit_generator.state = saved.random

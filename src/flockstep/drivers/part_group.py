@@ -24,7 +24,7 @@ class PartGroup:
     part: int
     parts: int
     servers: int
-    """Number of servers of each group."""
+    """Number of servers in each part's group."""
     start: int
     """First element of the part in the flat array of the whole model."""
     stop: int
@@ -51,11 +51,11 @@ class PartGroup:
         return server(index % self.servers) if index // self.servers == self.part else None
 
     def view(self, view: View) -> View:
-        """Return the view of this group: the replicas whose part in this group takes part in the run."""
+        """Return the view of this group: the replicas whose worker in this group still takes part in the run."""
         return View(view.epoch, tuple(rank // self.parts for rank in view.ranks if rank % self.parts == self.part))
 
     def hosts(self, hosts: Hosts) -> Hosts:
-        """Return for each host the replicas whose part in this group is on the host."""
+        """Return, for each host, the replicas whose worker in this group runs on that host."""
         found = (tuple(rank // self.parts for rank in host if rank % self.parts == self.part) for host in hosts)
         return tuple(host for host in found if host)
 

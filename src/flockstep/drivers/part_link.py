@@ -1,4 +1,4 @@
-"""The view that a node of a split model's run has of the run: the nodes of its own group, and the stages of its own
+"""A bus for a node of a split model, which reaches the nodes of the node's own group and the stages of its own
 replica.
 """
 
@@ -16,7 +16,7 @@ from flockstep.transports.bus import LAUNCHER, Bus
 
 
 class PartLink(Bus):
-    """The bus of the run, with the addresses of one group.
+    """The bus of the run, as a node of one part group sees it.
 
     Nodes of the group have the addresses that they have in the group; part i of the worker's own replica has the
     address `PART` + i; no other node can be reached.
@@ -31,7 +31,7 @@ class PartLink(Bus):
         """Address in the run of part 0 of this worker's replica."""
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """Return the next message for this node; None if no message arrives within the given time.
+        """Return the next message for this node; None if no message arrives within the given number of seconds.
 
         Raises:
             PeerLost: a node is lost that this node needs, although it belongs to another group.
@@ -44,7 +44,7 @@ class PartLink(Bus):
         return None
 
     def within(self, message: Message) -> Message | None:
-        """Return a message with the addresses translated from the run to the group; None if the message is about
+        """Return a message of the run with its addresses translated to those of the group; None if the message concerns
         another group.
 
         Raises:
@@ -75,7 +75,7 @@ class PartLink(Bus):
         return PART + address - self._first if inside is None else inside
 
     def connect(self, peers: Mapping[Address, str]) -> None:
-        raise NotImplementedError("the member of the run has connected all nodes")
+        raise NotImplementedError("a PartLink opens no connections; Member.join connects all nodes of the run")
 
     def disconnect(self, peer: Address) -> None:
         self._bus.disconnect(self._outside(peer))
@@ -102,7 +102,7 @@ class PartLink(Bus):
         self._bus.send(self._outside(to), message)
 
     def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
-        raise NotImplementedError("messages come from the member of the run, with those of the supervisor")
+        raise NotImplementedError("a PartLink receives no messages itself; call PartLink.receive")
 
     def copy_for_sending(self, array: Array) -> Array:
         return self._bus.copy_for_sending(array)
@@ -111,4 +111,4 @@ class PartLink(Bus):
         self._bus.release()
 
     def close(self, linger: float) -> None:
-        raise NotImplementedError("the member of the run closes the bus")
+        raise NotImplementedError("a PartLink does not close the bus; Member.close does")

@@ -32,7 +32,7 @@ class NeedPass:
     """Request of a part for the time of a pass; the driver resumes the part when this time has passed."""
 
     step: int
-    """Number of the step to which the pass belongs."""
+    """Duration of the pass over a whole batch, as a fraction of the duration of a gradient of the whole model."""
     share: float
     """Work of the pass over a whole batch, divided by the work of a gradient of the whole model."""
     samples: int
@@ -41,9 +41,7 @@ class NeedPass:
 
 @dataclass(frozen=True, slots=True)
 class NeedRequest:
-    """Request of a part to wait for the next request for a gradient; the part has answered the previous request, if
-    there was one.
-    """
+    """Request of a part, which has answered its worker's last request for a gradient, to wait for the next one."""
 
 
 PartEffect = Wanted | NeedPass | NeedRequest
@@ -71,7 +69,7 @@ class PartRun:
 
 
 class PartProgram(ABC):
-    """The program of one part of one replica; messages between parts have the numbers of the parts as addresses."""
+    """The program of one part of one replica. Messages between the parts are addressed by the number of the part."""
 
     def __init__(self, run: PartRun, part: HeldPart):
         """Create a program whose parameters are given by the first call of `requested`; `part` is the framework's side
@@ -86,13 +84,11 @@ class PartProgram(ABC):
 
     @abstractmethod
     def requested(self, params: FlatArray) -> None:
-        """Copy the worker's parameters (K,) when its strategy requests a gradient; the parameters may change
-        afterwards.
-        """
+        """Copy the worker's parameters (K,), because they may change after its strategy has requested a gradient."""
 
     @abstractmethod
     async def program(self) -> None:
-        """Compute all passes of the run."""
+        """Compute all passes of the part, step by step, until the run ends."""
 
 
 class PartRunner:
@@ -122,7 +118,9 @@ class PartRunner:
             self._resume(None)
             if not self.done:
                 return
-        raise RunError(f"stage {self.part.number} has no further step; start the run again")
+        raise RunError(
+            f"stage {self.part.number} has no further step, but its worker requests a gradient; start the run again"
+        )
 
     def deliver(self, message: Message) -> None:
         """Handle a message from another part of the replica."""
@@ -131,7 +129,7 @@ class PartRunner:
             self._look()
 
     def passed(self) -> None:
-        """End the current pass, because its time has passed."""
+        """Continue the part's program after a pass, because the time of the pass is over."""
         self._resume(None)
 
     def close(self) -> None:
@@ -183,5 +181,7 @@ def require_plain(need: NeedGradient, strategy: Strategy, partition: Partition) 
 
 @types.coroutine
 def resumed(effect: PartEffect) -> Generator[PartEffect, Any, Any]:
-    """Pass an effect to the part's runner, and return the value with which it resumes the part."""
+    """Let the part's runner carry out an effect of the part's program, and return the value with which the program
+    resumes.
+    """
     return (yield effect)

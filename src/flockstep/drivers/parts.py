@@ -53,7 +53,7 @@ def program_of(
 
 
 def notes_between(model: SplitModel) -> Notes:
-    """Return the kinds of notes of the messages between the parts of a replica, by tag."""
+    """Return message tag → type of the note, for the messages between the parts of a replica."""
     if isinstance(model, PipelineModel | TensorModel):
         return stage_notes(model.pipeline.schedule, len(model.ties) if isinstance(model, PipelineModel) else 0)
     return NO_NOTES

@@ -40,11 +40,11 @@ class Plan:
     evaluate_every: int
     """Number of steps of a worker between two evaluations of the model; evaluations take no time on the run's clock."""
     timetable: Timetable | None = None
-    """Changes of learning rate and batch size; None if both are constant."""
+    """Schedule of learning rate and batch size; None if both are constant."""
 
     bad_gradients: BadGradients = field(default_factory=BadGradients)
     faults: tuple[Fault, ...] = ()
-    """Faults that the run injects."""
+    """Faults that are injected into the run."""
     split: SplitModel | None = None
     """The model cut into parts; None if every worker holds a whole replica."""
 
@@ -144,7 +144,7 @@ def require_splittable(plan: Plan) -> None:
         )
     if not plan.optimizer.elementwise or plan.optimizer.by_place:
         raise CompositionError(
-            f"the stages of a split model step their own parameters, got {plan.optimizer}, which needs the whole "
+            f"the stages of a split model update their own parameters, got {plan.optimizer}, which needs the whole "
             "model; use an elementwise optimizer such as sgd, or partition=none"
         )
     if plan.bad_gradients.action != "stop" or plan.bad_gradients.max_norm is not None:
@@ -155,12 +155,12 @@ def require_splittable(plan: Plan) -> None:
 
 
 FIRST_BATCH = -1
-"""Key in the state of `Batches` for the first position in the blocks of data that has not been read."""
+"""Key, in the state of `Batches`, of the position at which the reading of a new block of data begins."""
 
 
 class Batches:
-    """The samples of a worker's gradients: batches of the worker's own part of the data, or the samples that the worker
-    requests.
+    """Draws the samples of a worker's gradients: batches of the worker's own part of the data, or samples that the
+    worker names.
     """
 
     def __init__(self, plan: Plan, rank: int):
@@ -172,7 +172,7 @@ class Batches:
         """Position, and number of earlier batches, at which a block begins."""
 
     def next(self, need: NeedGradient) -> Indices:
-        """Indices of the samples of the requested gradient.
+        """Return the indices of the samples of the requested gradient.
 
         The n-th batch of a block of data is equal for all workers.
         """
@@ -189,15 +189,15 @@ class Batches:
         return self._samplers[block].next(self._plan.batch_at(turn))
 
     def upcoming(self) -> Indices | None:
-        """Indices of the batch after the last one, if the worker requests no other batch; None if they are not known
-        yet.
+        """Return the indices of the batch that follows the last one, provided that the worker requests no other batch;
+        None if they are not known yet.
         """
         if (sampler := self._samplers.get(self._rank)) is None:
             return None
         return sampler.peek(self._plan.batch_at(self._turns[self._rank]))
 
     def state(self) -> dict[int, tuple[SamplerState, int]]:
-        """Return the position in each block of data that has been read."""
+        """Return block of data → position in the block, for every block that the worker has read."""
         read = {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
         return {FIRST_BATCH: self._first, **read}
 
@@ -221,7 +221,9 @@ class Batches:
 def computed(
     engine: Engine, need: NeedGradient, params: FlatArray, indices: Indices, out: FlatArray, rank: int, step: int
 ) -> float:
-    """Compute the gradient that a worker requests and write it into `out`; return the mean loss."""
+    """Compute the gradient that a worker has requested, write it into `out` (K,), and return the mean loss of the
+    samples.
+    """
     if need.layers:
         return engine.factored(params, indices, need.layers, out, rank, step)
     if need.teachers:

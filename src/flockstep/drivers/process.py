@@ -38,7 +38,7 @@ def run_worker(
     node_spec: NodeSpec, make: Callable[[], tuple[Engine, Plan]], asked_to_leave: Callable[[], bool] = lambda: False
 ) -> int | BeginAgain:
     """Take part in a run as a worker; return the exit code of the process, or the specification with which the process
-    continues in the run.
+    continues the run.
 
     `make` returns the engine, which has computed a gradient (see `warm_up`), and the plan. `asked_to_leave` returns
     whether a signal has asked this worker to leave the run.

@@ -1,4 +1,5 @@
-"""Operations of workers and servers between two steps of a script: restarting from a replaced model, and reading state.
+"""Restarts the programs of all nodes from a model that a script has replaced, and reads the state of servers for a
+script.
 
 A strategy's programs restart as at the start of a run. Every worker ends its program at its request for a gradient and
 tells all other workers. When all workers have done so, each server ends its program and tells the other servers.
@@ -24,12 +25,16 @@ from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
 
 CHANNEL = f"/{SCRIPT}servers"
-"""Channel of `Loop.exchange("servers", …)`; a server's program does not receive its messages."""
+"""Suffix of the tags of messages that `Loop.exchange("servers", …)` sends; a server's program does not receive these
+messages.
+"""
 STOPPED, READ, RECALL = "stopped" + CHANNEL, "read" + CHANNEL, "recall" + CHANNEL
 
 
 class OptimizerStateHeader(Note, frozen=True):
-    """Optimizer state without its slots, each of which travels as a message tagged with its name."""
+    """Scalars of an optimizer's state. Each slot, such as the momentum, follows in a message tagged with the slot's
+    name.
+    """
 
     steps: float
     numbers: dict[str, int | float]
@@ -37,7 +42,7 @@ class OptimizerStateHeader(Note, frozen=True):
 
 
 class ProgramStopped(Note, frozen=True):
-    """Note that a program has ended.
+    """Note that a node's program has ended so that it can restart.
 
     Rank 0 gives the steps of the run so far, and new state for the servers' optimizers.
     """
@@ -47,8 +52,8 @@ class ProgramStopped(Note, frozen=True):
 
 
 class Recall(Note, frozen=True):
-    """Note that requests the state of a server's optimizer: its current state, or with `last` its state at the end of
-    the server's program.
+    """Note that requests the state of a server's optimizer: its current state or, if `last` is set, its state at the
+    end of the server's program.
     """
 
     last: bool = False
@@ -58,12 +63,14 @@ NOTES: Notes = {STOPPED: ProgramStopped, RECALL: Recall, f"reply to {RECALL}": O
 
 
 def notes_of(strategy: Strategy) -> Notes:
-    """Return the kinds of notes in the run of a script: the notes of the strategy, and the notes of this module."""
+    """Return message tag → type of the note in the run of a script: the notes of the strategy and those of this
+    module.
+    """
     return {**strategy.notes, **NOTES}
 
 
 class ProgramRestart(Exception):
-    """Exception that restarts a server's program."""
+    """Raised inside a server's program to end the program so that it restarts."""
 
 
 class ScriptRequests:
@@ -83,8 +90,8 @@ class ScriptRequests:
         self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
-        """Handle a message of the driver's channel; return whether the message was one, so that the program must not
-        receive it.
+        """Handle a message if it is a request of a script's driver, and return whether it was; if so, the server's
+        program must not receive it.
         """
         if not message.tag.endswith(CHANNEL):
             return False
@@ -100,7 +107,7 @@ class ScriptRequests:
         return True
 
     def attend(self, idle: bool) -> None:
-        """Answer requests while the program waits.
+        """Answer the requests of scripts while the server's program waits for a message.
 
         Raises:
             ProgramRestart: all nodes have stopped.
@@ -119,12 +126,14 @@ class ScriptRequests:
             raise ProgramRestart
 
     def end(self) -> None:
-        """Answer the requests that had to wait for the end of the program."""
+        """Answer the requests that had to wait until the server's program ended."""
         for message in self._asked_for_the_end:
             self._answer(message)
 
     def restart(self) -> None:
-        """Set the new parameters, and the optimizer's state if it was sent; discard all other state."""
+        """Set the new parameters, and the new state of the optimizer if rank 0 has sent one; discard all other state of
+        the server.
+        """
         node, stopped = self._node, self._stopped
         new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
         node.params[:] = new.payload
@@ -164,8 +173,8 @@ def _state(memory: OptimizerStateHeader, slots: dict[str, FlatArray]) -> Optimiz
 
 
 def forget(node: Node, before: int) -> None:
-    """Drop the messages for the node's program, except messages that nodes leave; `before` is the number of steps that
-    the run has taken.
+    """Drop the messages that have arrived for the node's program, and announce again which nodes have left; `before` is
+    the number of steps that the run has taken.
     """
     node.mailbox.clear(but=CHANNEL)
     node.step, node.before = 0, before
@@ -175,7 +184,9 @@ def forget(node: Node, before: int) -> None:
 
 
 async def common_steps(me: Worker, steps: float) -> float:
-    """Return the number of steps in the optimizer state of rank 0."""
+    """Return the step count in the optimizer state of rank 0, which rank 0 passes as `steps` and sends to the
+    others.
+    """
     if me.rank == 0:
         me.send_all(me.peers, "steps", None, {"steps": steps})
         return steps
@@ -195,8 +206,8 @@ async def all_here(me: Worker) -> None:
 
 
 async def meet(me: Worker, word: str) -> int:
-    """Send `word` to all workers, and wait until every living worker has sent `word`; return the largest number of
-    steps of a worker.
+    """Barrier: send `word` to all workers, and wait for `word` from every living worker; return the largest step count
+    among them.
     """
     me.send_all(me.peers, word)
     most = me.step
@@ -237,8 +248,8 @@ async def restart_programs(me: Worker, held: Sequence[slice], optimizer: Optimiz
 
 
 async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray:
-    """Return the model that `policy` (server, mean or rank0) selects now; the lowest rank computes the model and
-    distributes it.
+    """Return the model that the result policy (server, mean or rank0) selects now; the worker of the lowest rank
+    computes and distributes the model.
     """
     root = min([me.rank, *me.peers])
     if me.rank != root:
@@ -258,8 +269,8 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
 
 
 async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
-    """Return the parameters that the servers hold. If several servers hold the same part, those of the first of
-    them.
+    """Return the whole parameters, collected from the servers. If several servers hold the same part, the first of them
+    is asked.
     """
     whole = copied(me.params)
     asked = [(server(index), None, None) for index in range(len(held))]
@@ -269,8 +280,8 @@ async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
 
 
 async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> OptimizerState:
-    """Return the joint state of the servers' optimizers; with `last`, their final state, after all workers have
-    left.
+    """Return the state of the servers' optimizers, joined over all servers; with `last`, their final state, after all
+    workers have left.
     """
     whole, indices = OptimizerState(), deciding(held)
     asked = [(server(index), None, Recall(last)) for index in indices]

@@ -1,4 +1,4 @@
-"""A node of this process in a real run, with real messages and real time."""
+"""Connects a node of a real run, in its own process, to the other nodes and to the supervisor."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
 
 WAIT_PERIOD = 1.0
-"""Seconds that a worker waits before it tells the supervisor for what it waits, and seconds between two such
-reports.
+"""Seconds that a worker waits for a message before it tells the supervisor which message is missing; also the time
+between two such reports.
 """
 COLLECT_PERIOD = 0.005
-"""Seconds of steps after which a worker that waits for nothing handles the messages that have arrived."""
+"""Interval in seconds at which a worker that computes without waiting handles the messages that have arrived."""
 GLANCE = 0.001
-"""Longest single wait for a message, in seconds, while background tasks wait for other events."""
+"""Maximum number of seconds of a single wait for a message while background tasks wait for other events."""
 
 
 class NodeConnection(Messenger):
@@ -97,13 +97,15 @@ class NodeConnection(Messenger):
         self._member.tell("quarantine", None, {"address": address, "reason": reason})
 
     def home(self, gradients: FlatArray) -> FlatArray:
-        """Array for a worker's gradients: in shared memory if all workers can sum there, otherwise `gradients`."""
+        """Return an array for a worker's gradients: one in shared memory if all workers can sum there, otherwise
+        `gradients` itself.
+        """
         if self._group is None or is_tensor(gradients) or gradients.dtype.name not in SUMMED:
             return gradients
         return self._group.allocate(len(gradients), gradients.dtype.name)
 
     def taken_home(self, gradients: FlatArray) -> FlatArray:
-        """Return gradients that lie in the array of `home`, moved out of shared memory because the run ends."""
+        """Return `gradients`, copied out of shared memory if `home` placed them there, because the run ends."""
         group = self._group
         return (
             gradients if group is None or is_tensor(gradients) or not group.holds(gradients) else group.taken(gradients)
@@ -128,7 +130,7 @@ class NodeConnection(Messenger):
         self._wanted = None
 
     def wait_once(self, wanted: Wanted) -> None:
-        """Deliver the next message, or wait some time for a message, while this node waits for `wanted`.
+        """Deliver the next message, or wait a limited time for one, while this node waits for `wanted`.
 
         Raises:
             PeerLost: this node cannot continue without a node that was lost.
@@ -201,7 +203,8 @@ class NodeConnection(Messenger):
         return True
 
     def mean_of_slice(self, array: FlatArray) -> FlatArray | None:
-        """Return the mean over all workers of slice `rank` of `array`, as `SharedSum` describes.
+        """Return the mean over all workers of slice `rank` of `array`, computed in shared memory; None if shared memory
+        cannot be used.
 
         Raises:
             PeerLost: a worker has left or died.
@@ -216,7 +219,8 @@ class NodeConnection(Messenger):
         return mean
 
     def exchange_slices(self, own: FlatArray, into: FlatArray) -> None:
-        """Exchange the workers' slices of `into`; traffic is counted as if messages had carried gradients and slices.
+        """Copy this worker's slice `own` to all workers, so that `into` holds the slices of all workers; the traffic
+        counts as if messages had carried gradients and slices.
 
         Raises:
             PeerLost: a worker has left or died.
@@ -235,7 +239,8 @@ class NodeConnection(Messenger):
         return self.empty_on_host(-(-len(array) // self._group.workers), array.dtype.name)
 
     def reduce_on_host(self, array: FlatArray, shares: int, divisor: int) -> FlatArray | None:
-        """Replace this worker's share with the sum over the workers of this host, as `HostSum` describes.
+        """Return an array in shared memory in which this worker's share is the sum over this host's workers, not yet
+        divided; None if shared memory cannot be used.
 
         Raises:
             PeerLost: a worker has left or died.
@@ -253,7 +258,8 @@ class NodeConnection(Messenger):
         return here
 
     def gather_on_host(self, array: FlatArray, shares: int, divisor: int) -> None:
-        """Exchange the shares of this host's workers; traffic is counted as if messages had carried the shares.
+        """Divide this worker's share of `array` by `divisor`, and copy the shares of all workers of this host into
+        `array`; the traffic counts as if messages had carried the shares.
 
         Raises:
             PeerLost: a worker has left or died.
@@ -266,8 +272,8 @@ class NodeConnection(Messenger):
         metrics.traffic.moved(nbytes, nbytes, messages)
 
     def arrays_on_host(self, array: FlatArray) -> HostArrays | None:
-        """Return the arrays of this host's workers that correspond to `array`; None if `array` is not in shared
-        memory.
+        """Return the arrays of all workers of this host at the place of `array` in shared memory; None if `array` is
+        not in shared memory.
         """
         group = self._group
         offset = group.offset(array) if group is not None and group.can(array) else None
@@ -276,14 +282,16 @@ class NodeConnection(Messenger):
         return HostArrays(offset, [group.at(place, array) for place in range(group.workers)])
 
     def count_on_host(self, array: FlatArray, shares: int) -> None:
-        """Count the bytes that were exchanged through `arrays_on_host`; their messages were sent without arrays."""
+        """Count the bytes that workers of this host exchanged through shared memory, for which only messages without
+        arrays were sent.
+        """
         assert self._group is not None
         nbytes, _ = self._group.moved_in_shares(array, shares)
         self.runner.metrics.traffic.moved(nbytes, nbytes, 0)
 
     def empty_on_host(self, size: int, dtype: str) -> FlatArray:
-        """Return an array (size,) in shared memory, the same at every call, if arrays of this size can be summed
-        there.
+        """Return an array (size,) in shared memory, the same at every call; if its dtype cannot be summed there, a new
+        array in ordinary memory.
         """
         assert self._group is not None
         if dtype not in SUMMED:
@@ -293,8 +301,8 @@ class NodeConnection(Messenger):
         return self._lasting[size, dtype]
 
     def send_snapshot(self, tick: float, params: FlatArray | None = None) -> None:
-        """Send a snapshot of the node's parameters (None: the current parameters), which is evaluated outside of the
-        run's time.
+        """Send a snapshot of `params` (default: the node's current parameters) to the supervisor, which evaluates the
+        snapshot off the run's clock.
         """
         self.snapshots.send_snapshot(self.node, tick, self.now(), self.runner.metrics.traffic.sent_bytes, params)
 
@@ -320,7 +328,9 @@ class NodeConnection(Messenger):
         return isinstance(self.replication, ReplicatedServer) and self.replication.unsettled
 
     def salvage(self) -> None:
-        """Send the messages that are ready, because the run is failing."""
+        """Send the supervisor the buffered events, the flight recorder and the current parameters, because the run is
+        failing.
+        """
         with contextlib.suppress(FlockstepError):
             self.reports.flush()
             self.send_flight()
@@ -328,7 +338,7 @@ class NodeConnection(Messenger):
             self.snapshots.salvage(self.node, self.now(), self.runner.metrics.traffic.sent_bytes)
 
     def close(self) -> None:
-        """Record the totals of a program that has ended, and send the final parameters.
+        """Write the totals of a program that has ended to the record, and send the final parameters.
 
         Raises:
             PeerLost: a node that this node needs has left.
@@ -345,7 +355,7 @@ class NodeConnection(Messenger):
             self.tell("done", {"step": self.node.run_step})
 
     def attend(self, message: Message) -> None:
-        """Deliver a message after the end of the program, for background tasks that still run."""
+        """Deliver a message to the background tasks that still run after the end of the node's program."""
         found = message if self._link is None else self._link.within(message)
         if found is None:
             return
@@ -356,7 +366,7 @@ class NodeConnection(Messenger):
             self.checkpoints.idle()
 
     def leave(self, failed: bool) -> None:
-        """Close the connections that the workers have opened to one another in addition to the run's own links."""
+        """Close the connections between workers that were opened in addition to the run's own links."""
         self._group = self._staging = None
         self._lasting.clear()
         if isinstance(self.node, Worker):

@@ -32,7 +32,9 @@ from flockstep.records.failpoints import reach
 from flockstep.transports.wire import note_reader
 
 DATA, LOG, STORED, FENCED = "replicas.data", "replicas.log", "replicas.stored", "replicas.fenced"
-"""Tags of messages between the processes of a run with backups."""
+"""Tags of the messages between the processes of a run with backups: a program's message, an entry of the log, the
+acknowledgment of entries, and the answer to a process that is no longer the head.
+"""
 
 
 class Inner(Note, frozen=True):
@@ -71,13 +73,13 @@ class Logged(Note, frozen=True):
 
 
 class Stored(Note, frozen=True):
-    """Acknowledgment of a backup: the rest of the chain has the log up to `position`."""
+    """Acknowledgment of a backup that it and all later backups have stored the log up to entry `position`."""
 
     position: int
 
 
 class Fenced(Note, frozen=True):
-    """Answer to a process that is no longer the head: the epoch of the current head."""
+    """Answer to a process that believes to be the head of a server but no longer is: the epoch of the current head."""
 
     epoch: int
 
@@ -106,7 +108,7 @@ class ProgramRunner(Protocol):
 
 
 class Endpoint:
-    """A node's exchange of messages with replicated servers, each of which may move to a backup; workers use this
+    """A node's exchange of messages with replicated servers, any of which a backup may take over; workers use this
     class.
     """
 
@@ -149,7 +151,9 @@ class Endpoint:
             self._runner.deliver(self._unpacked(note.inner, message.array), sent_at)
 
     def loses(self, address: Address) -> bool:
-        """Handle the death of a process; return whether the program continues without noticing the death."""
+        """Handle the death of a process; return whether another process replaces it, so that the program need not be
+        told.
+        """
         if address >= 0:
             return False
         server = self._cluster.logical(address)
@@ -294,7 +298,7 @@ class ReplicatedServer(Endpoint):
         return bool(self._log or self._held or self._waiting or self._actions)
 
     def send(self, to: Address, message: Message) -> None:
-        """Hold back a message of the program until the whole chain has every message on which it depends."""
+        """Queue a message of the program until the whole chain has stored every message on which it depends."""
         if message.array is not None:
             message.array = self._runner.node.freeze(message.array)
         self._held.append((self.position, to, message))
@@ -302,7 +306,7 @@ class ReplicatedServer(Endpoint):
             self._do(self._release)
 
     def note(self, event: Event) -> None:
-        """Write an event to the record; an event of the program is held back until the whole chain has every message on
+        """Write an event to the record; an event of the program waits until the whole chain has stored every message on
         which it depends.
         """
         if isinstance(event, UpdateEvent | RefusedEvent):
@@ -334,7 +338,9 @@ class ReplicatedServer(Endpoint):
         return True
 
     def release(self, worker: Address) -> None:
-        """Tell the program, once, that the clock of a worker that has left no longer counts."""
+        """Tell the program, once, that a worker has left, so that the program no longer waits for the worker's
+        clock.
+        """
         self._do(partial(self._release_worker, worker))
 
     def close(self) -> None:
@@ -516,8 +522,8 @@ class ReplicatedServer(Endpoint):
 
 
 class ProgramEvents:
-    """Passes on each event of a replicated server's program once, from the process of the server that reports the event
-    first.
+    """Writes each event of a replicated server's program to the record once, although every process of the server
+    reports the event.
 
     The processes of a server report the same events in the same order.
     """

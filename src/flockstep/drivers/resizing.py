@@ -37,8 +37,7 @@ T = TypeVar("T")
 def resized_checkpoint(
     engine: Engine, plan: Plan, now: Plan, kept: Mapping[Address, NodeCheckpoint], order: Sequence[int]
 ) -> dict[Address, NodeCheckpoint]:
-    """Return the states from which the nodes of plan `now` continue a run of `plan`, whose nodes have the states
-    `kept`.
+    """Return the states from which the nodes of plan `now` continue a run of `plan` with another number of workers.
 
     `order` lists the former ranks of the workers in the order of their new ranks; if there are fewer workers now, the
     last in the list leave. Each worker's step count is converted so that all workers together keep their total number
@@ -85,7 +84,7 @@ def _renamed(of: Mapping[Address, T], order: Sequence[int]) -> dict[Address, T]:
 
 
 def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before: int = 0) -> dict[Address, Saved]:
-    """Return the initial states of the nodes of `plan`, which the strategy of the plan derives from the former states.
+    """Return the initial states of the nodes of `plan`, which the strategy derives from the states of the former nodes.
 
     Args:
         engine: the engine of the job.
@@ -113,7 +112,7 @@ def resized(engine: Engine, plan: Plan, former: Mapping[Address, Saved], before:
     return copy.deepcopy(states)
 
 
-def require_resizable(strategy: Strategy, instead: str = "resume it without -n") -> None:
+def require_resizable(strategy: Strategy, instead: str = "resume the run without -n") -> None:
     """Raise `CompositionError` if the strategy has no rule for another number of workers.
 
     `instead` ends the error's sentence with the way out.

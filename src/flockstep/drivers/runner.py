@@ -57,7 +57,7 @@ class Driver(Protocol):
 
 
 class OneProcess:
-    """Moves messages between the nodes of one process: each message is delivered before `send` returns."""
+    """Delivers the messages between nodes of one process: each message is delivered before `send` returns."""
 
     def __init__(self) -> None:
         self.runners: dict[Address, Runner] = {}
@@ -78,7 +78,7 @@ class OneProcess:
         if type(runner.waiting) is Wanted:
             node = runner.node
             raise RunError(
-                f"{node_name(node.address)} waits for {runner.waiting} at step {node.run_step}, which no node will send"
+                f"{node_name(node.address)} waits at step {node.run_step} for {runner.waiting}, which no node will send"
             )
 
 
@@ -90,7 +90,9 @@ address of a dead node) or ("needless",) for a canceled gradient.
 
 @dataclass(eq=False)
 class History:
-    """The saved state and the inputs from which a program can be restarted."""
+    """A saved state of a node, and the inputs that its program has received since, from which the program can be
+    restarted.
+    """
 
     point: bytes = b""
     """State of the node at the last point from which its program can restart."""
@@ -105,21 +107,21 @@ class Runner:
     """
 
     send_snapshot: Callable[..., None] | None = None
-    """Function that sends a snapshot of parameters for a tick of progress: the node's current parameters, or the given
-    parameters.
-    """
+    """Function that sends a snapshot of the node's parameters at a tick of progress; None if no snapshots are sent."""
     every = 0
-    """Number of steps of a worker between two ticks of progress; 0 for no ticks."""
+    """Number of steps of a worker between two ticks of progress, at which the model is evaluated; 0 for no ticks."""
     progress: Progress | None = None
-    """Progress of the workers as a server knows it; the progress determines when the server's ticks are due."""
+    """Number of steps that each worker has taken, as far as a server knows; it determines when the server sends a
+    snapshot.
+    """
     source: Callable[[NeedGradient], None] | None = None
     """Function that is called when the program waits for a gradient, or for another part of a gradient."""
     stepped: Callable[[float | None], None] | None = None
     """Function that is called at every step of a worker, with the step's loss."""
     ended: Callable[[], None] | None = None
-    """Function that is called when the program has ended."""
+    """Function that is called when the node's program has ended."""
     script_requests: ScriptRequests | None = None
-    """Answers the requests of a script to a server, in addition to the server's program."""
+    """Answers a script's requests to a server, which the server's program does not see; None on workers."""
     history: History | None = None
     """The history from which the program can be restarted; None if no history is kept."""
     replaying: bool = False
@@ -128,9 +130,9 @@ class Runner:
     """Whether the program has done nothing since it last reached a point from which it can restart."""
 
     quarantine: Callable[[Address, str], None] | None = None
-    """Function that removes a worker from the run, with the reason."""
+    """Function that removes a worker from the run; its arguments are the worker's address and the reason."""
     wrong_gradients: WrongGradients | None = None
-    """Injected faults that change the worker's gradients."""
+    """Injected faults that change the worker's gradients; None if there are none."""
     replication: Replication | None = None
     """Handles the messages between the processes of a run whose servers have backups; None if there are no backups."""
 
@@ -170,8 +172,8 @@ class Runner:
         self.begin(self._again())
 
     def remember(self, history: History, save: Callable[[], bytes]) -> None:
-        """From now on, store the state and the inputs from which the program can be restarted; `save` returns the
-        node's current state.
+        """Record the program's inputs from now on, so that the program can be restarted; `save` returns the node's
+        current state.
         """
 
         def at_boundary() -> None:
@@ -186,7 +188,7 @@ class Runner:
         history.point = history.point or save()
 
     def replay(self, inputs: Sequence[Input], begin: Callable[[], None], settle: Callable[[], None]) -> None:
-        """Give the program all `inputs` since the saved state again, so that it reaches the state in which it had been.
+        """Pass the recorded inputs to the restarted program, so that it reaches the state that it had before.
 
         `settle` undoes what the program changes meanwhile by starting its tasks again.
         """
@@ -208,7 +210,8 @@ class Runner:
         self.send, self.recorded, self._since, self.replaying = send, recorded, since, False
 
     def restart_from(self, begin: Callable[[], None], settle: Callable[[], None]) -> None:
-        """Run the program of a node whose state was restored; `begin` creates the program.
+        """Run the program of a node whose state was restored, from the point at which the state was saved; `begin`
+        creates the program.
 
         Until the program reaches the point at which its state was saved, it only starts its tasks again: nothing is
         sent or recorded, and `settle` undoes what the tasks change.
@@ -269,17 +272,19 @@ class Runner:
 
     @property
     def awaited(self) -> int:
-        """First element of the awaited part of the gradient; 0 if the whole gradient is awaited."""
+        """Index of the first element of the gradient part that the program awaits; 0 if it awaits the whole
+        gradient.
+        """
         need = self.waiting
         return round((1 - need.share) * len(self.node.params)) if isinstance(need, NeedGradient) else 0
 
     @property
     def tentative(self) -> bool:
-        """Whether parts of the awaited gradient may change after the program has received them."""
+        """Whether a gradient that the program has received in parts may still change."""
         return isinstance(self.waiting, NeedGradient) and self.waiting.tentative
 
     def resume(self, value: Any) -> None:
-        """Resume the program with the awaited value, until it waits again or ends."""
+        """Resume the program with the value that it waits for, until it waits again or ends."""
         program, self.waiting, self.at_rest = self._program, None, False
         assert program is not None
         try:
@@ -371,7 +376,7 @@ class Runner:
             self.wrong_gradients.change(gradient, node.step, part, hostile=True)
 
     def needless(self) -> Message | None:
-        """Return the message after which the awaited gradient is no longer needed, if it has arrived."""
+        """Return the message that makes the awaited gradient unnecessary, if it has arrived; otherwise None."""
         need = self.waiting
         if not isinstance(need, NeedGradient) or need.unless is None:
             return None
@@ -433,7 +438,7 @@ class Runner:
             self.take_loss(address)
 
     def take_loss(self, address: Address) -> None:
-        """Tell the program that a node has died."""
+        """Tell the node's program that another node has died."""
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("loss", address))
         self.node.lose(address)
@@ -498,7 +503,7 @@ class Runner:
             )
 
     def scalar(self, name: str, value: float) -> None:
-        """Record a scalar figure of the strategy."""
+        """Write a named number that the strategy reports to the record."""
         if self.recorded:
             self.metrics.scalar(self.clock(), name, value)
 
@@ -557,7 +562,9 @@ class Runner:
             self.begin(self._again())
 
     def lap(self, kind: str) -> None:
-        """Count the time since the last entry as `kind`, without the time spent waiting in shared memory."""
+        """Count the time since the previous call as `kind` (compute, wait or comm), without the time spent waiting in
+        shared memory.
+        """
         now, since, metrics = self.clock(), self._since, self.metrics
         if now > since:
             slept, metrics.waited = min(metrics.waited, now - since), 0.0

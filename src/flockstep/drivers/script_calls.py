@@ -32,7 +32,7 @@ def script_checkpoints(name: str) -> ScriptCheckpoints | None:
         )
     if live[0].script is None:
         raise ConfigurationError(
-            f"flockstep.{name} works with PyTorch after flockstep.distribute, got a run without it; let the script "
-            f"itself save the state"
+            f"flockstep.{name} works only in a PyTorch script after flockstep.distribute, got a script of another "
+            "framework or without distribute; save the state in the script itself"
         )
     return live[0].script

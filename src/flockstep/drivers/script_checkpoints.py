@@ -41,23 +41,29 @@ class Keeper(Protocol):
         """Reason why the script cannot be stopped between two steps; empty if it can be stopped."""
 
     def at_boundary(self) -> Any:
-        """Return the state of the optimizer at the point where the worker's program has stopped, not copied."""
+        """Return the state of the optimizer at the point where the worker's program has stopped; arrays are not
+        copied.
+        """
 
     def between_steps(self) -> Any:
-        """Return everything that the script may change between two steps, not copied: settings, buffers, random
-        streams.
+        """Return all that the script may change between two steps: settings, buffers and random streams; arrays are not
+        copied.
         """
 
     def restore_at_boundary(self, kept: Any) -> None:
-        """Restore what `at_boundary` returned; raise `ConfigurationError` if the state belongs to another model."""
+        """Restore the optimizer's state that `at_boundary` returned; raise `ConfigurationError` if the state belongs to
+        another model.
+        """
 
     def restore_between_steps(self, kept: Any, random: bool) -> None:
-        """Restore what `between_steps` returned; restore the random streams only if `random` is set."""
+        """Restore settings and buffers that `between_steps` returned; restore the random streams only if `random` is
+        set.
+        """
 
 
 @dataclass
 class ScriptState:
-    """What a script has added to a checkpoint."""
+    """State that a script adds to a checkpoint of its worker."""
 
     between_steps: Any
     extra: dict[str, Any]
@@ -78,20 +84,20 @@ class ScriptCheckpoints:
         checkpoints.script = self
 
     def at_boundary(self) -> Any:
-        """Return the state of the script's optimizer at the point where the worker's program has stopped, not
-        copied.
+        """Return the state of the script's optimizer at the point where the worker's program has stopped; arrays are
+        not copied.
         """
         return self._keeper.at_boundary()
 
     def resumed(self) -> dict[str, Any] | None:
-        """Return what the script passed to `checkpoint` when the checkpoint was taken; None in a run that was not
-        resumed.
+        """Return the values that the script passed to `flockstep.checkpoint` when the checkpoint was taken; None in a
+        run that was not resumed.
         """
         self._asked = True
         return None if self._kept is None else deepcopy(self._kept.script.extra)
 
     def checkpoint(self, extra: Extra | Callable[[], Extra]) -> None:
-        """Complete the copy of the state, if the previous step made a copy.
+        """Add the script's part to the copy of the worker's state, if the previous step made a copy.
 
         Raises:
             ConfigurationError: see `flockstep.checkpoint`.
@@ -119,7 +125,8 @@ class ScriptCheckpoints:
         self._steps += 1
 
     def before_restart(self) -> None:
-        """Check that a script may continue from a model that it has loaded.
+        """Check that a script may continue from a model that it has loaded, which discards a copy of the state that is
+        not complete.
 
         Raises:
             ConfigurationError: the model of the checkpoint would be lost.

@@ -13,13 +13,15 @@ OPTIMIZER = "optimizer"
 
 
 def tell_servers(me: Worker, optimizer: Optimizer) -> None:
-    """Use new settings from the next step on: on the servers, and for the slices that this worker steps itself."""
+    """Send new optimizer settings to the servers, and use them for the slice that this worker updates; they apply from
+    the next step on.
+    """
     me.optimizer = optimizer
     me.send_all(me.server_addresses, OPTIMIZER, None, {"optimizer": to_text(optimizer)})
 
 
 def taken_over(node: Node, message: Message) -> bool:
-    """Apply the new settings if `message` contains any; return whether it does.
+    """Apply the optimizer settings in `message`; return False if the message contains none.
 
     Raises:
         ConfigurationError: the new settings need another kind of optimizer state.

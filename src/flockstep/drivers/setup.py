@@ -38,7 +38,7 @@ from flockstep.workloads.sampler import steps_for
 from flockstep.workloads.split import Split
 
 JOB_FILE = "job_file"
-"""Name, among a record's versions, of the digest of the job's Python file."""
+"""Key, among the versions in a record, of the digest of the job's Python file."""
 EVALUATIONS = 40
 """Default number of evaluations of the model during a run."""
 
@@ -88,7 +88,7 @@ def check(config: RunConfig) -> Strategy:
 
 
 def partition_of(config: RunConfig) -> Partition:
-    """Return the partition of `config`.
+    """Return the partition that `config` requests.
 
     Raises:
         ConfigurationError: a script's model would have to be split.
@@ -233,7 +233,7 @@ class BuiltJob:
         partition = partition_of(config)
         if own is not None and partition != Unsplit():
             raise CompositionError(
-                f"all stages of a replica read its samples, but in this run each worker has its own samples, got "
+                f"all stages of a replica need the same samples, but in this run each worker has its own samples, got "
                 f"{partition}; leave the partition out"
             )
         split = None if partition == Unsplit() else make_split(job, config.seed, partition, facts)

@@ -20,14 +20,14 @@ from flockstep.nodes import Node, Worker
 from flockstep.records.snapshots import LAST
 
 NEWEST_FIRST = 1.0
-"""Seconds after which a node sends its first snapshot even if no evaluation is due; more for large models."""
+"""Seconds until a node's first snapshot between evaluations; longer for large models (see `NEWEST_SHARE`)."""
 USUAL_RATE = 1e9
 """Assumed bytes per second at which a snapshot is sent, until the first snapshot has been measured."""
 NEWEST_PERIOD = 5.0
-"""Seconds between two further snapshots; more if sending is slow (see `NEWEST_SHARE`)."""
+"""Seconds between two snapshots that are sent between evaluations; longer if sending is slow (see `NEWEST_SHARE`)."""
 NEWEST_SHARE = 50
-"""Least ratio of the time between snapshots to the time of sending a snapshot: snapshots take at most 2 % of a node's
-time.
+"""Minimum ratio of the time between two snapshots to the time that sending one takes, so that sending takes at most 2 %
+of a node's time.
 """
 
 
@@ -43,7 +43,7 @@ class SnapshotSender:
         self._closed = False
 
     def send_snapshot(self, node: Node, tick: float, t: float, sent: int, params: FlatArray | None = None) -> None:
-        """Send a snapshot of the node's parameters (None: the current parameters) to the supervisor."""
+        """Send a snapshot of `params` (default: the node's current parameters) to the supervisor."""
         params = node.params if params is None else params
         buffers = self.buffers()
         self._closed = tick == FINAL
@@ -54,7 +54,7 @@ class SnapshotSender:
             self._member.tell("done", None, {"step": node.run_step})
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
-        """Send a snapshot if the previous snapshot is old enough, so that a run that ends early has a recent model."""
+        """Send a snapshot if the previous one is old enough, so that a recent model exists if the run ends early."""
         if self._alike and isinstance(node, Worker) and node.rank != node.view.ranks[0]:
             return
         if self._due is None:

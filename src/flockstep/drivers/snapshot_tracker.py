@@ -72,7 +72,9 @@ class SnapshotTick(Tick):
         return replicas[0].read() if replicas else None
 
     def mean(self) -> FlatArray:
-        """Return the mean of the replicas, and keep the sum of distances for `divergence`."""
+        """Return the mean of the replicas (K,). The call also sums the distances from the mean, which `divergence`
+        needs.
+        """
         replicas = self.replicas()
         mean: FlatArray = np.empty(replicas[0].size, replicas[0].read(slice(0, 0)).dtype)
         self._variance = self._add_up(replicas, mean)
@@ -97,7 +99,7 @@ class SnapshotTick(Tick):
 
 
 class NewestSnapshots:
-    """The newest snapshot of each node: the model of a run that ends early."""
+    """The most recent snapshot of each node, from which the model of a run that ends early is made."""
 
     def __init__(self, parts: int = 1) -> None:
         """`parts`: number of workers that hold one replica together, whose snapshots become one of the replica."""
@@ -105,7 +107,7 @@ class NewestSnapshots:
         self._joiner = SnapshotJoiner(parts)
 
     def take(self, item: Snapshot) -> None:
-        """Store a snapshot that was sent between evaluations, or a final snapshot."""
+        """Store a node's snapshot that was sent between evaluations, or its final snapshot."""
         for whole in self._joiner.add(item):
             self._items[whole.address] = whole
 
@@ -115,8 +117,8 @@ class NewestSnapshots:
         return {item.address: item.read_buffers() if item.buffers else None for item in final}
 
     def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> SnapshotTick:
-        """Return all newest snapshots as one tick; replicas of lost workers are left out if there are replicas of other
-        workers.
+        """Return the most recent snapshots of all nodes as one tick; replicas of lost workers are left out if there are
+        replicas of other workers.
         """
         ranks = {address for address in self._items if address >= 0}
         left_out = ranks & set(lost) if ranks - set(lost) else set()
@@ -128,7 +130,9 @@ class NewestSnapshots:
 
 
 class SnapshotTracker(Tracker):
-    """Evaluates each tick when the snapshots of all nodes have arrived, and stores the final model with `keep`."""
+    """Evaluates the model of each tick of progress when the snapshots of all nodes have arrived, and stores the final
+    model with `keep`.
+    """
 
     def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Callable[[SnapshotTick, FlatArray], None]):
         sizes = (engine.schema.size,) if plan.split is None else plan.split.sizes

@@ -27,17 +27,19 @@ from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass, PipelineSchedule
 
 TAGS = {"forward": "activations", "backward": "errors", "input_backward": "errors"}
-"""Kind of a pass → first word of the tag of the messages with its inputs and outputs."""
+"""Kind of a pass → first word of the tag of the messages that carry the inputs and outputs of such passes."""
 PASSED = "passed"
-"""Tag of the message that a batch has left the last stage, for schedules in which only one forward pass runs at a
-time.
+"""Tag of the message that a batch has left the last stage, which the first stage awaits if a schedule runs only one
+forward pass at a time.
 """
 LENT, RETURNED = "lent", "returned"
-"""First words of the tags of messages with a tied parameter, and with the gradient of one use of it."""
+"""First words of two message tags: a tied parameter sent to the other stage that uses it, and the gradient of this use
+sent back.
+"""
 
 
 class StageNote(Note, frozen=True):
-    """Note that says to which micro-batch an array of activations, or of gradients of activations, belongs."""
+    """Note with the micro-batch to which an array of activations, or of gradients of activations, belongs."""
 
     step: int
     microbatch: int
@@ -83,11 +85,13 @@ class StageProgram(PartProgram):
 
     @property
     def versions(self) -> list[int]:
-        """Versions of the weights that the stage stores."""
+        """Numbers of the versions of the weights that the stage stores."""
         return sorted(self._versions)
 
     def requested(self, params: FlatArray) -> None:
-        """Store the worker's parameters (K,) as the next version when the strategy requests a gradient."""
+        """Store the worker's parameters (K,), of which the strategy has requested a gradient, as the next version of
+        the weights.
+        """
         if self._schedule.synchronous and self._versions:  # no pass uses the version before
             (held,) = self._versions.values()
             self._versions.clear()

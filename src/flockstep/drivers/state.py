@@ -41,8 +41,8 @@ NO_ARRAYS: Mapping[str, FlatArray] = {}
 
 
 def to_bytes(value: Any, name: str = "state") -> bytes:
-    """Encode `value` as bytes; an object that occurs twice is decoded as one object. `name` is what errors call the
-    value.
+    """Encode `value` as bytes; an object that occurs twice is decoded as one object. Error messages call the value
+    `name`.
 
     Raises:
         ConfigurationError: `value` contains something that is not data, such as a coroutine or an open file.
@@ -62,7 +62,7 @@ def to_arrays(value: Any) -> dict[str, FlatArray]:
 
 
 def from_arrays(arrays: Mapping[str, FlatArray]) -> Any:
-    """Decode what `to_arrays` encoded.
+    """Decode the value that `to_arrays` has encoded.
 
     Raises:
         ProtocolError: the arrays do not come from `to_arrays`.

@@ -46,7 +46,7 @@ class BackwardHooks:
         self.begin()
 
     def begin(self) -> None:
-        """Prepare to watch the next gradient."""
+        """Start to watch the next backward pass."""
         if self._loop.awaited and not self._hooks:
             for index, parameter in enumerate(self._flat.parameters):
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -58,7 +58,8 @@ class BackwardHooks:
             self.handed_from, self.handed, self._revised = self._flat.schema.size, False, False
 
     def check(self) -> None:
-        """Check that the parts already passed to the strategy have not changed; the gradient is complete.
+        """Check that the gradient, which is now complete, is unchanged in the parts that the strategy has already
+        received.
 
         Raises:
             ConfigurationError: the script has changed a part after the backward pass.
@@ -75,7 +76,7 @@ class BackwardHooks:
             )
 
     def revise(self, refusal: str) -> None:
-        """Handle gradients that have changed, although parts of them may have been passed to the strategy.
+        """Tell the strategy that gradients have changed of which it may have received parts.
 
         Raises:
             ConfigurationError: the strategy has used a part and cannot take it back; the message of the error is
@@ -88,7 +89,7 @@ class BackwardHooks:
             raise ConfigurationError(refusal)
 
     def skip(self) -> None:
-        """Prepare to watch the next gradient, because the script takes no step with the current gradient.
+        """Start to watch the next backward pass, because the script takes no step with the current gradient.
 
         Raises:
             ConfigurationError: a part of this gradient has been sent, and other workers wait for the rest.

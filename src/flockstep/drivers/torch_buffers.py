@@ -44,7 +44,7 @@ class Buffers:
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def take(self, packed: Mapping[int, FlatArray]) -> None:
-        """Set the buffers as the policy says, from the buffers of several ranks, given as rank → `packed()`.
+        """Set the buffers by the policy, from the packed buffers of several ranks (rank → bytes of `packed()`).
 
         Raises:
             ConfigurationError: the ranks' buffers differ in size.

@@ -21,7 +21,7 @@ from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.strategies.base import Strategy
 
 WATCHED = 10
-"""Number of first steps in which changes of gradients between the backward pass and the optimizer's step are
+"""Number of first steps in which a gradient that changes between the backward pass and the optimizer's step is
 detected.
 """
 
@@ -29,7 +29,9 @@ Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
 class Norm(torch.Tensor):
-    """A norm that is NaN until its value is known; reading the norm before that calls `read_early`."""
+    """Gradient norm that a script receives before its value is known. Until then it is NaN, and reading it calls
+    `read_early`.
+    """
 
     read_early: Callable[[], None] | None = None
 
@@ -43,7 +45,7 @@ class Norm(torch.Tensor):
             return func(*(_plain(each, looks) for each in args), **named)
 
     def know(self, value: torch.Tensor) -> None:
-        """Set the value of the norm."""
+        """Set the value of the norm, which is known from now on."""
         self.copy_(value)
         self.read_early = None
 
@@ -95,11 +97,13 @@ class Clip:
 
     @property
     def refused(self) -> bool:
-        """Whether the script wants no step with this norm, because the norm is not finite."""
+        """Whether the script has asked for an error in place of a step with this norm, because the norm is not
+        finite.
+        """
         return self.strict and not bool(torch.isfinite(self.norm))
 
     def check(self) -> None:
-        """Raise torch's error if the step is refused."""
+        """Raise the error that torch raises for a norm that is not finite, if the script has asked for the error."""
         if self.refused:
             raise RuntimeError(
                 f"the total norm of order {self.norm_type} of the gradients is non-finite ({float(self.norm)}), so it "
@@ -114,10 +118,10 @@ class Clip:
 
 
 class Clipping:
-    """The clipping that a script has requested, from `clip_grad_norm_` until the optimizer steps."""
+    """Clipping that a script has requested by `clip_grad_norm_`, until the optimizer steps."""
 
     live: ClassVar[weakref.WeakSet[Clipping]] = weakref.WeakSet()
-    """The clippings of all distributed optimizers of this process."""
+    """The `Clipping` of each distributed optimizer of this process."""
 
     def __init__(self, flat: FlatModule, strategy: Strategy, alone: bool):
         """`alone`: there is no other worker whose gradients would be combined with this worker's."""
@@ -130,7 +134,7 @@ class Clipping:
         self.live.add(self)
 
     def ask(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
-        """Clip at once if each worker uses its own gradient; otherwise clip later, when the gradients have been
+        """Clip now if each worker uses its own gradient; otherwise store the request until the gradients have been
         combined.
         """
         if self not in self.live:  # the run is over: gradients are not combined
@@ -176,18 +180,18 @@ class Clipping:
                 "the norm after step()"
             )
         warnings.warn(
-            f"the norm that clip_grad_norm_ returned {how}, and do not skip steps because of it: the run ends if a "
-            "gradient is not finite",
+            f"the norm that clip_grad_norm_ returned {how}, and do not skip steps because of this norm: the run ends "
+            "if a gradient is not finite",
             UserWarning,
             stacklevel=_script_level(),
         )
 
     def end(self) -> None:
-        """End clipping, because the run has ended."""
+        """Stop clipping combined gradients, because the run has ended."""
         self.live.discard(self)
 
     def begin(self) -> None:
-        """Begin a step, to which the clipping requested since the last step applies."""
+        """Start a step, to which all clipping applies that was requested since the previous step."""
         self._due, self._asked = self._asked, []
 
     def apply(self) -> bool:
@@ -199,8 +203,8 @@ class Clipping:
         return True
 
     def check(self) -> None:
-        """Raise an error, after the strategy's part of a step, if the step was refused; every other worker raises it,
-        too.
+        """Raise an error at the end of a step that was refused for its norm; every other worker raises the same
+        error.
         """
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
@@ -225,7 +229,9 @@ class Clipping:
 def clip_grad_norm_(
     of: object, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """Clip the gradients of parameters, or of all parameters that the optimizer `of` holds."""
+    """Clip the norm of the gradients of parameters, or of all parameters that the optimizer `of` holds; return the
+    norm.
+    """
     if not max_norm > 0:
         raise ConfigurationError(f"max_norm must be > 0, got {max_norm}; use inf to compute the norm without clipping")
     clipping = getattr(of, "clipping", None)

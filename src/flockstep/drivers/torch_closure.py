@@ -46,13 +46,14 @@ def require_mean_gradient(optimizer: torch.optim.Optimizer, strategy: Strategy, 
         )
     if narrow:
         raise ConfigurationError(
-            f"{name} would search with parameters that are rounded to a narrower dtype than the gradients; keep all "
-            "parameters in one dtype, float32 or wider"
+            f"{name} compares losses at several points, and rounding parameters to a narrower dtype than the gradients "
+            "would move these points; keep all parameters in one dtype, float32 or wider"
         )
 
 
 def require_every_gradient(optimizer: torch.optim.Optimizer, bad_gradients: BadGradients) -> None:
-    """Raise `CompositionError` if zeros could replace a bad gradient in the optimizer's search.
+    """Raise `CompositionError` if bad gradients are replaced with zeros, which an optimizer that compares losses cannot
+    use.
 
     The zeros would contradict the loss that the closure returns.
     """

@@ -33,7 +33,7 @@ _shards: weakref.WeakKeyDictionary[DataLoader[Any], Iterable[Any]] = weakref.Wea
 
 
 def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
-    """Return this worker's part of the loader, the same object at each call.
+    """Return this worker's part of a data loader; each call with the same loader returns the same object.
 
     Raises:
         ConfigurationError: the loader has a custom sampler, which already assigns the samples, or a worker would get
@@ -45,7 +45,7 @@ def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
 
 
 def set_epoch(part: Iterable[Any], epoch: int) -> None:
-    """Set the number of the next epoch of a worker's part, on which the order of shuffled samples depends."""
+    """Set the number of the next epoch of a worker's part, which determines the order of shuffled samples."""
     drawn: Any = part
     if isinstance(part, DataLoader):
         drawn = part.batch_sampler if isinstance(part.batch_sampler, ShardedBatches) else part.sampler

@@ -70,7 +70,7 @@ def _open(framework: str, rank: int, workers: int) -> None:
 
 
 def place_on_host() -> tuple[int, int]:
-    """Return the number of this process among the workers of its host, from 0, and the number of these workers."""
+    """Return the index of this process among the workers of its host, and the number of these workers."""
     if "LOCAL_WORLD_SIZE" in os.environ:  # as flockstep launch and torchrun say it
         return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ["LOCAL_WORLD_SIZE"])
     place = place_from(os.environ)
@@ -78,8 +78,8 @@ def place_on_host() -> tuple[int, int]:
 
 
 def meet(framework: str) -> None:
-    """Wait for all ranks before an operation of the process group, during which this process would not serve other
-    workers.
+    """Wait for all ranks before an operation of torch's process group, because a process in such an operation serves no
+    other worker.
 
     Raises:
         CompositionError: the strategy's workers serve each other between two steps, or cannot wait for each other.
@@ -95,7 +95,8 @@ def meet(framework: str) -> None:
 
 
 def broadcast_value(value: T, source: int, framework: str) -> T:
-    """Return the value of rank `source`: text, numbers, None, or lists and dicts of them. All ranks call this.
+    """Return the value that rank `source` passes: text, a number, None, or lists and dicts of these. All ranks call
+    this.
 
     Raises:
         ConfigurationError: the value has another type.

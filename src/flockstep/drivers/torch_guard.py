@@ -1,5 +1,5 @@
-"""Detects what a script changes between two steps: values and structure of a distributed module, and gradients that
-were already sent.
+"""Detects changes that a script makes between two steps: to the parameters and structure of a module, and to gradients
+that were already sent.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
 BLOCK = 1 << 16
-"""Number of elements that one checksum covers, so that a block is read from memory only once."""
+"""Number of elements that one checksum covers."""
 SMALL = 16
-"""Largest number of blocks of a model that is compared completely before every step."""
+"""Maximum size of a model, in blocks of `BLOCK` elements, that is compared completely before every step."""
 WINDOW = 4
-"""Number of blocks of a larger model that are compared before each step; the following blocks are compared in the next
-steps.
+"""Number of blocks of a larger model that are compared before each step; the next step compares the following blocks.
 """
 STRIDE = 1021
-"""Distance between the single elements that are also compared; the first of them changes in every step."""
+"""Distance between the single elements of a large model that are also compared; each step starts at another element."""
 SENT = 4
-"""Number of blocks of each part of a gradient that are compared before a step; the following blocks are compared in the
-next steps.
+"""Number of blocks that are compared in each part of a gradient; the next gradient is compared in the following blocks.
 """
 
 
@@ -74,7 +72,7 @@ class Guard:
         self.note()
 
     def check(self) -> None:
-        """Compare the module with its last accepted state.
+        """Compare the module with its state after the previous step.
 
         Raises:
             ConfigurationError: a parameter was unfrozen, frozen, replaced, converted or changed; the message names the
@@ -97,7 +95,8 @@ class Guard:
             raise ConfigurationError(_changed(name))
 
     def check_structure(self) -> None:
-        """Compare the parameters, the choice of trained parameters, their dtypes, and the optimizer's parameters.
+        """Compare the set of parameters, which of them are trained, their dtypes, and the optimizer's parameters with
+        those at `distribute`.
 
         Raises:
             ConfigurationError: something differs from the state at `distribute`.
@@ -245,7 +244,7 @@ class Guard:
 
 
 class SentParts:
-    """Compares the parts of a gradient with what they were when they were passed to the strategy.
+    """Detects changes of gradient parts that the strategy has already received.
 
     The comparison detects writes through `.data` and numpy, which torch does not count.
     """
@@ -257,11 +256,11 @@ class SentParts:
         self._sums: list[Any] = []
 
     def begin(self) -> None:
-        """Prepare for the parts of the next gradient."""
+        """Forget the parts of the previous gradient."""
         self._turn, self._blocks, self._sums = self._turn + SENT, [], []
 
     def note(self, start: int, stop: int) -> None:
-        """Note that elements start to stop-1 of the gradient are passed to the strategy."""
+        """Store checksums of gradient elements start to stop-1, which are passed to the strategy now."""
         begins = range(start, stop, BLOCK)
         for number in range(min(len(begins), SENT)):
             begin = begins[(self._turn + number) % len(begins)]
@@ -269,7 +268,7 @@ class SentParts:
             self._sums.append(self._digest(self._blocks[-1]))
 
     def changed(self) -> bool:
-        """Whether one of the blocks compared now differs from its content at the call of `note`."""
+        """Return whether one of the blocks with a stored checksum has changed since `note`."""
         found = list(map(self._digest, self._blocks))
         return bool(found) and not _equal(_together(found), _together(self._sums))
 
@@ -317,7 +316,9 @@ def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) 
 
 
 def require_unwrapped(module: torch.nn.Module, workers: int) -> None:
-    """Raise `ConfigurationError` if DistributedDataParallel would average gradients before the strategy has them."""
+    """Raise `ConfigurationError` if the module is wrapped in DistributedDataParallel, which averages gradients before
+    the strategy receives them.
+    """
     if workers > 1 and isinstance(module, DistributedDataParallel):
         raise ConfigurationError(
             "the module is wrapped in DistributedDataParallel, which averages all gradients before the strategy has "

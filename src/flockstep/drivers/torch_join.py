@@ -1,4 +1,6 @@
-"""Steps on which all ranks agree, for different numbers of batches and for gradients that overflow on one rank."""
+"""Agreement of all ranks before each step, needed if ranks have different numbers of batches or if gradients overflow
+on one rank.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from flockstep.nodes import Worker
 SAME = 1e-5
 """Relative difference up to which two learning rates, summed in float32, count as equal."""
 Remember = Callable[[int], None]
-"""Function that copies the optimizer state of one rank to every rank."""
+"""Function that copies the optimizer state of the given rank to every rank."""
 
 
 class Consent:
-    """Agreement of a launched script's ranks before each step, for strategies in which ranks proceed in step.
+    """Agreement of a script's ranks before each step, for strategies whose ranks step together.
 
     Strategies that continue without a worker that has left (`Traits.in_step` false) need no agreement: each rank may
     stop or skip alone.
@@ -51,8 +53,8 @@ class Consent:
         """Factor for the combined gradient on the workers."""
 
     def skips(self, overflow: bool | None) -> bool:
-        """Return whether no rank may take this step because a gradient overflowed; `overflow` is None if no scaler is
-        used.
+        """Return whether all ranks skip this step because a gradient overflowed on one rank; `overflow` is None if no
+        scaler is used.
         """
         if not self._needed or not (self.joining or overflow is not None):
             return bool(overflow)

@@ -30,7 +30,7 @@ class OptimizerContent:
 
 @dataclass
 class BetweenSteps:
-    """What a script may change between two steps, in a checkpoint."""
+    """State in a checkpoint that a script may change between two steps: settings, buffers and random streams."""
 
     groups: list[dict[str, Any]]
     """Settings of each parameter group, such as the learning rate."""
@@ -76,7 +76,9 @@ class TorchKeeper:
         return ""
 
     def at_boundary(self) -> OptimizerContent:
-        """Return the state of the optimizer at the point where the worker's program has stopped, not copied."""
+        """Return the state of the optimizer at the point where the worker's program has stopped; tensors are not
+        copied.
+        """
         states = [] if self._server_side else [dict(self._optimizer.state.get(one, {})) for one in self._parameters()]
         return OptimizerContent(self._flat.schema, self._kind, states)
 
@@ -91,7 +93,7 @@ class TorchKeeper:
         except SchemaMismatch as error:
             what = str(error).partition(": ")[2].partition(";")[0] or str(error).partition(";")[0]
             raise ConfigurationError(
-                f"the model of the script is not that of the checkpoint: {what}; restore the script as it was"
+                f"the script's model differs from the model of the checkpoint: {what}; restore the script as it was"
             ) from None
         count = 0 if self._server_side else len(self._parameters())
         if kept.kind != self._kind or len(kept.states) != count:
@@ -105,7 +107,7 @@ class TorchKeeper:
                 self._optimizer.state[parameter] = state
 
     def between_steps(self) -> BetweenSteps:
-        """Return settings, buffers and random streams, not copied."""
+        """Return the optimizer's settings, the buffers and the random streams; tensors are not copied."""
         groups = [{name: v for name, v in group.items() if name != "params"} for group in self._optimizer.param_groups]
         device = self._flat.parameters[0].device
         return BetweenSteps(
@@ -118,7 +120,7 @@ class TorchKeeper:
         )
 
     def restore_between_steps(self, kept: BetweenSteps, random: bool) -> None:
-        """Restore settings and buffers; restore the random streams only if `random` is set.
+        """Restore the optimizer's settings and the buffers; restore the random streams only if `random` is set.
 
         Raises:
             ConfigurationError: the optimizer has other groups, or the model other buffers.

@@ -36,7 +36,8 @@ def memory_of(
 
 
 class WorkerMemory:
-    """Optimizer state under strategies whose workers step themselves: each rank's torch optimizer has its own state.
+    """Optimizer state under strategies whose workers update the parameters: each rank's torch optimizer has its own
+    state.
 
     If all ranks step with a common gradient, their states must be equal; otherwise states may differ, and a rank that
     has loaded nothing takes the state that rank 0 has loaded.
@@ -50,7 +51,7 @@ class WorkerMemory:
         self._taking = False
 
     def begin(self) -> None:
-        """Continue, at `distribute`, from the state that was loaded into rank 0's optimizer."""
+        """Copy a state that was loaded into rank 0's optimizer before `distribute` to the ranks that need it."""
         if self._loop.workers > 1:
             self._loop.exchange("memory", self.agree)
         self._loaded = False
@@ -68,16 +69,16 @@ class WorkerMemory:
         return self._alike and self._loop.workers > 1 and not self._loop.finished
 
     def fetch(self) -> None:
-        """Do nothing, because the torch optimizer holds the whole state."""
+        """Do nothing, because the torch optimizer holds the whole optimizer state."""
 
     def release(self) -> None:
-        """Do nothing, because the torch optimizer needs its state."""
+        """Do nothing, because the torch optimizer steps and needs its state."""
 
     def consolidate(self, to: int) -> None:
-        """Do nothing, because the torch optimizer holds the whole state."""
+        """Do nothing, because the torch optimizer of each rank holds the whole optimizer state."""
 
     def finish(self) -> None:
-        """End the run on this worker."""
+        """Take part in the end of the run; this worker's state stays in its torch optimizer."""
         self._loop.finish()
 
     def take_from(self, source: int) -> None:
@@ -141,7 +142,9 @@ class ServerMemory:
             self._loop.restart(state)
 
     def restart(self) -> None:
-        """Restart the strategy; the servers' optimizers keep their state, or take the state that rank 0 has loaded."""
+        """Restart the strategy; the servers' optimizers keep their state, unless rank 0 has loaded a new state for
+        them.
+        """
         self._loop.restart(self._own() if self._unsent else None)
         self._unsent = False
 
@@ -204,8 +207,8 @@ class ServerMemory:
 
 
 class SliceMemory:
-    """Optimizer state under strategies in which worker i of n steps slice i of the parameters, with `spec` in place of
-    the torch optimizer.
+    """Optimizer state under strategies in which worker i of n updates slice i of the parameters, with `spec` in place
+    of the torch optimizer.
 
     Only this worker holds the state of the slice. `consolidate` collects all slices on one rank.
     """
@@ -221,11 +224,13 @@ class SliceMemory:
         """Number of steps after which `_whole` was collected."""
 
     def begin(self) -> None:
-        """Start with the state that rank 0's optimizer had before `distribute`, if any."""
+        """Send each worker its slice of the state that rank 0's optimizer had before `distribute`, if there was one."""
         self._spread(self._own())
 
     def restart(self) -> None:
-        """Restart the strategy; slices keep their state, or take the state that rank 0 has loaded."""
+        """Restart the strategy; workers keep the state of their slices, unless rank 0 has loaded a new state for
+        them.
+        """
         kept: list[OptimizerState] = []
 
         async def keep(me: Worker) -> None:
@@ -242,7 +247,9 @@ class SliceMemory:
         self._unsent, self._whole = False, None
 
     def loaded(self) -> bool:
-        """Record that the script has loaded a state; return whether it must still be sent to the slices' workers."""
+        """Record that the script has loaded a state; return whether it must still be sent to the workers that hold the
+        slices.
+        """
         self._unsent = not self._loop.finished
         return self._unsent
 
@@ -270,7 +277,7 @@ class SliceMemory:
         set_state(self._flat, self._optimizer, self._whole)
 
     def release(self) -> None:
-        """Remove the collected state from the torch optimizer, which does not step, to free the memory of all slices.
+        """Remove the collected state from the torch optimizer, which does not use it, to free the memory.
 
         The dict that `state_dict` has returned keeps the state.
         """

@@ -1,4 +1,6 @@
-"""Refuses optimizers whose settings differ between ranks if the settings of one rank would be used for all ranks."""
+"""Refuses optimizers whose settings differ between ranks, under strategies that apply the settings of one rank for all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ async def compare_settings(me: Worker, optimizer: torch.optim.Optimizer, strateg
             raise ConfigurationError(
                 f"{name} must be the same on all workers, because {_why(strategy)}, got {first} on worker {root} and "
                 f"{other} on worker {rank}; give all workers the same optimizer, and if one loads a saved state, let "
-                "all of them load it, or use a strategy whose workers step by themselves, such as local_sgd"
+                "all of them load it, or use a strategy whose workers update their own parameters, such as local_sgd"
             )
 
 
@@ -86,5 +88,5 @@ def _why(strategy: Strategy) -> str:
     if strategy.traits.alike:
         return f"all workers of {strategy} step along the same gradient"
     if strategy.traits.memory == "slices":
-        return f"each worker of {strategy} steps a part of the common model"
-    return f"the servers of {strategy} step for all workers"
+        return f"each worker of {strategy} updates a part of the common model"
+    return f"the servers of {strategy} update the parameters for all workers"

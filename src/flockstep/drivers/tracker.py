@@ -23,13 +23,13 @@ from flockstep.records.events import EvaluationEvent, ReplicaEvent
 from flockstep.strategies.base import ResultPolicy
 
 FINAL = math.inf
-"""Number of the tick that stands for a node's final parameters."""
+"""Number of the tick of a node's final parameters."""
 
 
 @dataclass
 class Tick:
-    """The parameters that the nodes sent at one tick of progress. Sums are sums of differences from the first replica,
-    so that equal replicas have a distance of exactly 0.
+    """The parameters that the nodes sent at one tick of progress. Sums are of differences from the first replica, so
+    that the divergence of equal replicas is exactly 0.
     """
 
     missing: set[Address]
@@ -44,7 +44,7 @@ class Tick:
     kept: MutableMapping[Address, FlatArray] = field(default_factory=dict)
 
     def ranks(self) -> list[int]:
-        """Ranks of the workers whose parameters are kept."""
+        """Ranks of the workers whose parameters are stored individually, in addition to the sums."""
         return sorted(address for address in self.kept if address >= 0)
 
     def first(self) -> FlatArray | None:
@@ -84,7 +84,9 @@ class Tick:
         return math.sqrt(max(self.variance(), 0.0))  # NaN stays NaN
 
     def model(self, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray | None:
-        """The model that a policy selects without an evaluation; None if the node that holds it is missing."""
+        """The model that a result policy selects without evaluating any model; None if the node that holds the model is
+        missing.
+        """
         if policy == "mean":
             return self.mean() if self.workers else None
         if policy == "server":
@@ -108,7 +110,9 @@ class Tick:
 
 
 class Tracker:
-    """Collects the ticks of one run, and evaluates each tick when it is complete."""
+    """Collects the parameters that nodes send at each tick of progress, and evaluates the model of a tick when all have
+    arrived.
+    """
 
     def __init__(
         self,
@@ -140,8 +144,8 @@ class Tracker:
         self._own: dict[str, Evaluation] = {}
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters to a tick; parameters that are kept are copied. Parameters of servers that
-        only cache are dropped.
+        """Add a node's current parameters to a tick; the parameters are copied if they are stored. Parameters of
+        servers that only cache are ignored.
         """
         if address in self._idle or self._repeats(address, tick):
             return
@@ -179,7 +183,7 @@ class Tracker:
                 self._evaluate(tick)
 
     def close(self) -> None:
-        """Evaluate the ticks that some nodes never reached, if the result policy allows it."""
+        """Evaluate the ticks that some nodes never reached, if the result policy allows an evaluation without them."""
         for tick in sorted(self._ticks):
             self._evaluate(tick)
 
@@ -238,7 +242,9 @@ class Tracker:
 
 
 def deciding(held: Sequence[slice]) -> list[int]:
-    """Return the indices of the servers whose parameters are used: of several servers with the same part, the first."""
+    """Return the indices of the servers whose parameters are evaluated: of several servers that hold the same part, the
+    first.
+    """
     known = np.zeros(max((part.stop for part in held), default=0), bool)
     indices = []
     for index, part in enumerate(held):
@@ -250,7 +256,9 @@ def deciding(held: Sequence[slice]) -> list[int]:
 
 @dataclass
 class Progress:
-    """Progress of the workers as a server knows it; the progress determines when the next tick is due."""
+    """Number of steps that each worker has taken, as far as a server knows; it determines when the next tick of
+    progress is due.
+    """
 
     cluster: Cluster
     every: int
@@ -259,8 +267,8 @@ class Progress:
     tick: int = 0
 
     def heard(self, message: Message) -> None:
-        """Note the progress of a message's sender; a server's note may hold the number of `steps` that its workers have
-        taken.
+        """Record the progress of the sender of a message; a message of another server may give the `steps` of that
+        server's workers.
         """
         source = message.source
         step = message.step if source >= 0 else getattr(message.note, "steps", 0)
@@ -269,7 +277,7 @@ class Progress:
             self.seen[source] = step
 
     def due(self) -> list[int]:
-        """Return the ticks that have been reached since the last call."""
+        """Return the ticks of progress that have been reached since the previous call."""
         reached = []
         while self.total >= self.tick * self.every * self.cluster.workers:
             reached.append(self.tick)

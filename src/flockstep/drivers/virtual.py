@@ -41,17 +41,17 @@ from flockstep.simulation.queue import EventQueue
 
 
 class Computing(msgspec.Struct, eq=False, gc=False):
-    """A gradient, or the requested part of a gradient, that a worker is computing in virtual time."""
+    """A gradient, or a requested part of one, that a worker is computing in virtual time."""
 
     share: float
-    """Share of the gradient that the program has requested, counted from the end of the flat array."""
+    """Fraction of the gradient, counted from the end of the flat array, that the program has requested."""
 
 
 class Snapshots(Protocol):
     """Collects the parameters of a run's nodes at ticks of progress."""
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters to a tick; parameters that are kept are copied."""
+        """Add a node's current parameters to a tick of progress; the parameters are copied if they are stored."""
 
     def lose(self, address: Address) -> None:
         """Stop waiting for the parameters of a lost node."""
@@ -59,8 +59,8 @@ class Snapshots(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """The objects that the nodes of a simulation share: clock, network, record. The groups of a split model's run share
-    most of them.
+    """Objects that all nodes of a simulation use: clock, network and record. The groups of a split model share most of
+    them.
     """
 
     model: TrainedModel
@@ -71,10 +71,10 @@ class Surroundings:
     gradients: ReplicaGradients
     hosts: Hosts
     address: Callable[[Address], Address] = lambda address: address
-    """Function that returns the address, in the whole run, of one of these nodes."""
+    """Function that translates the address of one of these nodes to its address in the whole run."""
     start: Callable[[Runner, NeedGradient], None] | None = None
-    """Function that starts a worker's gradient, whose result is passed to `Simulation.answer`; None if each worker
-    computes by itself.
+    """Function that starts to compute a worker's gradient, which is later passed to `Simulation.answer`; None if each
+    worker computes by itself.
     """
 
 
@@ -175,7 +175,7 @@ class Simulation:
             raise RunError(f"deadlock: every program waits for a message that no program will send: {waits}")
 
     def drain(self, kept: Mapping[Address, Saved], before: Mapping[Address, int]) -> dict[Address, Saved]:
-        """End programs that were stopped between two steps as at the end of a run, without a further gradient.
+        """Run programs that were stopped between two steps to their end, without a further gradient.
 
         Nothing is evaluated or recorded. `kept` holds the state of each node at a point where its program can restart,
         with all messages that have arrived. `before` is the number of steps that the run had taken when each node's
@@ -210,7 +210,8 @@ class Simulation:
                 runner.metrics.close(self.now, runner.node.params)
 
     def close(self) -> None:
-        """Free the nodes at once; none of them can be used afterwards.
+        """Break the references between the nodes, so that their memory is free at once; the simulation cannot be used
+        afterwards.
 
         The nodes refer to each other, so that otherwise only Python's garbage collector would free them, which runs
         rarely during later simulations.
@@ -366,7 +367,7 @@ class Simulation:
         self._queue.schedule(self.now, remove)
 
     def notice(self, address: Address, reason: str = "") -> None:
-        """Notify the other nodes of a death, which ends the run if the strategy needs the dead node."""
+        """Tell the other nodes that a node has died; the run ends if the strategy needs the dead node."""
         if address not in self._dead:
             return
         here = self.address(address)
@@ -433,11 +434,11 @@ class Simulation:
         self.answer(rank, gradient, float(self._gradients.losses[rank]))
 
     def address(self, address: Address) -> Address:
-        """Return the address, in the whole run, of one of these nodes."""
+        """Return the address in the whole run of a node with the given address in this simulation."""
         return self._within.address(address)
 
     def answer(self, rank: int, gradient: FlatArray, loss: float) -> None:
-        """Resume a worker's program with the gradient that the program awaits."""
+        """Resume a worker's program with the gradient that the program waits for."""
         runner = self.runners[rank]
         self._steppers[rank].lr = self.plan.lr_at(runner.node.step)
         runner.give(gradient, loss)

@@ -16,7 +16,9 @@ from flockstep.strategies.base import Strategy
 
 
 def held_by_servers(strategy: Strategy, replicas: int, sizes: Sequence[int]) -> list[slice]:
-    """Return the slice of the whole model that each server holds; `sizes` are the numbers of elements of the parts."""
+    """Return, for each server, the slice of the whole model that it holds; `sizes` are the numbers of elements of the
+    parts.
+    """
     return [
         slice(group.start + one.start, group.start + one.stop)
         for group in groups_of(sizes, 0)
@@ -33,8 +35,8 @@ def tracked(plan: Plan, sizes: Sequence[int]) -> tuple[Cluster, list[slice]]:
 
 
 def with_addresses_of_run(event: Event, group: PartGroup) -> Event:
-    """Return the event of a group's node with the other node's address in the whole run, if the event names another
-    node.
+    """Return an event of a node of a group; if the event names another node of the group, with that node's address in
+    the whole run.
     """
     if isinstance(event, UpdateEvent | RefusedEvent) and event.source is not None:
         return msgspec.structs.replace(event, source=group.outside(event.source))
@@ -42,8 +44,7 @@ def with_addresses_of_run(event: Event, group: PartGroup) -> Event:
 
 
 def by_worker(emit: Emit, parts: int) -> Emit:
-    """Return a function that converts a tracker's events, which count replicas, to events of workers, and passes them
-    to `emit`.
+    """Return a function that passes a tracker's events to `emit`, with replicas converted to workers.
 
     A replica gets the rank of the worker that holds its first part, and bytes are those of one worker.
     """

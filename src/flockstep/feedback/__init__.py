@@ -1,1 +1,1 @@
-"""Feedback: what a sender keeps of the values that its codec dropped."""
+"""Feedback, which keeps the values that a codec has dropped so that they can be sent later."""

@@ -1,4 +1,4 @@
-"""The interface of feedback: what a sender keeps of the values that its codec dropped."""
+"""The interface of feedback, which keeps the values that a codec has dropped so that they can be sent later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from flockstep.expression import Component
 
 
 class Feedback(Component):
-    """Decides how dropped values are sent later; `memory` is the sender's state, which is None at first."""
+    """Keeps the values that a codec drops, and adds them to later arrays. A sender's `memory` of them is None at
+    first.
+    """
 
     noun: ClassVar[str] = "feedback"
 

@@ -53,7 +53,7 @@ class Momentum(Feedback):
             raise ConfigurationError(f"momentum needs clip > 0, got {self.clip}; none turns clipping off")
 
     needs_contraction = True
-    """The codec must be a contraction: with another codec the feedback memory could grow without bound."""
+    """True, because with a codec that is not a contraction the memory could grow without bound."""
 
     def bind_workers(self, workers: int) -> Feedback:
         """Return the feedback with clip·N^-1/2, so that the sum of N independent gradients would be clipped at

@@ -21,7 +21,7 @@ class Residual(Feedback):
     """
 
     needs_contraction = True
-    """The codec must be a contraction: with another codec the error could grow without bound."""
+    """True, because with a codec that is not a contraction the error could grow without bound."""
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """Encode e + x, and return the bytes with the new memory e (K,)."""

@@ -52,5 +52,5 @@ def random_of(codec: Codec, own: np.random.Generator, step: int) -> np.random.Ge
 def encode(
     codec: Codec, feedback: Feedback, array: FlatArray, memory: Any, random: np.random.Generator
 ) -> tuple[Bytes, Any]:
-    """Return the bytes to send for `array` and the new memory, given the current memory."""
+    """Encode `array` with a codec and its feedback; return the bytes to send, and the sender's new memory."""
     return feedback.encode(codec, array, memory, random)

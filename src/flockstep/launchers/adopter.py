@@ -37,7 +37,7 @@ from flockstep.transports.base import Transport
 from flockstep.transports.wire import PROTOCOL
 
 LONGEST = 1 << 12
-"""Largest size of the message with which a process introduces itself, in bytes."""
+"""Maximum size in bytes of the message with which a process introduces itself."""
 
 
 class Adopted:
@@ -55,7 +55,7 @@ class Adopted:
             self._process = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
 
     def begin(self, node_spec: NodeSpec) -> Child:
-        """Give the process its node specification.
+        """Send the process its node specification, with which it joins the run.
 
         The process does not end with the agent: the process with local rank 0 waits for the agent's end.
         """
@@ -104,7 +104,7 @@ class Adopter:
     """
 
     place: Place
-    """The place, among the launcher's processes, of the process that started the agent."""
+    """Place of the process that started the agent among the processes that the launcher has started."""
     script: str
     """Path of the script that the processes run."""
     timeout: float
@@ -114,7 +114,7 @@ class Adopter:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of the run."""
+        """Configuration of the run."""
         return RunConfig(
             kind="launch",
             job=self.script,
@@ -196,7 +196,9 @@ def adopted(listener: socket.socket, place: Place, found: dict[int, Adopted], ti
             found[one.rank] = one
         for one in found.values():
             if one.exit_code() is not None:
-                raise RunError(f"worker {one.rank} ended before all workers of its host had joined")
+                raise RunError(
+                    f"worker {one.rank} ended before all workers of its host had joined; see the output of this worker"
+                )
         missing = f"{place.local_workers - len(found)} of {place.local_workers} processes"
         if time.monotonic() > until:
             raise ConfigurationError(
@@ -211,7 +213,7 @@ def _introduced(sock: socket.socket, place: Place) -> Adopted:
     data = b""
     while not data.endswith(b"\n") and len(data) < LONGEST:
         if not (chunk := sock.recv(LONGEST)):
-            raise RunError("a process of this host ended before all processes of the host had joined")
+            raise RunError("a process of this host ended before all processes of the host had joined; see its output")
         data += chunk
     words = msgspec.json.decode(data, type=Introduction)
     one = Adopted(sock, words)

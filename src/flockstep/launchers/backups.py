@@ -11,21 +11,23 @@ from flockstep.nodes import Cluster
 
 @dataclass(frozen=True)
 class Replaced:
-    """Event: a process of a server was lost, and another process of the server continues."""
+    """Outcome of the loss of a process of a replicated server: another process of the server continues."""
 
     text: str
     """Sentence about the event for the user and the record."""
     promoted: Address | None
-    """The backup that takes the place of the lost process; None if the lost process was a backup."""
+    """Address of the backup that takes the place of the lost process; None if the lost process was a backup."""
 
 
 def is_replaced(cluster: Cluster, address: Address, gone: Set[Address]) -> bool:
-    """Return whether another process of a lost server continues; `gone` has all lost processes, including this one."""
+    """Return whether another process of the server continues after the loss of process `address`; `gone` holds all lost
+    processes, including this one.
+    """
     return address < 0 and not set(cluster.chain(cluster.logical(address))) <= gone
 
 
 def replaced(cluster: Cluster, address: Address, gone: Set[Address], reason: str) -> Replaced:
-    """Return which process continues in place of a lost process; `is_replaced` must be true."""
+    """Return which process of the server continues after the loss of process `address`; `is_replaced` must be true."""
     chain = cluster.chain(cluster.logical(address))
     leads = next(one for one in chain if one not in gone)
     if chain.index(leads) > chain.index(address):

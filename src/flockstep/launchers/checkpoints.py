@@ -37,14 +37,14 @@ from flockstep.records.snapshots import Snapshot
 from flockstep.strategies.base import Strategy
 
 MOST_RELEASES = 200
-"""Largest number of times that stopped workers continue for one more step because other workers wait for them; after
-that, the checkpoint is abandoned.
+"""Maximum number of times that stopped workers continue for one step, because other workers wait for them, before the
+checkpoint is abandoned.
 """
 Stage = Literal["idle", "stopping", "copying", "writing"]
 
 
 class Checkpointer:
-    """Takes the checkpoints of one run; a resumed run continues from the checkpoint `resumed`."""
+    """Takes the checkpoints of one run, on request and at the interval that the user has set."""
 
     def __init__(
         self,
@@ -104,7 +104,9 @@ class Checkpointer:
 
     @property
     def unused(self) -> bool:
-        """Whether neither an option nor the script has asked for checkpoints in this run of a script."""
+        """Whether no checkpoints are taken in this run of a script, because neither an option nor the script asks for
+        them.
+        """
         return self._scripts and not self._offered and self._every is None and self.resumed is None
 
     @property
@@ -113,7 +115,7 @@ class Checkpointer:
         return self._phase == "stopping"
 
     def begin(self, links: Mapping[Address, ProcessLink], strategy: Strategy, cluster: Cluster) -> None:
-        """Start the time until the first checkpoint, because all nodes are ready and the run begins."""
+        """Start the wait for the first checkpoint, because all nodes are ready and the run begins."""
         self._links, self._strategy, self._cluster = links, strategy, cluster
         self._over = not (strategy.traits.restarts and strategy.traits.checkpoints)
         if self._over:
@@ -121,7 +123,7 @@ class Checkpointer:
         self._since = time.monotonic()
 
     def look(self, standings: Mapping[Address, NodeProgress]) -> None:
-        """Start a checkpoint if one is due."""
+        """Start a checkpoint if the interval since the previous checkpoint has passed."""
         if self.busy or self._over or self._every is None or self._missing:
             return
         step = min((one.step for address, one in standings.items() if address >= 0), default=0)
@@ -130,7 +132,7 @@ class Checkpointer:
             self._begin()
 
     def stop(self) -> bool:
-        """Take a checkpoint because the run is about to end; return whether a checkpoint is now in progress."""
+        """Take a last checkpoint, because the run is about to end; return whether a checkpoint is now in progress."""
         self._staying = True
         self._again = self._phase == "writing"  # the nodes have gone on since
         if self._missing and not self._over:
@@ -147,11 +149,13 @@ class Checkpointer:
 
     @property
     def is_cut(self) -> bool | None:
-        """Whether the checkpoint of `cut` is complete and the nodes have stopped; None as long as this is undecided."""
+        """Whether the checkpoint that `cut` has begun is complete and the nodes have stopped; None while it is in
+        progress.
+        """
         return None if self.busy else self._cutting and not self.why_not and not self._over
 
     def hear(self, address: Address, note: Fields) -> None:
-        """Handle a message from a node about the checkpoint."""
+        """Handle a node's answer to an instruction about the checkpoint."""
         match note["did"]:
             case "offer":
                 self._offered.add(address)
@@ -180,7 +184,7 @@ class Checkpointer:
                 self._write(address, str(note["why"]))
 
     def lose(self, address: Address) -> None:
-        """Take no more checkpoints, because a node that holds a part of the state is lost."""
+        """Take no more checkpoints, because a node is lost and its part of the state with it."""
         if not self._over and self._every is not None:
             self._say(f"no more checkpoints are taken, because {node_name(address)} was lost")
         if not self._over:
@@ -189,14 +193,16 @@ class Checkpointer:
         self._give_up()
 
     def interrupt(self, why: str) -> None:
-        """Abandon the checkpoint in progress, because the nodes change; later checkpoints are taken as before."""
+        """Abandon the checkpoint in progress, because the nodes of the run change; later checkpoints are taken as
+        before.
+        """
         if self.busy:
             self.why_not = why
             self._give_up()
 
     def end(self, failed: bool = False) -> None:
-        """Abandon an incomplete checkpoint, because the run has ended; `failed` says that it ended with an error, which
-        the user has to see first.
+        """Abandon an incomplete checkpoint, because the run has ended; `failed` says that the run ended with an error,
+        which the user has to see first.
         """
         if not failed and self._every is not None and self._missing and self._links:
             self._say(f"no checkpoint was taken, because {self._missing}")
@@ -204,7 +210,7 @@ class Checkpointer:
         self._give_up()
 
     def resume_snapshots(self, folder: Path, evaluated: set[float]) -> list[Snapshot]:
-        """Copy the snapshots that the run had not evaluated at the checkpoint to `folder`; return them.
+        """Copy the snapshots that were not yet evaluated at the checkpoint to `folder`, and return them.
 
         `evaluated` holds the times, in seconds, of the evaluations in the record.
         """
@@ -380,7 +386,9 @@ class Checkpointer:
 
 
 def require_checkpoints(strategy: Strategy) -> None:
-    """Raise `CompositionError` if a run with this strategy cannot be stopped with its state."""
+    """Raise `CompositionError` if a run with this strategy has no checkpoints, because its state cannot be saved in
+    mid-run.
+    """
     if not strategy.traits.restarts:
         raise CompositionError(
             f"a run with {strategy} has no checkpoints, because no single node holds its state; leave out "

@@ -28,17 +28,21 @@ KERNELS = "flockstep.launchers.preload"
 """Module that the fork server imports for workers that may compute sums in shared memory."""
 
 DRAIN = 1.0
-"""Seconds the supervisor waits for the last output of ended processes; their own children may keep the pipes open."""
+"""Seconds that the supervisor waits for the last output of ended processes, whose own children may keep the pipes
+open.
+"""
 LONGEST_LINE = 1 << 20
-"""Length in bytes of an unfinished line of output from which on the line is passed on in parts."""
+"""Length in bytes from which a line of output is passed on in parts, before the line has ended."""
 HOST_LOST = 1 << 16
-"""Exit code that stands for a process whose host was lost; no process ends with this code."""
+"""Exit code that stands for a process on a host that was lost; no process ends with this code."""
 ENDED = HOST_LOST + 1
-"""Stands for the exit code of a process that another launcher has started: the real exit code is unknown."""
+"""Exit code that stands for the unknown exit code of a process that another launcher has started."""
 UNGUARDED = 83
-"""Exit code of a forked process that, while it imports the program that started it, would start another run."""
+"""Exit code of a forked process that would start another run while it imports the program that started the run."""
 NODE = "flockstep-node"
-"""Name of a process that is forked for a run; the process knows the name before it imports the user's program."""
+"""Name of every process that is forked for a run, by which the process recognizes this before it imports the user's
+program.
+"""
 _GUARD = (
     "every process of a run, or of a pool, imports the program that starts the run, and this program starts a run "
     'while it is being imported; put the call under if __name__ == "__main__":'
@@ -50,13 +54,13 @@ class Child(Protocol):
 
     pid: int
     reason: str | None
-    """Remark about the end of the process by its host; None if the process runs on this host."""
+    """Remark of another host about the end of a process of that host; None if the process runs on this host."""
 
     def exit_code(self) -> int | None:
         """Exit code of the process: None while the process runs; -n if signal n ended the process."""
 
     def kill(self) -> None:
-        """End the process at once, even if it is stopped."""
+        """Kill the process at once, even if it is stopped."""
 
 
 class Forked:
@@ -100,7 +104,7 @@ class ScriptProcess(Protocol):
 
 
 def begun(command: Sequence[str], environment: dict[str, str], stdin: IO[bytes] | None = None) -> ScriptProcess:
-    """Start a command as a process whose output goes to pipes.
+    """Start a command as a process whose output goes to pipes, and return the process.
 
     If a file is given as its standard input, the process runs in a new session, which Ctrl-C does not reach.
     """
@@ -158,7 +162,7 @@ def drain_all(scripts: Sequence[Script]) -> None:
 
 
 def relay(source: IO[bytes], stream: int, sink: Sink) -> None:
-    """Pass a process's output on in whole lines, so that the lines of several processes do not mix."""
+    """Pass on a process's output in whole lines, so that lines of several processes do not mix."""
     left = bytearray()
     with source:
         while chunk := os.read(source.fileno(), 1 << 16):
@@ -187,8 +191,8 @@ def forkserver(kernels: bool = False) -> ForkServerContext:
 
 
 def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool = False) -> Forked:
-    """Start `target(*arguments)` in a forked process, with the signals that stop a run blocked until the target ignores
-    them; the arguments are plain values.
+    """Start `target(*arguments)`, with plain values as arguments, in a forked process; signals that stop a run are
+    blocked in it until it ignores them.
 
     `kernels` says whether the process may compute sums in shared memory, see `forkserver`.
     """
@@ -248,7 +252,9 @@ def refuse_unguarded(child: Child) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """Return a text on how a process ended, from its exit code: "was killed by SIGKILL" or "exited with code 1"."""
+    """Return text that says how a process ended, from its exit code: "was killed by SIGKILL" or "exited with code
+    1".
+    """
     if code == HOST_LOST:
         return "was lost with its host"
     if code == ENDED:
@@ -267,8 +273,7 @@ def how_it_ended(code: int) -> str:
 
 
 def reap(children: Sequence[Child], seconds: float | None, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Wait for the children to exit, and kill the children that run longer than `seconds`; with None, wait without
-    limit.
+    """Wait for the children to exit; after `seconds`, kill those that still run. With None, wait without limit.
 
     `meanwhile` is called repeatedly, for example to receive the exit codes of processes on other hosts.
     """

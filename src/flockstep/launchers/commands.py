@@ -17,7 +17,7 @@ from flockstep.launchers.output import ERR, Sink
 from flockstep.launchers.tasks import TaskGathering, TaskSpec
 
 GRACE = 5.0
-"""Seconds that the agents have to end by themselves after the run."""
+"""Seconds that agents have to end by themselves after the run before their commands are killed."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CommandGathering(TaskGathering):
 
     @abstractmethod
     def command(self, name: str) -> list[str]:
-        """Return the command, as a list of words, that starts the agent of a host."""
+        """Return the words of the command that starts the agent of a host."""
 
     def hint(self, name: str, code: int) -> str:
         """Return advice to the user if the command has failed with the given exit code; empty if there is no advice."""

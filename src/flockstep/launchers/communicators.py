@@ -21,7 +21,7 @@ Connect = Callable[[Address, str, int], Frames]
 
 @dataclass
 class Communicators:
-    """The communicators that exist so far, and those that are connected to all others."""
+    """The communicators of the processes of a run, which are connected to each other as soon as all exist."""
 
     workers: int
     lost: Mapping[Address, NodeLost]
@@ -31,7 +31,8 @@ class Communicators:
     def hear(
         self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, connect: Connect, at: Path
     ) -> None:
-        """Handle a process's message that its communicator exists or is connected; `at` is the folder of the sockets.
+        """Handle the message of a process that its communicator has been created or is connected; `at` is the folder of
+        the sockets.
 
         Raises:
             ConfigurationError: the communicators do not accept arrays of the same size.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a simulation needs no sockets
 
 
 def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:
-    """Wait until all snapshots are evaluated, and complete the record; return the reason if the run failed."""
+    """Wait until all snapshots are evaluated, and complete the record; return the reason if the run has failed."""
     try:
         error = evaluation.finish()
     finally:
@@ -56,12 +56,12 @@ def newest_model(tick: SnapshotTick, policy: ResultPolicy, outcome: Outcome) -> 
 
 
 class TargetReached(Exception):
-    """Exception that ends a run at its target, raised after the evaluation that reaches the target."""
+    """Raised after the evaluation that reaches the target, to end the run."""
 
 
 def until_target(config: RunConfig, emit: Emit) -> Emit:
-    """Wrap `emit`: pass on every event, and raise `TargetReached` after the first evaluation that reaches
-    the target.
+    """Return a function that passes events to `emit`, and raises `TargetReached` after the first evaluation that
+    reaches the target.
     """
 
     def heard(event: Event) -> None:

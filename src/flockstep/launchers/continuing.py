@@ -16,16 +16,16 @@ from flockstep.transports.kinds import Tcp
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a command continues the run in its folder."""
+    """Whether a command continues the run that its folder holds, or starts a run there."""
 
     resumes: bool = False
     """Whether the run continues from a checkpoint; otherwise, the run starts from the beginning."""
     overwrites: bool = False
-    """Whether the run in the folder, which has no checkpoint, is replaced."""
+    """Whether the new run replaces the run in the folder, which has no checkpoint."""
 
 
 def continuation(config: RunConfig, folder: Path) -> Continuation:
-    """Return how a command continues the run in a folder; all defaults of the configuration are filled in.
+    """Return whether a command continues the run in a folder; all defaults of the configuration must be filled in.
 
     The transport is None if the command does not name one.
 
@@ -48,7 +48,7 @@ def continuation(config: RunConfig, folder: Path) -> Continuation:
         raise ConfigurationError(f"{folder} holds a run that has ended; start another run in another folder")
     if any((one / disk.MANIFEST).exists() for one in disk.folders(record.path)):
         return Continuation(resumes=True)
-    on_stderr(f"{folder} holds no complete checkpoint, so the run begins at its start")
+    on_stderr(f"{folder} holds no complete checkpoint, so the run starts from the beginning")
     return Continuation(overwrites=True)
 
 

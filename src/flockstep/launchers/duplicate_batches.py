@@ -64,7 +64,7 @@ class DataDigests:
     shown: dict[Address, str] = field(default_factory=dict)
 
     def hear(self, address: Address, note: Fields) -> None:
-        """Store a worker's digest.
+        """Store the digest of the data that a worker reads.
 
         When all workers have sent a digest, warn on standard error if the digests differ.
         """
@@ -81,9 +81,7 @@ class DataDigests:
 
 
 def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
-    """Return the groups of workers with equal gradients; an empty fingerprint ("") counts as different from all
-    others.
-    """
+    """Return the groups of workers whose gradients have equal fingerprints; an empty fingerprint equals no other."""
     groups: dict[str, list[Address]] = {}
     for address, gradient in sorted(gradients.items()):
         groups.setdefault(gradient, []).append(address)

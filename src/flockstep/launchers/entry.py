@@ -72,7 +72,7 @@ def newcomer_main(supervisor: int, threads: int, config: str, feed: socket.socke
 
 
 READY = b"\0"
-"""Message of a newcomer that says that it has built the job."""
+"""Message of a process that will join the run, after it has built the job."""
 
 
 def _obey(threads: int) -> Event:

@@ -46,22 +46,22 @@ from flockstep.workloads.own_data import OwnData
 BACKLOG = 1 << 30
 """Largest number of bytes of snapshots that may wait for their evaluation."""
 YIELD = 10
-"""Niceness of the evaluating process while workers train (on Linux): if both want one core, the worker gets nine tenths
-of it.
+"""Niceness of the evaluating process while workers train (on Linux); a worker on the same core then gets nine tenths of
+the core.
 """
 
 
 class SnapshotHandler:
-    """Passes snapshots from the supervisor to their evaluation. This base class evaluates nothing."""
+    """Receives the snapshots of a run for evaluation. This base class evaluates nothing."""
 
     def take(self, item: Snapshot) -> None:
         """Handle a snapshot that a node has sent."""
 
     def lose(self, address: Address) -> None:
-        """Handle the loss of a node."""
+        """Handle the loss of a node, whose snapshots will no longer arrive."""
 
     def go_on(self) -> None:
-        """Send messages that could not be sent earlier, without waiting."""
+        """Send to the evaluating process the messages that it could not accept earlier, without waiting."""
 
 
 class SnapshotMessage(msgspec.Struct, omit_defaults=True):
@@ -111,7 +111,7 @@ class Evaluator(SnapshotHandler):
         self._tell(SnapshotMessage(item=item))
 
     def pending(self) -> list[Snapshot]:
-        """The snapshots of ticks that have not been evaluated yet."""
+        """Snapshots of the ticks of progress that have not been evaluated yet."""
         self._waiting = [item for item in self._waiting if Path(item.path).exists()]
         return self._waiting
 

@@ -15,8 +15,8 @@ from flockstep.errors import ConfigurationError
 from flockstep.records.full_disk import replace
 
 PROGRAM, VALUES = "program.py", "values.bin"
-"""Names of the files with the program and the values of a launched function, in the folder that launcher and workers
-share.
+"""Names of the files with the program and with the values of a launched function, in the folder that the launcher
+shares with the workers.
 """
 
 _FOLDER = Path(sys.argv[0]).resolve().parent
@@ -24,7 +24,7 @@ _FOLDER = Path(sys.argv[0]).resolve().parent
 
 
 def value(name: str) -> Any:
-    """Return the value of the name `name` in the program that called `flockstep.launch`."""
+    """Return the value that `name` has in the program that called `flockstep.launch`."""
     return from_bytes(_values()["names"][name])
 
 
@@ -47,12 +47,12 @@ def call(function: Callable[..., Any]) -> None:
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Path of the file that holds the value that the function returned on a rank."""
+    """Return the path of the file for the value that the function returned on the given rank."""
     return folder / f"returned-{rank}.bin"
 
 
 def error_file(folder: Path, rank: int) -> Path:
-    """Path of the file that holds the reason why a rank has no result: the traceback of an error, or a sentence."""
+    """Return the path of the file that says why the given rank has no result: a traceback or a sentence."""
     return folder / f"error-{rank}.txt"
 
 

@@ -34,10 +34,10 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class FunctionProgram:
-    """A program that calls a function."""
+    """A program that calls a user's function in another process."""
 
     text: str
-    """Source of the program, which reads the values from the folder in which the program lies."""
+    """Source of the program, which reads the values from its own folder."""
     values: bytes
     """The values that the function uses, and its arguments, encoded by `flockstep.drivers.state`."""
 

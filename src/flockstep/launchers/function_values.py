@@ -25,8 +25,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class HeldValue:
-    """A value that a function or class holds but its source does not contain, with the statement that sets the
-    value.
+    """A value of a function or class that is not in the source of the function or class, with the statement that sets
+    the value.
     """
 
     path: str
@@ -37,7 +37,7 @@ class HeldValue:
 
 
 def held_values(path: str, value: Any, source: str, namespace: Mapping[str, Any]) -> Iterator[HeldValue]:
-    """The values of a function or class that its `source`, evaluated again in `namespace`, would not give.
+    """Yield the values of a function or class that a new evaluation of its `source` in `namespace` would not restore.
 
     Raises:
         ConfigurationError: such a value cannot be sent to another process.

@@ -30,20 +30,22 @@ from flockstep.transports.wire import PROTOCOL
 BETWEEN_HOSTS = "tcp(memory=true)"
 """Transport of a run over several hosts: shared memory within a host, TCP between hosts."""
 HEARTBEAT = 5.0
-"""Default heartbeat: seconds without an answer after which a node counts as lost."""
+"""Default heartbeat timeout: seconds without an answer after which a node counts as lost."""
 
 
 def link_timeout_of(config: RunConfig) -> float:
-    """Return the seconds for which the connection between two hosts may be interrupted."""
+    """Return the link timeout: seconds for which the connection between two hosts may be interrupted before the host
+    counts as lost.
+    """
     return LINK_TIMEOUT if config.link_timeout is None else config.link_timeout
 
 
 ARGUMENTS, MODULE, IMPORT = "arguments of the script", "module", "import "
-"""Names of settings: the script's arguments, its module, and the prefix of the settings that hold files with custom
-components.
+"""Names of settings that hosts compare: the script's arguments, its module, and the prefix before the name of a file
+with custom components.
 """
 OWN = ("versions", "facts", "imports", "job")
-"""Fields of a configuration whose texts may differ between hosts; if a field names files, their contents are
+"""Fields of a configuration that may differ in text between hosts. For files that such a field names, the contents are
 compared.
 """
 
@@ -90,11 +92,11 @@ class Gathering:
         return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
 
     def ranks(self, workers: int) -> range:
-        """Ranks of this host's workers."""
+        """Return the ranks of this host's workers."""
         return self.placement(workers)[self.node]
 
     def over(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the transport of this host's nodes.
+        """Return the configuration with the transport that nodes on this host use.
 
         Raises:
             ConfigurationError: the configuration names a transport that reaches no other host.
@@ -160,7 +162,7 @@ class Coordinating(Gathering):
             raise ConfigurationError(f"--nodes must be >= 1, got {self.nodes}; it counts the hosts with workers")
 
     def ranks(self, workers: int) -> range:
-        """An empty range, because this host has no workers."""
+        """Return an empty range, because this host has no workers."""
         return range(0)
 
     def over(self, config: RunConfig) -> RunConfig:
@@ -191,7 +193,7 @@ def settings_of(config: RunConfig, arguments: Sequence[str] = ()) -> dict[str, s
 
 
 def files_in(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that name files, with the files' hashes, and the setting with the arguments of a script."""
+    """Return the settings that name files, each with the hash of the file, and the script's arguments."""
     files = "job", MODULE, ARGUMENTS
     return {name: text for name, text in settings.items() if name in files or name.startswith(IMPORT)}
 

@@ -11,8 +11,8 @@ from flockstep.launchers.out_of_memory import OutOfMemoryDetector
 from flockstep.messages import Address, node_name
 
 SETTLING = 0.5
-"""Seconds between the two signs of a process's death, its exit and its closed connection; its last messages may arrive
-in between.
+"""Seconds to wait between a process's exit and its closed connection, whichever comes first, because its last messages
+may still arrive.
 """
 
 
@@ -40,19 +40,19 @@ class Health:
         self._since: dict[Address, float] = {}
 
     def ended(self, address: Address) -> bool:
-        """Whether a node is known to have ended."""
+        """Return whether a node is known to have ended."""
         child, link = self._children.get(address), self._links.get(address)
         if child is not None:
             return child.exit_code() is not None
         return link is None or self._is_broken(address, link)
 
     def left(self, address: Address) -> bool:
-        """Whether a node has closed its link, or has ended."""
+        """Return whether a node has closed its link or has ended."""
         link = self._links.get(address)
         return link is None or self._is_broken(address, link) or self.ended(address)
 
     def gone(self, address: Address) -> str | None:
-        """Text that says how the node was lost; None if the node is alive, or if some of its messages may still
+        """Return text that says how a node was lost; None if the node is alive, or if its last messages may still
         arrive.
         """
         child, link = self._children.get(address), self._links.get(address)

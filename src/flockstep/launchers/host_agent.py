@@ -69,17 +69,21 @@ AGAIN = 1.0
 POLL = 0.05
 """Seconds between two checks of the processes."""
 LEAVING = 15.0
-"""Seconds for which the agent of a host that leaves waits until the run has ended or continues without the host."""
+"""Maximum number of seconds that the agent of a host that leaves waits until the run continues without the host or has
+ended.
+"""
 GRACE = 3.0
 """Seconds for which the agent waits for processes to end by themselves, before it kills them."""
 BACKLOG = 1 << 24
-"""Number of bytes waiting for the coordinator at which the agent stops reading from its processes."""
+"""Number of bytes queued for the coordinator from which on the agent reads no more from its processes."""
 MESSAGES = 32
-"""Number of messages of one process that are forwarded before the messages of the next process."""
+"""Maximum number of messages of one process that are forwarded before those of the next process."""
 
 
 class HostAgent:
-    """A host's part in a run: starts the host's processes, and forwards their messages."""
+    """The agent of a host: starts the host's processes of a run, and forwards messages between them and the
+    coordinator.
+    """
 
     def __init__(
         self,
@@ -459,7 +463,7 @@ def on_host(transport: Transport, host: str) -> Transport:
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
-    """Return a text on the first setting in which a host differs from the coordinator; None if all settings agree."""
+    """Return text about the first setting in which a host differs from the coordinator; None if all settings agree."""
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
             return (

@@ -26,7 +26,7 @@ class HostMessage(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=T
 
 
 class Join(HostMessage, frozen=True):
-    """The first message of a host agent."""
+    """The first message of a host agent: the host, its workers, and the settings that must be equal on all hosts."""
 
     protocol: int
     version: str
@@ -42,7 +42,7 @@ class Join(HostMessage, frozen=True):
     settings: dict[str, str]
     """Settings that must be equal on all hosts, such as the hash of the script."""
     watches: bool = False
-    """Whether the agent reports the ends of processes that ran on the host before the agent."""
+    """Whether the agent watches processes that ran on the host before the agent, and reports when they end."""
     session: str = ""
     """Key of the session, by which the coordinator recognizes the agent when it connects again."""
     joining: int = 0
@@ -50,7 +50,7 @@ class Join(HostMessage, frozen=True):
 
 
 class Resume(HostMessage, frozen=True):
-    """The first message of a host agent that connects again after its connection broke."""
+    """The first message of a host agent that connects again after its connection has broken."""
 
     node: int
     session: str
@@ -73,7 +73,7 @@ class Refused(HostMessage, frozen=True):
 
 
 class Accepted(HostMessage, frozen=True):
-    """Message to a host agent: the agent takes part; `config` is the run's configuration as TOML."""
+    """Message to a host agent: the host takes part in the run; `config` is the run's configuration as TOML."""
 
     config: str
     node: int = 0
@@ -83,8 +83,8 @@ class Accepted(HostMessage, frozen=True):
 
 
 class Prepared(HostMessage, frozen=True):
-    """Message from a host agent whose host joins a run in progress: its worker processes have built the job, or, if
-    `why` is not empty, one of them has failed for that reason.
+    """Message of a host agent whose host joins a run in progress: its workers have built the job, or one of them has
+    failed for the reason `why`.
     """
 
     why: str = ""
@@ -103,17 +103,17 @@ class Waiting(HostMessage, frozen=True):
 
 
 class ServerSpec(msgspec.Struct, frozen=True):
-    """Specification of a server's process, in addition to its node specification."""
+    """Specification of a server's process, which completes its node specification."""
 
     index: int
     strategy: str
     optimizer: str
     schema: Schema
     every: int
-    """Number of steps between two snapshots; 0 for no snapshots."""
+    """Number of steps of each worker between two snapshots of the server; 0 for no snapshots."""
     imports: tuple[str, ...]
     group: PartGroup | None = None
-    """The group of the server, if the model is split; `index` counts the servers of this group."""
+    """Part group of the server, if the model is split; `index` counts the servers of this group."""
 
 
 class Start(HostMessage, frozen=True):
@@ -138,7 +138,7 @@ class Open(HostMessage, frozen=True):
 
 
 class FramesOf(HostMessage, frozen=True):
-    """Message in both directions: the frames of a forwarded message, as payloads, of one connection to a process."""
+    """Message in both directions: one forwarded message of a process, whose frames are the payloads."""
 
     link: int
 
@@ -156,11 +156,15 @@ class Broken(HostMessage, frozen=True):
 
 
 class Heard(HostMessage, frozen=True):
-    """Message of a host agent: the payload has arrived on the control socket of the host."""
+    """Message of a host agent: a process has sent a message to the host's control socket; the payload is this
+    message.
+    """
 
 
 class Exited(HostMessage, frozen=True):
-    """Message of a host agent: a process has ended with the given exit code; `reason` is a remark about the end."""
+    """Message of a host agent: a process has ended with the given exit code; `reason` adds what the host knows about
+    the end.
+    """
 
     number: int
     code: int
@@ -174,8 +178,8 @@ class Kill(HostMessage, frozen=True):
 
 
 class Stopped(HostMessage, frozen=True):
-    """Message of a host agent: the host's user or system asked the run to stop; `failed` says that the host cannot do
-    its part.
+    """Message of a host agent: the host's user or system asks the run to stop; with `failed`, the host cannot do its
+    part.
     """
 
     reason: str
@@ -191,7 +195,7 @@ class Store(HostMessage, frozen=True):
 
 
 class Discard(HostMessage, frozen=True):
-    """Message to a host agent: remove a folder in the agent's folder, because its files have been read."""
+    """Message to a host agent: remove a folder of files that the nodes have read."""
 
     path: str
 

@@ -64,7 +64,7 @@ from flockstep.transports.session import LINK_TIMEOUT
 from flockstep.transports.wire import PROTOCOL
 
 STRANGERS = 32
-"""Largest number of connections that have not proved that they know the secret; each further connection closes the
+"""Maximum number of connections that have not yet proved that they know the secret; each further connection closes the
 oldest of them.
 """
 SHOWN = 16
@@ -73,15 +73,15 @@ SAME_VERSION = "install the same version on every host"
 NONE_JOINS = "workers join only a run of flockstep train that was started with --max-workers"
 """Default reason why workers of other hosts cannot join the run."""
 POLL = 0.05
-"""Seconds between two checks of the connections while the coordinator waits for hosts."""
+"""Seconds between two checks of the connections while the coordinator waits for hosts to join."""
 SENDING = 0.001
-"""Seconds between two checks of a connection that accepts no more bytes of a file."""
+"""Seconds between two attempts to send more of a file over a connection that accepts no more bytes."""
 WAITING = 1024
-"""Number of unread messages from a host at which the coordinator stops reading from this host."""
+"""Number of unread messages from a host from which on the coordinator reads no more from this host."""
 NAMED = 100
-"""Largest number of rejected addresses about which a line is printed."""
+"""Maximum number of rejected addresses for which a line is printed."""
 LINGER = 2.0
-"""Seconds within which the hosts must accept the message that the run is over."""
+"""Seconds for which the coordinator tries to send the hosts the message that the run is over."""
 
 
 class RemoteChild:
@@ -123,7 +123,7 @@ class RemoteFrames(Frames):
         return self.arrived.popleft() if self.arrived else None
 
     def disconnected(self) -> bool:
-        """Whether the connection broke since the last call."""
+        """Return whether the connection has broken since the last call."""
         broke, self.broke = self.broke, False
         return broke
 
@@ -139,7 +139,7 @@ class Arriving:
 
     file: ArrivingShard
     done: Callable[[str], None]
-    """Function that is called once the file has arrived, or with the reason if it has not."""
+    """Function that is called with an empty text once the file has arrived, or with the reason if it cannot arrive."""
 
     def take(self, message: PartOf, part: memoryview) -> bool:
         """Store the next part of the file; return whether this was the last part."""
@@ -173,7 +173,7 @@ class Host:
     left: bool = False
     """Whether the run continues without the host."""
     arriving: dict[int, Arriving] = field(default_factory=dict)
-    """Number of a transfer → the file that the coordinator fetches."""
+    """Number of the transfer → file that the coordinator is fetching."""
     given: set[str] = field(default_factory=set)
     """Folders of the files that were sent to the host."""
     lost: str = ""
@@ -186,7 +186,7 @@ class Host:
 
     @property
     def waiting(self) -> int:
-        """Number of messages of the host's processes that have arrived and were not read."""
+        """Number of messages from the host's processes that the coordinator has received but not read."""
         return sum(len(frames.arrived) for frames in self.frames.values())
 
     @property
@@ -196,10 +196,10 @@ class Host:
 
 
 class OtherHosts:
-    """The other hosts of a run. This base class is for runs on one host only."""
+    """Interface to the other hosts of a run. This base class is for runs on one host, which have none."""
 
     rejected = 0
-    """Number of connections that were rejected."""
+    """Number of connections that the coordinator has rejected."""
     waiting = False
     """Whether messages have arrived that the coordinator has not read."""
     joining = 0
@@ -239,15 +239,15 @@ class OtherHosts:
         """
 
     def place_server(self, address: Address, index: int, beside: Sequence[int]) -> bool:
-        """Choose the host of a server: the host of a worker (see `Strategy.beside`), or the hosts with workers in
-        turn.
+        """Choose the host of a server: that of a worker beside which the strategy places the server, otherwise the
+        hosts with workers in turn.
 
         Return whether the chosen host is another host than this one.
         """
         return False
 
     def has(self, address: Address) -> bool:
-        """Whether a process is on another host."""
+        """Return whether the process of a node is on another host."""
         return False
 
     def start(self, spec: NodeSpec, server: ServerSpec | None = None, config: str = "") -> Child | None:
@@ -297,14 +297,14 @@ class OtherHosts:
         return {}
 
     def heard(self) -> Iterator[bytes]:
-        """Return the messages that have arrived on the control sockets of the other hosts since the last call."""
+        """Return the messages that have arrived since the last call on the control sockets of the other hosts."""
         yield from ()
 
     def pump(self) -> None:
-        """Handle the messages that have arrived, and send the queued messages."""
+        """Handle the messages that have arrived from hosts, and send the queued messages."""
 
     def abandon(self) -> None:
-        """Count hosts as lost if their processes do not end although they were told to end."""
+        """Count a host as lost if its processes have not ended although they were told to end."""
 
     def close(self, reason: str, code: int) -> None:
         """Tell the hosts that the run is over, and why it failed, so that they end their remaining processes.
@@ -681,7 +681,7 @@ class RemoteHosts(OtherHosts):
         """Handle the messages of a host."""
         channel = host.channel
         if not channel.connected and host.left:
-            self._forget(host, "the run continues without it")
+            self._forget(host, "the run continues without this host")
             return
         if not channel.connected:
             self._require_return(host)

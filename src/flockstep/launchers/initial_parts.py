@@ -24,9 +24,9 @@ class InitialParts:
     values: tuple[npt.NDArray[np.uint8], ...]
     """For each part, the bytes that `ModelPart.values` returns."""
     delayed: bool
-    """Whether micro-batches are in flight at the end of every step."""
+    """Whether micro-batches are in flight at the end of every step, as in a pipeline without flushes."""
     parameter_bytes: tuple[int, ...]
-    """Number of bytes of the parameters at the beginning of each part's values."""
+    """Number of bytes that the parameters take at the beginning of each part's values."""
 
     @classmethod
     def of(cls, split: SplitModel) -> InitialParts:
@@ -52,7 +52,9 @@ class InitialParts:
         return cls(split.facts, split.sizes, tuple(np.split(whole, stops)), delayed, lengths)
 
     def of_node(self, address: Address, servers: int) -> npt.NDArray[np.uint8]:
-        """Return the values for a node; `servers` is the number of servers of each part, which hold parameters only."""
+        """Return the initial values for a node; `servers` is the number of servers of each part, which hold only
+        parameters.
+        """
         if address >= 0:
             return self.values[address % len(self.sizes)]
         part = (-1 - address) // servers

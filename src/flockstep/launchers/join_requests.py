@@ -24,7 +24,7 @@ MOST = 1 << 10
 POLL = 0.05
 """Seconds between two checks for an answer."""
 UNOWNED = 1.0
-"""Seconds for which the run's folder must have no owner before the run counts as ended."""
+"""Seconds for which no process must own the run's folder before the run counts as ended."""
 
 
 class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,14 +34,14 @@ class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JoinAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer to a request: a sentence for the user, and whether the workers take part."""
+    """The answer to a request to join: a sentence for the user, and whether the workers take part."""
 
     text: str
     joined: bool
 
 
 class JoinRequests:
-    """The supervisor's view of the requests to join its run."""
+    """Requests to join a run, as the supervisor of the run reads and answers them."""
 
     def __init__(self, record: Path):
         """`record`: the run's folder."""
@@ -55,7 +55,7 @@ class JoinRequests:
 
     @property
     def workers(self) -> int:
-        """Number of requested workers that have not been admitted yet."""
+        """Number of workers that were requested and have not been admitted yet."""
         return sum(self._waiting.values())
 
     def admit(self) -> None:
@@ -89,13 +89,13 @@ class JoinRequests:
         return new
 
     def confirm(self, text: str) -> None:
-        """Answer the requests whose workers were admitted."""
+        """Answer the requests whose workers were admitted: their workers take part, and `text` is for the user."""
         for file in self._admitted:
             self._answer(file, JoinAnswer(text, True))
         self._admitted.clear()
 
     def refuse(self, text: str) -> None:
-        """Refuse all requests that were accepted but whose workers do not take part yet."""
+        """Refuse all accepted requests whose workers do not take part yet."""
         for file in (*self._waiting, *self._admitted):
             self._answer(file, JoinAnswer(text, False))
         self._waiting.clear()

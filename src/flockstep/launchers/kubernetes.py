@@ -21,7 +21,7 @@ PORT = 29400
 LONGEST_NAME = 63
 """Largest number of characters of a name in DNS (RFC 1123); a pod's name is the Job's name, "-" and the index."""
 INDEX = "JOB_COMPLETION_INDEX"
-"""Environment variable that the Job controller sets to the index of the pod."""
+"""Environment variable in which the Job controller stores the index of a pod."""
 KEY = "secret"
 """Key under which the secret of a run is stored in its Secret."""
 RUNS = "/runs"
@@ -42,7 +42,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 Object = dict[str, Any]
-"""A Kubernetes object, as a dict."""
+"""A Kubernetes object, such as a Job, as a dict."""
 
 
 @dataclass(frozen=True)

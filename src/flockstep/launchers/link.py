@@ -12,7 +12,9 @@ from flockstep.transports.links import Frames, SupervisorLink
 from flockstep.transports.wire import SenderIdentity
 
 FOR_ALL = ("lost", "left", "stop")
-"""Tags of messages that a process must receive at once, on its own link and on the link of its communicator."""
+"""Tags of messages that a process must receive at once; they are sent on its own link and on that of its
+communicator.
+"""
 
 
 class ProcessLink:
@@ -40,8 +42,8 @@ class ProcessLink:
         self._link.send(tag, note, array)
 
     def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
-        """Tell the node that the run has ended; if requested, also send every worker's final buffers and the resulting
-        model.
+        """Tell the node that the run has ended; on request, send it the resulting model and the final buffers of every
+        worker.
         """
         for rank, array in buffers.items():
             if array is not None and self.address >= 0:

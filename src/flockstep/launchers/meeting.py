@@ -1,4 +1,4 @@
-"""How the hosts of a run find each other: the coordinator's address, and the secret that admits a host."""
+"""The meeting of the hosts of a run: the coordinator's address, and the secret that admits a host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flockstep.transports.host_channel import HostChannel
 SECRET = "FLOCKSTEP_SECRET"  # noqa: S105 - the name of a variable
 """Environment variable that holds the secret of a run over several hosts."""
 SHORTEST = 16
-"""Smallest number of characters of a secret, because an attacker could guess a shorter secret from a recorded proof."""
+"""Minimum number of characters of a secret; an attacker could guess a shorter one from a recorded handshake."""
 EVERY = ("::", "0.0.0.0")  # noqa: S104 - only who knows the secret is let in
-"""Addresses that stand for all addresses of a host when a process listens."""
+"""Addresses on which a process listens on all addresses of its host, such as 0.0.0.0."""
 TIMEOUT = 600.0
 """Default time in seconds within which all hosts must have joined."""
 WAIT_LONGER = "raise --timeout, or the timeout of flockstep.distribute in a script that torchrun or mpirun starts"
@@ -37,13 +37,13 @@ class Meeting:
     timeout: float = TIMEOUT
     """Seconds to wait for the coordinator, or for the other hosts."""
     own: str = ""
-    """Address of this host to which the other hosts connect; empty for the address of the connection to the
+    """Address of this host to which other hosts connect; if empty, the address from which this host connects to the
     coordinator.
     """
 
     @property
     def where(self) -> str:
-        """The coordinator's address in the form in which a user writes it."""
+        """Address of the coordinator, written as a user writes it."""
         host = socket.gethostname() if self.host in EVERY else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -64,7 +64,7 @@ class Meeting:
         return family, (str(address), int(port))
 
     def address(self) -> str:
-        """The address on which the coordinator's host listens.
+        """Return the address on which the coordinator's host listens.
 
         Raises:
             ConfigurationError: the name does not resolve, or is the name of this machine and resolves to a loopback

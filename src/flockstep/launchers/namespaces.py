@@ -24,14 +24,13 @@ _NEW_NETWORK = 0x40000000
 _CARD = re.compile(r"^[0-9]+: (fs([0-9]+)(?:[hc][0-9]+)?)[:@](?:.*\balias ([0-9]+))?", re.MULTILINE)
 _NETWORK = re.compile(r"(?<![0-9.])[0-9]+(?:\.[0-9]+){3}(?:/[0-9]+)?")
 NARROW = 4
-"""Shortest prefix, in bits, of a route whose addresses count as in use; shorter prefixes are default routes or halves
-of one.
+"""Minimum length of the prefix, in bits, of a route whose addresses count as in use; shorter prefixes are default
+routes or halves of them.
 """
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
 ADDRESS = "02:00:00:00:00:01"
-"""Fixed hardware address of the bridge.
-
-Otherwise the bridge's address would change with every host that joins, and packets would be lost for a while.
+"""Hardware address of the bridge between the hosts; without a fixed one, it would change with every host that joins,
+and packets would be lost for a while.
 """
 BUFFER = "5s"
 """Longest time in seconds that a packet may wait in a link's queue before it is dropped; long enough that links lose no
@@ -42,10 +41,12 @@ PACKETS = 3200
 SEGMENT = 65536
 """Largest segment in bytes that TCP hands to a network card, which is Linux's default."""
 FILLED = 0.8
-"""Size of a TCP segment as a share of the burst; the rest of the burst is for the headers of the segment's packets."""
+"""Size of a TCP segment as a fraction of the burst; the rest of the burst is for the headers of the segment's
+packets.
+"""
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_limit_output_bytes": "65536"}
-"""TCP settings of every host, whatever the settings of this machine: windows grow until a link is full and are kept
-between steps; connections share a card in turns.
+"""TCP settings of every simulated host, whatever this machine has: windows grow until a link is full and stay so
+between steps, and connections share a card in turns.
 """
 
 
@@ -174,8 +175,8 @@ def _take_subnet(label: str) -> str:
 
 
 def subnets(first: int) -> Iterator[str]:
-    """Yield the first three numbers of private networks; the first network depends on `first`, so that runs rarely
-    collide.
+    """Yield the first three bytes of the addresses of private networks, beginning at a network that `first` selects, so
+    that runs rarely collide.
     """
     wide = 190 * 250
     yield from (f"10.{64 + at % 190}.{at // 190}" for at in ((first + i) % wide for i in range(wide)))
@@ -184,7 +185,7 @@ def subnets(first: int) -> Iterator[str]:
 
 
 def free_of(said: str, candidates: Iterable[str]) -> Iterator[str]:
-    """Return the candidates that overlap with no network or address in `said`, the output of `ip`.
+    """Yield the candidates that overlap with no network or address in `said`, the output of the command `ip`.
 
     Very wide routes are ignored.
     """
@@ -204,7 +205,9 @@ class Card:
     supervisor: int
     """Process id of the run's supervisor, which is part of the name of the link."""
     started: str
-    """Start time of the supervisor, stored in the bridge's name; empty for a host's card, or if unknown."""
+    """Start time of the supervisor, stored in the bridge's name; empty for the card of a host, or if the time is
+    unknown.
+    """
 
 
 def _links() -> list[Card]:
@@ -222,7 +225,9 @@ def _of(supervisor: int, cards: list[Card]) -> list[Card]:
 
 
 def sweep(cards: list[Card]) -> None:
-    """Remove the links of supervisors that no longer run; start times show whether a process id was reused."""
+    """Remove the network links of supervisors that no longer run; the start time shows whether another process now has
+    the supervisor's process id.
+    """
     bridges = {card.supervisor: card.started for card in cards if card.started}
     for supervisor in {card.supervisor for card in cards}:
         now = _started(supervisor)

@@ -1,4 +1,4 @@
-"""Processes that will join a run: they build the job while the other workers train, so that the others wait less."""
+"""Processes that will join a run. They build the job while the other workers train, which shortens the interruption."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Newcomer:
         self._ready = False
 
     def ready(self) -> bool:
-        """Whether the process has built the job.
+        """Return whether the process has built the job.
 
         Raises:
             RunError: the process has failed.
@@ -58,7 +58,7 @@ class Newcomer:
         return self._ready
 
     def begin(self, node_spec: NodeSpec, config: RunConfig) -> Child:
-        """Let the process take part in the run as a worker; return the process as a child."""
+        """Let the process take part in the run as a worker, and return the process."""
         self._feed.setblocking(True)
         with contextlib.suppress(OSError):  # the process has ended: its supervisor will notice
             self._feed.sendall(msgspec.json.encode(Part(node_spec, config.to_toml())))
@@ -94,7 +94,7 @@ class Newcomers:
             raise RunError(f"no process could be started for a worker: {error.strerror or error}") from None
 
     def ready(self) -> bool:
-        """Whether all processes have built the job.
+        """Return whether all processes that will join have built the job.
 
         Raises:
             RunError: a process has failed; all processes that were to join have been ended.
@@ -106,9 +106,7 @@ class Newcomers:
             raise
 
     def next(self) -> Newcomer | None:
-        """Return the process of the next worker that joins; None if there is none, so that a process must be
-        started.
-        """
+        """Return the process of the next worker that joins; None if no process was started for it in advance."""
         return self._waiting.pop(0) if self._waiting else None
 
     def end(self) -> None:

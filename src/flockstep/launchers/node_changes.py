@@ -1,4 +1,6 @@
-"""How the nodes of a run change while it goes on: workers leave and join, and lost nodes are started again."""
+"""Changes of a run's nodes while the run goes on: workers leave and join, and lost processes of servers are
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,16 @@ class NodeChanges:
         self._least = None
 
     def replace(self, text: str) -> None:
-        """Start another process in place of one that a server has lost, as `text` says, if the run has checkpoints."""
+        """Start another process in place of a lost process of a server, if the run has checkpoints; `text` describes
+        the loss.
+        """
         if self._back_to is not None:
             self._renewing = text
 
     def look(self) -> None:
-        """Let workers leave and join if all nodes have stopped and saved their states."""
+        """If workers leave or join, or a lost process is to be replaced, take a checkpoint, and change the nodes once
+        it is complete.
+        """
         if self._checkpoints is None or not self._state.running or self._state.outcome.change is not None:
             return
         joiners = self._joiners()
@@ -186,8 +192,8 @@ class NodeChanges:
         return ""
 
     def goes_on_after(self, address: Address, reason: str) -> bool:
-        """Whether the run goes back to its newest checkpoint after the loss of a server, or of a worker that its
-        strategy needs.
+        """Return whether the run continues from its newest checkpoint after the loss of a server, or of a worker that
+        its strategy needs.
         """
         newest = None if self._checkpoints is None else self._checkpoints.newest
         if newest is None or self._state.done:

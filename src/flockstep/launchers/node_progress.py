@@ -9,7 +9,7 @@ from flockstep.records.events import StepEvent
 
 @dataclass
 class NodeProgress:
-    """The displayed state of one node."""
+    """State of one node, as the display shows it."""
 
     state: str = "starting"
     step: int = 0

@@ -1,4 +1,4 @@
-"""What the nodes of a run send for its record: events, flight recorders and snapshots."""
+"""Writes the parts of a record that the nodes of a run send: events, flight recorders and snapshots."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class NodeRecords:
         writer.flush()
 
     def keep_flight(self, address: Address | None, events: list[FlightEvent]) -> None:
-        """Append the events of a node's flight recorder, or of the launcher's (None), to its file."""
+        """Append the events of a flight recorder to its file: that of a node, or with None that of the launcher."""
         outcome = self._state.outcome
         if self._state.went is None or isinstance(outcome.error, Interrupted):  # an interruption is no fault
             return
@@ -80,13 +80,13 @@ class NodeRecords:
         self.keep_flight(None, self.flight.taken(lambda seconds: seconds - went))
 
     def begin_snapshot(self, address: Address, node: Address, note: Fields, largest: int) -> None:
-        """Begin a snapshot of logical node `node`; `largest`: upper limit of its size in bytes."""
+        """Begin to receive a snapshot of node `node`, of at most `largest` bytes."""
         with self._warned(float(note["tick"])):
             self._arriving[address] = SnapshotWriter(self.places, node, note, largest)
             self.take(address, np.empty(0, np.uint8))
 
     def take(self, address: Address, part: FlatArray) -> None:
-        """Handle a part of a snapshot; drop the snapshot if no folder accepts the part."""
+        """Store a part of a snapshot; drop the snapshot if the part cannot be written to any folder."""
         if (arriving := self._arriving.pop(address, None)) is None:
             return
         with self._warned(arriving.tick):
@@ -98,7 +98,7 @@ class NodeRecords:
             self._evaluation.take(item)
 
     def drop(self, address: Address) -> None:
-        """Drop the snapshot that a lost node has not sent completely."""
+        """Drop the incomplete snapshot of a lost node."""
         if (arriving := self._arriving.pop(address, None)) is not None:
             arriving.drop()
 

@@ -9,18 +9,19 @@ import os
 from flockstep.errors import ConfigurationError
 
 FILES_OF_SUPERVISOR = 20
-"""Number of file descriptors of a supervisor that has no processes: sockets, pipes of the fork server, evaluation,
+"""Number of file descriptors that a supervisor needs for itself: sockets, the fork server's pipes, the evaluation, and
 files of the record.
 """
 FILES_PER_PROCESS = 8
-"""Number of file descriptors of a supervisor for each process of its run: sockets, monitors, pipes and an events file.
+"""Number of file descriptors that a supervisor needs for each process of its run: sockets, monitors, pipes and a file
+of events.
 
 The processes themselves need fewer in total.
 """
 
 
 def require_open_files(processes: int, more: int = FILES_OF_SUPERVISOR) -> None:
-    """Check that this process may open the files and sockets of a supervisor of `processes` processes.
+    """Check that this process may open all the files and sockets that a supervisor of `processes` processes needs.
 
     Raises:
         ConfigurationError: the limit of open files is too low.

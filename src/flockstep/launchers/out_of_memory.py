@@ -42,7 +42,7 @@ class OutOfMemoryDetector:
         self._before = count()
 
     def explain(self, code: int) -> str:
-        """Return an addition to the message about an exit code; empty unless SIGKILL ended the process and the kernel
+        """Return text to append to a message about an exit code; empty unless SIGKILL ended the process and the kernel
         has killed processes for lack of memory.
         """
         if code != -signal.SIGKILL or self._count() <= self._before:

@@ -20,13 +20,13 @@ from flockstep.records.full_disk import say_full
 OUT, ERR = 1, 2
 """The streams of a script: standard output and standard error."""
 NAMES = {OUT: "out", ERR: "err"}
-"""Stream → suffix of the name of the file that holds the stream."""
+"""Stream → suffix of the name of the file with the stream's output."""
 Sink = Callable[[int, bytes], None]
 """Function that receives a part of a script's output: the stream (`OUT` or `ERR`), and whole lines or the last bytes.
 Different threads may call it for the two streams.
 """
 LAST_WORDS = 4000
-"""Number of bytes that are kept from the end of a hidden script's standard error."""
+"""Number of bytes from the end of a script's hidden standard error that are kept, to be shown if the script fails."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -57,7 +57,7 @@ class OutputOptions:
     """Folder for the output of every rank, in `rank-3.out` and `rank-3.err`; None if no files are written."""
 
     def kept_in(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with these options."""
+        """Return the configuration with these options stored in it, so that a resumed run has them, too."""
         ranks = None if self.ranks == "all" else self.ranks
         folder = None if self.folder is None else str(self.folder.resolve())
         return replace(config, output=ranks, prefix=self.prefix or None, rank_output=folder)
@@ -70,7 +70,7 @@ class Output(OutputOptions):
     show: Sink = to_terminal
     """Function that shows whole lines of output."""
     continues: bool = False
-    """Whether output is appended to the files of an earlier run, because that run continues."""
+    """Whether output is appended to existing files, because the run is resumed."""
 
     @classmethod
     def of(cls, config: RunConfig, show: Sink) -> Output:
@@ -172,8 +172,8 @@ class RankOutput:
 
 
 def marked(data: bytes, prefix: bytes, before: bytes) -> bytes:
-    """Put `prefix` before each line. `before` is the byte before `data`; in the middle of a line, no prefix is
-    inserted.
+    """Return output with `prefix` before each line; `before` is the byte before `data`, which shows whether `data`
+    starts in the middle of a line.
     """
     if not prefix:
         return data

@@ -25,11 +25,11 @@ from flockstep.records import owner
 from flockstep.records.full_disk import HALF
 
 PARKED = "parked"
-"""Name of the folder, in the run's folder, that holds the files of waiting workers."""
+"""Name of the folder, in a run's folder, with the files of the workers that wait for another coordinator."""
 POLL = 0.05
 """Seconds between two checks for a part in the run."""
 UNWIND = signal.SIGUSR2
-"""Signal with which a thread interrupts the worker, whatever the worker is doing."""
+"""Signal with which a thread interrupts the worker, whatever the worker is doing, when the coordinator has ended."""
 
 
 class Part(msgspec.Struct):
@@ -38,11 +38,11 @@ class Part(msgspec.Struct):
     node_spec: NodeSpec
     config: str
     leader: int = 0
-    """Number of the coordinator, see `owner.lead`."""
+    """Number of the coordinator that wrote this part (see `owner.lead`)."""
 
 
 class Orphaned(BaseException):
-    """Exception: the coordinator of the run has ended."""
+    """Raised in a worker when the coordinator of the run has ended."""
 
 
 class Parking:
@@ -55,7 +55,7 @@ class Parking:
         signal.signal(UNWIND, self._unwind)
 
     def follow(self, node_spec: NodeSpec, *folders: str) -> None:
-        """Follow a coordinator from now on; `folders` are removed when the coordinator ends."""
+        """Follow a coordinator from now on; when the coordinator ends, `folders` are removed."""
         new, self._leader = node_spec.supervisor != self._leader, node_spec.supervisor
         ended = partial(self._orphaned, node_spec.supervisor) if new else lambda: None  # one thread unwinds
         die_with(node_spec.supervisor, node_spec.directory, *folders, ended=ended)
@@ -154,7 +154,7 @@ class ParkedWorkers:
                 file.unlink(missing_ok=True)
 
     def take(self, rank: int) -> ParkedWorker | None:
-        """Return a waiting worker for a rank, if possible the worker that had this rank before; None if no worker
+        """Return a waiting worker for a rank, preferably the worker that had this rank before; None if no worker
         waits.
         """
         if not self._waiting:
@@ -162,6 +162,6 @@ class ParkedWorkers:
         return self._waiting.pop(rank if rank in self._waiting else max(self._waiting))
 
     def end(self) -> None:
-        """End the workers for which the run has no part."""
+        """End the waiting workers for which the continued run has no part."""
         while self._waiting:
             self._waiting.popitem()[1].kill()

@@ -62,7 +62,7 @@ class ResizedRun:
     """The configuration of the run before the change."""
     states: dict[Address, NodeCheckpoint]
     notes: tuple[str, ...]
-    """Sentences about the change of size, for the record."""
+    """Sentences for the record about the change of the number of workers."""
 
     def write(self, record: RunFolder, checkpoint: Checkpoint) -> Checkpoint:
         """Write the new states as the run's newest checkpoint, and the configuration; return the checkpoint.
@@ -127,7 +127,7 @@ def resized_run(
     steps_so_far = f"step {states[0].before} of {now.steps}, counted with {workers} workers"
     notes = [f"{workers} workers continue the run of {config.workers} workers, from {steps_so_far}"]
     if lost := len({one.tick for one in checkpoint.manifest.unevaluated(evaluated)}):
-        notes.append(f"evaluations dropped, because their snapshots are of {config.workers} workers: {lost}")
+        notes.append(f"evaluations were dropped, because their snapshots are of {config.workers} workers: {lost}")
     return ResizedRun(changed, now, config, states, tuple(notes))
 
 

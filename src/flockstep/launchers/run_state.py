@@ -1,4 +1,4 @@
-"""What a supervisor knows of its run: the outcome so far, the nodes that take part, and the progress."""
+"""The state of a supervised run: the outcome so far, the nodes that take part, and the progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flockstep.strategies.base import Strategy
 
 @dataclass
 class Outcome:
-    """The result of a supervised run."""
+    """Result of a supervised run, as far as it is known."""
 
     workers: int = 0
     schema: Schema | None = None
@@ -30,11 +30,11 @@ class Outcome:
     lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
     replaced: set[Address] = field(default_factory=set)
-    """Lost processes of servers that other processes continue."""
+    """Lost processes of servers, of which another process continues."""
     change: Change | None = None
-    """How the workers change while the run continues; None if the run has ended."""
+    """Change of the workers with which the run continues; None if the run has ended."""
     nodes: set[Address] = field(default_factory=set)
-    """Nodes whose events are written to files."""
+    """Nodes whose events are written to files of the record."""
     sizes: tuple[int, ...] = ()
     """Number of elements of each part of a split model; empty if every worker holds a whole replica."""
 
@@ -47,13 +47,15 @@ class Outcome:
         return held_by_servers(self.strategy, self.workers // len(sizes), sizes)
 
     def warn(self, text: str) -> None:
-        """Add a sentence to the warnings, unless the warnings contain it."""
+        """Add a sentence to the warnings, unless they already contain it."""
         if text not in self.warnings:
             self.warnings.append(text)
 
     @property
     def events(self) -> list[Event]:
-        """Events of the record that only the supervisor knows: the hosts, if there are several, and the lost nodes."""
+        """Return the events that only the supervisor knows, for the record: the hosts, if there are several, and the
+        lost nodes.
+        """
         hosts = [HostsEvent(0.0, self.hosts)] if len(self.hosts) > 1 else []
         return [*hosts, *self.lost.values()]
 
@@ -80,26 +82,26 @@ class RunState:
     """Number of workers at the start of the run."""
     outcome: Outcome
     view: View
-    """The workers that take part."""
+    """View of the workers that take part in the run now."""
     standings: dict[Address, NodeProgress]
     ready: set[Address] = field(default_factory=set)
     """Nodes that have reported that they are ready to begin."""
     done: set[Address] = field(default_factory=set)
     """Nodes whose programs have ended."""
     gone: set[Address] = field(default_factory=set)
-    """Nodes that were lost."""
+    """Addresses of the nodes that were lost."""
     condemned: dict[Address, str] = field(default_factory=dict)
-    """Workers to remove from the run, with the reason."""
+    """Worker to be removed from the run → reason."""
     went: float | None = None
     """Time at which all nodes were ready, in seconds of the monotonic clock, minus the seconds that the run lasted
     before it was resumed.
     """
     over: bool = False
-    """Whether all nodes have been dismissed."""
+    """Whether all nodes have been told that the run has ended."""
 
     @property
     def running(self) -> bool:
-        """Whether all nodes have begun, and have not been dismissed."""
+        """Whether all nodes have begun, and none has been told that the run has ended."""
         return self.went is not None and not self.over
 
     @property

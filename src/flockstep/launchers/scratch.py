@@ -17,13 +17,15 @@ from flockstep.records.owner import OWNER, owned
 
 PREFIX = "flockstep-"
 MARK = ".sockets"
-"""Name of an empty file that marks a folder made by `scratch`: records have an owner file too, and users choose folder
-names freely.
+"""Name of an empty file that marks a folder as made by `scratch`. An owner file does not show this, because records
+have one, too.
 """
 AFTER_MULTIPROCESSING = -200
 """Priority of an exit handler that runs after multiprocessing has removed its own temporary folder (-100)."""
 LONGEST = 50
-"""Longest path of a temporary folder under which the fork server's socket fits, whose path has at most 104 bytes."""
+"""Maximum length of a temporary folder's path in bytes; the fork server's socket in it may have a path of at most 104
+bytes.
+"""
 
 
 @contextlib.contextmanager
@@ -44,7 +46,7 @@ def scratch() -> Iterator[Path]:
 
 
 def sweep(place: Path) -> None:
-    """Remove this user's folders of `scratch` in `place` whose owners have died."""
+    """Remove the folders in `place` that `scratch` has made for this user and whose owners have died."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
             if _is_ours(folder) and (folder / OWNER).stat().st_size:
@@ -93,8 +95,8 @@ def end_fork_server() -> None:
 
 
 def fork_servers_folder() -> list[str]:
-    """Return a list with the folder of the fork server that forked this process; empty if multiprocessing chose the
-    folder.
+    """Return a list with the folder of the fork server that forked this process; an empty list if multiprocessing chose
+    the folder.
     """
     if multiprocessing.parent_process() is None:
         return []

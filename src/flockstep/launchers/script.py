@@ -206,7 +206,8 @@ def launch_for(
 
 
 def program_of(config: RunConfig) -> tuple[Path, list[str]]:
-    """The script of a run, and the script's arguments; a module is run by a script whose first argument is its name.
+    """Return the script of a run and the script's arguments; a module is run by a script whose first argument is the
+    module's name.
 
     Raises:
         ConfigurationError: there is no such module in this folder or on Python's path.
@@ -250,7 +251,7 @@ def _settings(config: RunConfig, script: Path, arguments: Sequence[str]) -> dict
 
 
 def require_script(script: Path) -> None:
-    """Refuse a script that does not exist.
+    """Check that a script exists.
 
     Raises:
         ConfigurationError: there is no such file.

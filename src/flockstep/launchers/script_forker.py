@@ -18,11 +18,13 @@ from typing import IO
 from flockstep.launchers.top_imports import top_imports
 
 FOLDER = Path(__file__).parent / "script_preload"
-"""Folder of the module that Python imports in place of the usual `sitecustomize`."""
+"""Folder of the `sitecustomize` module that Python imports in place of the usual one in the process that forks
+scripts.
+"""
 PIPES = "FLOCKSTEP_PRELOAD"
 """Environment variable with the file descriptors of the pipes: one to read requests from, one to write reports to."""
 READY = 60.0
-"""Seconds that the imports may take; after that, scripts are started in fresh interpreters."""
+"""Maximum number of seconds that the imports may take; after that, scripts are started in fresh interpreters."""
 
 
 class ForkedScript:
@@ -137,8 +139,8 @@ class ScriptForker:
         self._left = []
 
     def exit_code(self, pid: int) -> int | None:
-        """Exit code of a forked process; None while it runs. If the process that forks ends, all forked processes end,
-        too.
+        """Return the exit code of a forked process; None while it runs. If the process that forks ends, all forked
+        processes end, too.
         """
         while pid not in self._codes and (line := self._line(0.0)):
             _, ended, code = line.split()

@@ -39,9 +39,7 @@ _RESTARTED = "the workers, and new servers,"
 
 
 class NodesChanged(Interrupted):
-    """Exception: workers leave or join a run, or nodes are lost, and the processes of the other workers wait to
-    continue.
-    """
+    """Raised when the nodes of a run change, while the processes of the other workers wait to continue."""
 
     def __init__(self, change: Change, supervisor: Supervisor, workers: int, epoch: int):
         """`workers`: number of workers so far; `epoch`: number of changes of the workers so far."""
@@ -59,7 +57,7 @@ class NodesChanged(Interrupted):
 
 @dataclass(frozen=True)
 class RunSegment:
-    """A segment of a run: from the start or a change of nodes to the next change or the end."""
+    """A segment of a run of a declared job: from the start, or a change of nodes, to the next change or the end."""
 
     config: RunConfig
     record: RunFolder
@@ -71,15 +69,17 @@ class RunSegment:
     show: Show
     hosts: OtherHosts
     test: OwnData | None = None
-    """The test set, if it replaces the job's test set."""
+    """Test set in place of the job's test set; None for the job's own."""
     resumed: Checkpoint | None = None
     """The checkpoint from which the run continues; None if the run starts from the beginning."""
     said: Sequence[str] = ()
     """Sentences to be added to the record."""
     parked: ParkedWorkers = field(default_factory=ParkedWorkers)
-    """Waiting workers whose coordinator was killed."""
+    """Workers that wait because their coordinator was killed."""
     left: NodesChanged | None = None
-    """How the nodes have changed, with the processes that continue; None if all processes are started."""
+    """The change of nodes after which this segment begins, with the processes that continue; None if all processes are
+    to be started.
+    """
     parts: InitialParts | None = None
     """The parts of a split model; None if every worker holds a whole replica."""
 
@@ -217,5 +217,5 @@ class RunSegment:
 
 
 def evaluated_in(record: RunFolder) -> set[float]:
-    """Return the times, in seconds, of the evaluations in a record."""
+    """Return the times of the evaluations in a record, in seconds of the run."""
     return {event.seconds for event in record.read_events() if isinstance(event, EvaluationEvent)}

@@ -36,7 +36,9 @@ def leave_to_supervisor(terminated: Callable[[], None] = lambda: None) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Context manager that delays the signals that stop a run; at its end, the first signal that came takes effect."""
+    """Context manager that delays the signals that stop a run; at its end, the first signal that arrived meanwhile
+    takes effect.
+    """
     if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread
         yield
         return

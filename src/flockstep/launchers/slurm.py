@@ -34,13 +34,13 @@ from flockstep.launchers.wait_monitor import on_stderr
 JOB, HOSTS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST"
 """Names of the environment variables of an allocation. JOB: number of the job. HOSTS: list of the job's hosts."""
 SEPARATE = 120
-"""Exit code of a job that does not find the folder for its output."""
+"""Exit code of a job whose host does not find the folder for the job's output."""
 SCRIPT = """#!/bin/sh
 cd {here} && test -d {folder} || exit {separate}
 exec > {folder}/out 2> {folder}/err
 exec {command}
 """
-"""Shell script of the Slurm job; its output goes to files in a folder that only this user may enter."""
+"""Template of the job's shell script; its output goes to files in a folder that only this user may enter."""
 GOING = (
     "PENDING",
     "CONFIGURING",
@@ -52,9 +52,9 @@ GOING = (
     "STAGE_OUT",
     "RESIZING",
 )
-"""Slurm's states of a job that has not yet ended."""
+"""Names of Slurm's states of jobs that have not yet ended."""
 FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer has in its list."""
+"""Name that stands for the state of a job that Slurm no longer lists."""
 ENDED = {
     "CANCELLED": "was canceled",
     "TIMEOUT": "reached its time limit; allow more time with --slurm-options --time=HOURS:MINUTES:SECONDS",
@@ -64,11 +64,11 @@ ENDED = {
     "OUT_OF_MEMORY": "used more memory than its limit; allow more memory with --slurm-options --mem=SIZE",
     "PREEMPTED": "was preempted by another job",
 }
-"""Slurm's state of a job that has ended → text about the end."""
+"""Name of Slurm's state of a job that has ended → text for the user about the end."""
 POLL = 0.25
 """Seconds between two checks for new output of a job."""
 OFTEN, SELDOM = 0.5, 10.0
-"""Shortest and longest time in seconds between two queries to Slurm.
+"""Minimum and maximum time in seconds between two queries to Slurm about a job.
 
 Between these limits, the time is a twentieth of the time since the submission.
 """

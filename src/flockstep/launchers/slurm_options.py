@@ -74,7 +74,7 @@ def options_of_job(options: str, environment: Mapping[str, str]) -> list[str]:
         ) from None
     for variable in VARIABLES.keys() & environment.keys():
         raise ConfigurationError(
-            f"{variable} is set, which sbatch reads as --{VARIABLES[variable]}, and a submitted run cannot have that: "
+            f"sbatch would read --{VARIABLES[variable]}, which a submitted run cannot have, from {variable}: "
             f"{REFUSED[VARIABLES[variable]].replace('leave it out', 'unset it')}"
         )
     value = False

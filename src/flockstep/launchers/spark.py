@@ -67,7 +67,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class PartitionFacts:
-    """What the driver knows about a partition: number of rows, digest and shapes."""
+    """Facts about a partition of the rows: number of rows, digest of their contents, and shapes of inputs and
+    targets.
+    """
 
     rows: int
     digest: str
@@ -78,7 +80,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True)
 class SparkGathering(TaskGathering):
-    """The tasks of a barrier stage, each of which is a host with one worker."""
+    """The tasks of a barrier stage in Spark; each task is a host with one worker."""
 
     rows: Any = None
     """The RDD of training samples, with one partition for each worker."""
@@ -87,9 +89,7 @@ class SparkGathering(TaskGathering):
 
     @property
     def own(self) -> OwnData:
-        """Number of samples of each worker, and the digests of the partitions; each process chooses a folder for its
-        samples.
-        """
+        """Number of samples of each worker, and the digests of the partitions."""
         sizes = tuple(one.rows for one in self.partitions)
         digests = " ".join(one.digest for one in self.partitions)
         return OwnData("", sizes, {"rows": " ".join(map(str, sizes)), "rows_digest": digests})

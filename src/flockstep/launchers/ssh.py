@@ -32,12 +32,12 @@ class SshGathering(CommandGathering):
     ssh: tuple[str, ...] = ("ssh",)
 
     def placement(self, workers: int) -> dict[int, range]:
-        """Return node → ranks, as many ranks as `shares` gives the node."""
+        """Return node → ranks; node i has as many consecutive ranks as `shares` gives it."""
         ends = [sum(self.shares[:node]) for node in range(self.nodes + 1)]
         return {node: range(ends[node], ends[node + 1]) for node in range(self.nodes)}
 
     def over(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the transport and the workers of these hosts."""
+        """Return the configuration with the transport and the number of workers of these hosts."""
         return dataclasses.replace(super().over(config), workers=sum(self.shares))
 
     def command(self, name: str) -> list[str]:

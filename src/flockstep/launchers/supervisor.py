@@ -72,11 +72,11 @@ from flockstep.transports.wire import PROTOCOL
 GRACE = 3.0
 """Seconds that processes have to end by themselves after a failure, before they are killed."""
 TURN = 4 * WINDOW
-"""Number of messages of one node that are handled before those of the next node, so that no node can block the
+"""Maximum number of messages of one node that are handled before those of the next node, so that no node can block the
 others.
 """
 LAST_CHECKPOINT = 10.0
-"""Longest time in seconds for the checkpoint that is taken when a signal stops the run."""
+"""Maximum number of seconds for the checkpoint that is taken when a signal stops the run."""
 LAST_POLL = 0.005
 """Seconds between two polls of processes that are about to end."""
 POLL = 0.05
@@ -223,7 +223,7 @@ class Supervisor:
         return rank in self._links
 
     def begin_again(self, rank: int, node_spec: NodeSpec, config: str) -> Child:
-        """Let the process of a worker continue with another node specification; return the process."""
+        """Give the process of a worker the node specification with which it continues; return the process."""
         self._links[rank].tell(AGAIN, {"spec": msgspec.json.encode(node_spec).decode(), "config": config, "wait": 0})
         return self.children.pop(rank)
 
@@ -287,7 +287,7 @@ class Supervisor:
         return min(max(5 * seconds / max(steps, 1), 1.0), LAST_CHECKPOINT)
 
     def forget(self) -> None:
-        """Remove the snapshots that the nodes have sent."""
+        """Remove the snapshots that the nodes have sent so far."""
         self.outcome.newest = NewestSnapshots()
         for place in self._records.places:
             shutil.rmtree(place, ignore_errors=True)
@@ -340,7 +340,7 @@ class Supervisor:
     def _ask_for_call(self, rank: int, number: int) -> None:
         """A worker calls `distribute` for the second time, or for a later one: let it say hello."""
         if self._begin_call is None or not 2 <= number <= len(self._calls) + 1:
-            raise ProtocolError(f"the worker began call {number} of distribute after {len(self._calls)} calls")
+            raise ProtocolError(f"a worker began call {number} of distribute, but call {len(self._calls) + 1} is next")
         if number == len(self._calls) + 1:
             later = self._begin_call(self, number)
             later._open_within(self)

@@ -26,7 +26,7 @@ from flockstep.records.config import RunConfig
 from flockstep.workloads.own_data import OwnData
 
 THERE = 20.0
-"""Longest time in seconds that a task waits for the coordinator, which listens before it starts tasks."""
+"""Maximum number of seconds that a task waits for the coordinator, which listens before tasks are started."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class TaskFile:
     content: bytes
 
     def found(self, folder: Path) -> str:
-        """Return the path of the same file on this host. If the coordinator's path exists here, this path is returned,
-        so that the file can import its neighbors; otherwise the path of a copy in `folder`.
+        """Return the path of the file on this host: the coordinator's path if it exists here, so that the file can
+        import its neighbors; otherwise the path of a copy in `folder`.
         """
         path = Path(self.path)
         if path.is_file() and path.read_bytes() == self.content:
@@ -70,7 +70,8 @@ class TaskSpec:
 
 
 def run_task(spec: TaskSpec, own: OwnData | None = None) -> None:
-    """Run the agent of a host until the run ends; `own` describes the samples of the only worker on this host.
+    """Run the agent of a host until the run ends; `own` describes the samples of the host's only worker, if the worker
+    has its own.
 
     Raises:
         ConfigurationError: the coordinator refused, or cannot be reached.
@@ -135,7 +136,7 @@ class TaskPart(Gathering):
     """Ranks of the workers in this task."""
 
     def ranks(self, workers: int) -> range:
-        """Ranks of the workers in this task."""
+        """Return the ranks of the workers in this task."""
         return range(self.here[0], self.here[-1] + 1) if self.here else range(0)
 
     def __post_init__(self) -> None:
@@ -150,7 +151,7 @@ class TaskGathering(Coordinating, ABC):
     output: Output = SHOWN
 
     def hosts(self, config: RunConfig, settings: dict[str, str], stack: ExitStack, resumes: bool = False) -> TaskHosts:
-        """Listen for the tasks, and start them; `stack` ends the remaining tasks."""
+        """Listen for the tasks, and start them. Tasks that still run when `stack` closes are ended."""
         nodes, placement, text = range(self.nodes), self.placement(config.workers), config.to_toml()
         settings, heartbeat = settings_of(config), config.heartbeat or HEARTBEAT  # as the tasks are given them
         hosts = TaskHosts(self.meeting, nodes, placement, config.workers, settings, text, heartbeat)
@@ -169,7 +170,8 @@ class TaskGathering(Coordinating, ABC):
 
     @abstractmethod
     def start(self, specs: Sequence[TaskSpec], stack: ExitStack) -> Callable[[], str | None]:
-        """Start a task for each host; `stack` ends the remaining tasks.
+        """Start a task for each host, and return a function that says why a task has failed, or None if no task has
+        failed.
 
-        Return a function that returns why a task has failed, or None if no task has.
+        Tasks that still run when `stack` closes are ended.
         """

@@ -9,9 +9,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 FORKABLE = frozenset({"flockstep", "numpy", "scipy", "sklearn", "torch"})
-"""Packages whose import starts no thread and creates nothing that a forked process could not use."""
+"""Packages that a process can import before it forks: their import starts no thread and opens nothing that a fork would
+share.
+"""
 HEAVY = "torch"
-"""Package without which a preload process would not save time."""
+"""Package whose import takes so long that a preload process is worth its start."""
 
 
 def top_imports(script: Path, path: Sequence[str] = ()) -> list[str]:

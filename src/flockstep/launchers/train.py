@@ -141,7 +141,7 @@ class _Jobs:
 
 
 def require_changes(config: RunConfig, strategy: Strategy) -> None:
-    """Check that workers may leave the run, down to `config.min_workers`, and join it, up to `config.max_workers`.
+    """Check that workers may leave the run, down to `config.min_workers`, and join, up to `config.max_workers`.
 
     Raises:
         ConfigurationError: the number of workers is not within these limits, or checkpoints are off.

@@ -11,20 +11,20 @@ from flockstep.errors import RunError
 from flockstep.messages import Fields, node_name
 
 PERIOD = 10.0
-"""Seconds of waiting after which a run first reports the workers that it waits for, and initial interval between two
+"""Seconds of waiting after which a run first reports the workers that it waits for; also the first interval between two
 reports.
 """
 STARTING = 6
-"""Number of periods after which a run reports workers that have not joined, because slow imports of a script are not a
-fault. After the same number of periods, every interval between two reports is twice the previous interval.
+"""Number of periods after which a run reports workers that have not joined, because a script's imports may be slow.
+From then on, each interval between two reports is twice the previous one.
 """
 RAREST = 60
-"""Longest interval between two reports of a wait, in periods."""
+"""Maximum interval between two reports of a wait, in periods of `PERIOD` seconds."""
 FRESH = 5.0
-"""Seconds for which a worker's report that it waits is valid; a waiting worker repeats the report every second."""
+"""Seconds for which a worker's report that it waits remains valid; a waiting worker repeats the report every second."""
 
 SHOWN = 4
-"""Largest number of workers that one sentence names; further workers are only counted."""
+"""Maximum number of workers that one sentence names; further workers are only counted."""
 
 
 def on_stderr(text: str) -> None:
@@ -37,15 +37,15 @@ def on_stderr(text: str) -> None:
 
 
 class Reminder:
-    """Prints every ten seconds what a process waits for."""
+    """Prints what a process waits for, at most once every ten seconds."""
 
     def __init__(self, say: Callable[[str], None] = on_stderr):
         self._say = say
         self._said = time.monotonic()
 
     def remind(self, text: str) -> bool:
-        """Print what the process waits for, if ten seconds have passed since the last time; return whether they
-        have.
+        """Print what the process waits for if at least ten seconds have passed since the last time; return whether it
+        was printed.
         """
         if time.monotonic() - self._said < PERIOD:
             return False
@@ -59,7 +59,9 @@ JOINS_JOB = "importing modules, or making the job's model and data"
 
 
 class WaitMonitor:
-    """The time of each worker's last step, and the reason that each waiting worker has reported."""
+    """Keeps the time of each worker's last step, and the reason that a waiting worker has reported, to find the workers
+    for which the run waits.
+    """
 
     def __init__(
         self,
@@ -87,8 +89,8 @@ class WaitMonitor:
         self._stepping = True
 
     def begin(self, stepping: bool = True) -> None:
-        """Start the run's clock; if `stepping` is false, workers take no steps, because there is no strategy, and there
-        is no time limit.
+        """Start the run's clock. If `stepping` is false, there is no strategy, so that workers take no steps and no
+        time limit applies.
         """
         self._stepping = stepping
         self._since = dict.fromkeys(self._since, self._now())
@@ -103,9 +105,7 @@ class WaitMonitor:
             self._waiting.pop(rank, None)
 
     def note_sign(self, rank: int) -> None:
-        """Record that a worker has taken a step in another call of `distribute`, so that the worker is known to be
-        alive.
-        """
+        """Record that a worker took a step in a later call of `distribute`, which shows that it does not hang."""
         self._since[rank] = self._now()
 
     def look(self, joined: Collection[int], ended: Collection[int]) -> None:
@@ -174,7 +174,7 @@ class WaitMonitor:
 
 
 def joined_and(names: Iterable[str]) -> str:
-    """Return the names for a sentence: at most `SHOWN` names, and the number of further names."""
+    """Return the names joined for a sentence: at most `SHOWN` names, then the number of further names."""
     found = list(names)
     shown = found[:SHOWN] + ([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -33,7 +33,7 @@ class Adagrad(Optimizer):
         require(0 < self.eps < math.inf, "eps of adagrad", "> 0 and finite", self.eps, "use for example 1e-10")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """Return a fresh state for `params`.
+        """Return the initial state for `params`, of shape (K,).
 
         Raises:
             ConfigurationError: eps is zero in the dtype of `params`.

@@ -31,7 +31,7 @@ class AdaptiveMoments(Optimizer):
         require(decays, f"weight_decay of {who}", ">= 0 and finite", self.weight_decay, "use 0 for none")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """Return a fresh state for `params`.
+        """Return the initial state for `params`, of shape (K,).
 
         Raises:
             ConfigurationError: eps is zero in the dtype of `params`.

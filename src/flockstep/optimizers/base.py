@@ -1,4 +1,4 @@
-"""The interface of an optimizer."""
+"""The interface of an optimizer, and the state that an optimizer keeps between steps."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class OptimizerState:
     """An optimizer's state between steps: a count of steps, and named arrays as long as the parameters."""
 
     steps: float = 0
-    """Number of full steps taken so far: the sum of their shares."""
+    """Number of full steps taken so far; a partial step counts as its share."""
     slots: dict[str, FlatArray] = field(default_factory=dict)
     tensors: tuple[slice, ...] = ()
     """The slice of each of the model's tensors, for optimizers that work layer by layer; set by nodes that hold a whole
     model.
     """
     lr: float = 0.0
-    """The learning rate of the last step, for optimizers that need to know when it changes."""
+    """Learning rate of the last step, which some optimizers need in order to see that it has changed."""
     start: int = 0
     """Index of the first parameter in the model's flat array."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """Scalar state of another library's optimizer, in exported states: "name:group" → value."""
+    """Scalar state of another library's optimizer in a saved state: "name:group" → value."""
     foreign: Any = None
     """State of another library's optimizer that can only step all parameters together."""
 
@@ -44,13 +44,15 @@ class Optimizer(Component):
 
     noun: ClassVar[str] = "optimizer"
     elementwise: ClassVar[bool] = True
-    """Whether a slice can be stepped alone; if not, steps need the whole model and `OptimizerState.tensors`."""
+    """Whether a slice of the parameters can be updated alone; if not, steps need the whole model and
+    `OptimizerState.tensors`.
+    """
     lr: float
     """Learning rate; NaN if only another library's optimizer knows the learning rate."""
 
     @property
     def on_servers(self) -> Optimizer:
-        """The form of this optimizer that servers use."""
+        """Return the form of this optimizer that servers execute."""
         return self
 
     @property
@@ -59,7 +61,7 @@ class Optimizer(Component):
         return False
 
     def with_lr(self, lr: float) -> Optimizer:
-        """Return this optimizer with another learning rate.
+        """Return a copy of this optimizer with another learning rate.
 
         Raises:
             ConfigurationError: the learning rate cannot be set.
@@ -68,13 +70,13 @@ class Optimizer(Component):
 
     @abstractmethod
     def init(self, params: FlatArray) -> OptimizerState:
-        """Return a fresh state for `params`, of shape (K,)."""
+        """Return the initial state for `params`, of shape (K,)."""
 
     def load(self) -> None:
-        """Import the modules that steps need, so that the first step does not wait for imports."""
+        """Import the modules that steps need, so that the first step does not take longer."""
 
     def init_slice(self, params: FlatArray, part: slice) -> OptimizerState:
-        """Return a fresh state for a slice of the model's parameters."""
+        """Return the initial state for a slice of the model's parameters."""
         state = self.init(params[part])
         state.start = part.start
         return state
@@ -124,7 +126,9 @@ def layers_of(params: FlatArray, state: OptimizerState, who: str) -> tuple[slice
 
 
 def norm(array: FlatArray) -> float:
-    """Return the Euclidean norm, summed in float64: the same bits for any memory layout of the array."""
+    """Return the Euclidean norm of an array, summed in float64; the result is the same, bit for bit, for any memory
+    layout.
+    """
     parts = (cast(array[part], "float64") for part in blocks(len(array)))
     return math.sqrt(sum(float((part * part).sum()) for part in parts))
 
@@ -140,7 +144,8 @@ def blocks(size: int) -> Iterator[slice]:
 
 
 def require(holds: bool, name: str, rule: str, value: float, way_out: str) -> None:
-    """Check a hyper-parameter.
+    """Raise an error with the value, the rule and a valid alternative if the condition `holds` of a hyper-parameter is
+    false.
 
     Raises:
         ConfigurationError: `holds` is false, as for every comparison with NaN; the message contains the value, the
@@ -159,5 +164,5 @@ def require_visible(eps: float, params: FlatArray) -> None:
     if rounded(eps, params) == 0:
         smallest = float(namespace(params).finfo(params.dtype).tiny)
         raise ConfigurationError(
-            f"eps must be large enough to change a number of {params.dtype}, got {eps}; use at least {smallest:.0e}"
+            f"eps must not round to zero in {params.dtype}, got {eps}; use at least {smallest:.0e}"
         )

@@ -31,7 +31,7 @@ class Clipped(Optimizer):
 
     @property
     def lr(self) -> float:  # type: ignore[override]
-        """The learning rate of the optimizer that takes the step."""
+        """Learning rate of the wrapped optimizer."""
         return self.optimizer.lr
 
     def load(self) -> None:

@@ -38,7 +38,7 @@ class LARS(Optimizer):
         require(0 < self.trust < math.inf, "trust of lars", "> 0 and finite", self.trust, "use for example 0.001")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """Return a fresh state for `params`; its `tensors` are still to be set."""
+        """Return the initial state for `params`, of shape (K,); the caller sets its `tensors`."""
         return OptimizerState(slots={"momentum": namespace(params).zeros_like(params)})
 
     def step(

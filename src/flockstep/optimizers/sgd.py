@@ -57,8 +57,9 @@ class SGD(Optimizer):
         lr: float,
         share: float = 1.0,
     ) -> None:
-        """Take a step with another momentum, of any sign. With a momentum of 0 the velocity is updated but not used;
-        with None there is no velocity.
+        """Take a step with another momentum than the optimizer's own, which may be negative.
+
+        With a momentum of 0 the velocity is updated but not used; with None there is no velocity.
         """
         rate, share = float(lr * share if momentum is None else lr), float(share)
         first_step, state.steps = state.steps == 0, state.steps + share

@@ -9,9 +9,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 
 Division = Literal["nothing", "layers", "tensors", "state"]
-"""What the workers of a replica divide. "layers": whole layers, as in a pipeline (vertical partitioning); "tensors":
-the arrays of each layer (horizontal partitioning); "state": stored parameters, gradients and optimizer state, while
-each worker computes the whole model.
+"""Division of a model among the workers of a replica. "layers": whole layers, as in a pipeline (vertical partitioning);
+"tensors": the arrays of each layer (horizontal partitioning); "state": stored parameters, gradients and optimizer
+state, while each worker computes the whole model.
 """
 Addressing = Literal["none", "p2p mesh", "distributed array abstraction"]
 """Topology of one replica, as in table 1 of Langer et al. (2020): "p2p mesh" if a part sends messages to certain other
@@ -20,7 +20,7 @@ parts; "distributed array abstraction" if a part works on its slice of an array 
 
 
 class Partition(Component):
-    """How one replica of the model is split over workers, which then compute each gradient together.
+    """A way to split one replica of the model over several workers, which then compute each gradient together.
 
     Worker `replica * parts + part` holds part `part` of a replica. The workers that hold the same part form one
     data-parallel group, which runs the strategy on that part of the parameters.
@@ -28,9 +28,9 @@ class Partition(Component):
 
     noun: ClassVar[str] = "partition"
     divides: ClassVar[Division] = "nothing"
-    """What the workers of a replica divide among themselves."""
+    """Division of the model among the workers of a replica: layers, tensors or state."""
     addressing: ClassVar[Addressing] = "none"
-    """How the parts of a replica reach each other."""
+    """Topology of the messages between the parts of a replica; see `Addressing`."""
 
     @property
     @abstractmethod
@@ -46,7 +46,9 @@ class Partition(Component):
 
     @property
     def delays(self) -> str | None:
-        """Sentence about gradients that the parts compute with earlier weights; None if there are no such gradients."""
+        """Text for the user about gradients that are computed with outdated weights; None if all gradients use current
+        weights.
+        """
         return None
 
     def batches_held(self, part: int) -> float:
@@ -56,8 +58,8 @@ class Partition(Component):
         return 1.0
 
     def copies(self, part: int) -> int:
-        """Return the number of copies of its parameters that the worker of a part stores, in addition to the parameters
-        that it trains.
+        """Return the number of copies of its parameters that the worker of a part stores besides the parameters that it
+        trains.
         """
         return 0
 

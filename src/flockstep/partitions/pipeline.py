@@ -63,6 +63,6 @@ class Pipeline(Partition):
             return None
         each = ", ".join(map(str, delays))
         return (
-            f"Gradients of stages 0 to {self.stages - 1} are of weights {each} updates before ({self.schedule}), in "
-            "addition to the staleness of the strategy."
+            f"Stages 0 to {self.stages - 1} compute gradients with weights that are {each} updates old "
+            f"({self.schedule}), in addition to the staleness of the strategy."
         )

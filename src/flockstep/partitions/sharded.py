@@ -39,11 +39,11 @@ class Sharded(Partition):
         return self.ways
 
     def batches_held(self, part: int) -> float:
-        """Return the share of a batch that each worker computes."""
+        """Return the fraction of a batch that each worker computes, 1/p for p ways."""
         return 1 / self.ways
 
     def copies(self, part: int) -> int:
-        """Return 1: a way stores one version of its parameters, that of the current step."""
+        """Return 1, because a way stores one version of its parameters, that of the current step."""
         return 1
 
     def __mul__(self, other: object) -> Partition:

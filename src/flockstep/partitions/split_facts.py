@@ -1,4 +1,4 @@
-"""Where a model is cut, and the facts about the cut that only a process with the whole model can find."""
+"""The cuts of a split model, and facts about them that only a process with the whole model can find."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What a process must know about a whole model to build one part of the model."""
+    """Facts about a whole model that a process needs to build one part of the model."""
 
     starts: tuple[int, ...]
     """Name of the first layer of each chunk."""

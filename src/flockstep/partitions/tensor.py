@@ -40,7 +40,7 @@ class TensorParallel(Partition):
         return self.ways
 
     def copies(self, part: int) -> int:
-        """Return 1: while a way computes a step, it stores a copy of the step's parameters."""
+        """Return 1, because a way stores a copy of its parameters while it computes a step."""
         return 1
 
     def __mul__(self, other: object) -> Product:
@@ -66,8 +66,8 @@ class Product(Partition):
         schedule, facts = self.pipeline.schedule, (self.pipeline.stages, self.pipeline.microbatches, 1)
         if any(work.kind == "input_backward" for work in schedule.passes(0, *facts)):
             raise CompositionError(
-                f"the passes of {schedule} compute the gradients of inputs and of weights apart, which split layers do "
-                "not; use the schedule one_forward_one_backward"
+                f"the passes of {schedule} compute the gradients of inputs and of weights separately, which split "
+                "layers do not; use the schedule one_forward_one_backward"
             )
 
     @property
@@ -79,9 +79,11 @@ class Product(Partition):
         return self.pipeline.delays
 
     def batches_held(self, part: int) -> float:
-        """Return the number of batches whose activations the part's stage stores."""
+        """Return the number of batches whose activations a worker stores at the same time, as its stage of the pipeline
+        does.
+        """
         return self.pipeline.batches_held(part // self.tensor.ways)
 
     def copies(self, part: int) -> int:
-        """Return the number of copies that the part's stage stores."""
+        """Return the number of copies of its parameters that a worker stores, as its stage of the pipeline does."""
         return self.pipeline.copies(part // self.tensor.ways)

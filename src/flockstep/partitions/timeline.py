@@ -10,12 +10,12 @@ from flockstep.partitions.pipeline import Pipeline
 from flockstep.partitions.pipeline_schedules.base import PipelinePass
 
 Key = tuple[bool, int, int, int, int]
-"""Key of a pass: whether it is a forward pass; its stage, chunk, step and micro-batch."""
+"""Identifies a pass: whether it is a forward pass, its stage, its chunk, its step and its micro-batch."""
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """A pass with the seconds at which it begins and ends."""
+    """A pass of a stage, with the seconds at which it begins and ends."""
 
     work: PipelinePass
     begin: float

@@ -9,18 +9,20 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 
 ROUNDING = 1e-9
-"""Relative tolerance within which a product such as 0.6 × 300 counts as the integer that it misses only by rounding."""
+"""Relative tolerance within which a product such as 0.6 × 300 counts as an integer despite rounding errors."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """What a schedule knows of a run: the passes of all workers together over the data, and the number of workers."""
+    """Length of a run for its schedule: epochs, counted as passes of all workers together over the data, and number of
+    workers.
+    """
 
     epochs: float
     workers: int
 
     def reached(self, share: float, epoch: float) -> bool:
-        """Return whether the fraction `share` of the run has passed at `epoch`."""
+        """Return whether the fraction `share` of the run has passed at time `epoch`, in epochs."""
         return epoch >= (share - ROUNDING) * self.epochs
 
 
@@ -53,8 +55,8 @@ def check_shares(at: tuple[float, ...], who: str) -> None:
     """
     if not all(a < b for a, b in zip((0.0, *at), (*at, 1.0), strict=True)):
         raise ConfigurationError(
-            f"at of {who} must be shares of the run in ascending order within (0, 1), got {at}; use for example (0.5, "
-            "0.75)"
+            f"at of {who} must be fractions of the run in ascending order within (0, 1), got {at}; use for example "
+            "(0.5, 0.75)"
         )
 
 

@@ -38,20 +38,20 @@ class Timetable:
 
     @property
     def steps(self) -> int:
-        """Number of steps of each worker until the schedule ends; growing batches make the number smaller."""
+        """Number of steps of each worker until the schedule ends; fewer if the batch size grows."""
         return self._starts[-1]
 
     @property
     def grows(self) -> bool:
-        """Whether the batch size changes in the course of the run."""
+        """Whether the batch size grows during the run."""
         return len({batch for _, batch in self._stages}) > 1
 
     def lr_at(self, step: int) -> float:
-        """Return a worker's learning rate after `step` steps."""
+        """Return a worker's learning rate for the step that follows its first `step` steps."""
         return self.lr * self.schedule.factor(self.epoch_at(step), Extent(self.epochs, self.workers))
 
     def batch_at(self, step: int) -> int:
-        """Return the number of samples in a worker's batch after `step` steps."""
+        """Return the number of samples in a worker's batch in the step that follows its first `step` steps."""
         return self._stages[self._stage_at(step)][1]
 
     def samples_at(self, step: int) -> int:
@@ -62,7 +62,9 @@ class Timetable:
         return sum((end - start) * batch for start, end, (_, batch) in pieces)
 
     def epoch_at(self, step: int) -> float:
-        """Return the number of passes over the data that all workers together make in their first `step` steps."""
+        """Return the number of epochs, passes of all workers together over the data, that the first `step` steps of
+        each worker make.
+        """
         return self.samples_at(step) * self.workers / self.train_size
 
     @cached_property

@@ -5,4 +5,4 @@ USUAL_COMPUTE = "lognormal(mean=0.01)"
 exactly n-1 steps stale.
 """
 USUAL_NETWORK = "1gbit"
-"""Default network of a simulation."""
+"""Default network of a simulation, as an expression."""

@@ -15,23 +15,23 @@ from flockstep.nodes import Cluster
 from flockstep.simulation.faults import Fault
 
 Memory = dict[str, FlatArray]
-"""State that an attacker keeps between two gradients: name → array of shape (K,)."""
+"""State that an injected fault keeps between two gradients of a worker: name → array of shape (K,)."""
 
 
 class WrongGradient(Fault):
-    """A worker whose gradients are wrong from gradient number `begin` (inclusive, from 0) to `end` (exclusive); 0 for
-    `end` means forever.
+    """A worker whose gradients are wrong, from number `begin` (inclusive, from 0) to number `end` (exclusive; 0 for no
+    end).
     """
 
     real = True
     hostile: ClassVar[bool] = True
-    """Whether the gradient is changed after the worker's own checks, as an attacker would."""
+    """Whether the worker is an attacker, whose gradients are changed after the worker's own checks."""
     worker: int
     begin: int
     end: int
 
     def check(self, cluster: Cluster) -> None:
-        """Check that the worker exists."""
+        """Check that the faulty worker exists in the run."""
         if not 0 <= self.worker < cluster.workers:
             raise ConfigurationError(
                 f"an attack needs a worker's rank, got {self.worker}; use 0 to {cluster.workers - 1}"
@@ -46,8 +46,8 @@ class WrongGradient(Fault):
         return self.begin <= step < (self.last or math.inf)
 
     def after(self, steps: int, worker: int) -> WrongGradient | None:
-        """Return the same fault as seen `steps` gradients later, for the worker whose rank is now `worker`; None if the
-        fault has ended.
+        """Return this fault for a run that continues after `steps` gradients, in which the worker has rank `worker`;
+        None if the fault has ended.
         """
         end, component = self.last, cast("Any", self)  # a data class, as every component is
         if end and end <= steps:
@@ -73,7 +73,7 @@ class WrongGradient(Fault):
         """
 
     def watch(self, gradient: FlatArray, memory: Memory, part: slice) -> None:
-        """Record a gradient before it is changed."""
+        """Update the state that the fault keeps from a gradient that has not been changed yet."""
 
 
 @dataclass(frozen=True)

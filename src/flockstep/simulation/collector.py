@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ALLOCATIONS = 100_000
-"""Threshold of the youngest generation: number of allocations minus deallocations that starts a collection.
+"""Number of allocations, minus deallocations, after which Python collects the youngest generation of objects.
 
 Python's default is 700.
 """
 PASSES = 1_000
-"""Threshold of the other generations: number of collections of the next younger generation that starts a collection.
+"""Number of collections of a generation after which Python collects the next older generation.
 
 Python's default is 10.
 """
@@ -31,8 +31,8 @@ class _Inside:
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Context manager in which garbage is collected less often; the thresholds are restored when the last such block
-    ends.
+    """Context manager in which Python collects garbage less often; the former thresholds are restored when the last
+    such block ends.
 
     A simulation keeps its nodes until its end, and reference counts free almost everything else. With 1,024 workers
     the collector's passes over the nodes took a quarter of the time.

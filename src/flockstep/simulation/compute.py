@@ -26,9 +26,7 @@ _TAG = int.from_bytes(b"time", "big")  # separates these random streams from oth
 _BLOCK = 32
 _BASE, _SPELLS = 0, 1
 FORWARD = 1 / 3
-"""Share of a gradient's time that passes before the backward pass, whose work is about twice the work of the forward
-pass.
-"""
+"""Fraction of a gradient's time that the forward pass takes, about half as long as the backward pass."""
 _CLOSE = 1e-9
 """Rounding error with which a gradient counts as complete, as a share of its work."""
 
@@ -36,19 +34,21 @@ Draws = npt.NDArray[np.float64]
 
 
 class Clock(ABC):
-    """Computes when gradients end, for all workers of one run. All calls are made in order of time."""
+    """Computes the virtual times at which gradients end, for all workers of one run. Calls must be in order of time."""
 
     fixed: bool
-    """Whether the end of a gradient is known when the gradient begins, whichever gradients begin later."""
+    """Whether the end of a gradient is known when it begins, because gradients that begin later do not change it."""
 
     @abstractmethod
     def begin(self, rank: int, t: float, stretch: float = 1.0) -> None:
-        """Start a gradient of worker `rank` at time `t`; it takes `stretch` times the worker's next random duration."""
+        """Start a gradient of worker `rank` at time `t`, in seconds; it takes `stretch` times the next duration drawn
+        for the worker.
+        """
 
     @abstractmethod
     def due(self, rank: int, t: float, share: float = 1.0) -> float:
-        """Return the time at which the given share of the worker's last gradient is complete, if no other gradient
-        begins after `t`.
+        """Return the time at which the given share of the worker's last gradient is complete, provided that no other
+        gradient begins after `t`.
 
         The share is counted from the end of the flat array. The result is at most `t` if the share is complete.
         """
@@ -59,7 +59,7 @@ class Clock(ABC):
 
     @abstractmethod
     def handle(self, t: float, seconds: float) -> float:
-        """Return when a node has handled a message for which a core needs `seconds` from time `t` on.
+        """Return the time at which a node has handled a message that needs a core for `seconds` from time `t` on.
 
         On shared cores messages go before gradients.
         """
@@ -88,12 +88,14 @@ class ComputeModel(Component):
 
     @property
     def turns(self) -> bool:
-        """Whether workers that share cores share them evenly at every moment, instead of queueing for a core."""
+        """Whether workers that share cores divide them evenly at every moment; otherwise they queue for a core."""
         return False
 
     @property
     def spells(self) -> int:
-        """Number of `SlowSpells` in this model; each has a separate random stream."""
+        """Number of `SlowSpells` that this model contains, one inside the other; each draws from its own random
+        stream.
+        """
         return 0
 
     def start(self, workers: int, seed: int) -> Clock:
@@ -398,7 +400,7 @@ class Empirical(ComputeModel):
 
 @dataclass(frozen=True)
 class Wrapper(ComputeModel):
-    """Changes the durations of another model and keeps that model's random draws."""
+    """Base of compute models that change the durations of another model, with the same random draws."""
 
     base: ComputeModel
 
@@ -417,7 +419,7 @@ class Wrapper(ComputeModel):
 
 @dataclass(frozen=True)
 class Speeds(Wrapper):
-    """Worker r takes `factors[r mod len]` times as long as `base` says."""
+    """Worker r takes `factors[r mod n]` times as long as under the model `base`, n being the number of factors."""
 
     factors: tuple[float, ...]
 
@@ -430,13 +432,13 @@ class Speeds(Wrapper):
             _above(factor, 0, "a speed's factor", "2 stands for twice as slow")
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Return the durations of `base`, multiplied by the factor of the worker's rank."""
+        """Return the durations of `base` in seconds, multiplied by the factor of the worker's rank."""
         return map(float(self.factors[rank % len(self.factors)]).__mul__, self.base.stream(seed, rank))
 
 
 @dataclass(frozen=True)
 class SlowSpells(Wrapper):
-    """A worker is occasionally slow for several steps at a time.
+    """Each worker is slow for `length` successive steps now and then, as a machine with other work is.
 
     Outside a slow spell, each step begins a spell with probability `probability`; the `length` steps of a spell take
     `factor` times as long. The share of slow steps is p L / (p L + 1 - p).
@@ -457,11 +459,11 @@ class SlowSpells(Wrapper):
 
     @property
     def spells(self) -> int:
-        """Number of `SlowSpells` in the wrapped model, plus one."""
+        """Number of `SlowSpells` in this model, including this one."""
         return self.base.spells + 1
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Return the durations of `base`, with slow spells."""
+        """Return the durations of `base` in seconds; those within slow spells are multiplied by `factor`."""
         random = _generator(seed, _SPELLS + self.base.spells, rank)
         durations, left = self.base.stream(seed, rank), 0
         while True:
@@ -495,5 +497,5 @@ class SharedCores(Wrapper):
         return self.cores
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Return the durations of `base`, without the time spent waiting for a core."""
+        """Return the durations of `base` in seconds, without the time spent waiting for a core."""
         return self.base.stream(seed, rank)

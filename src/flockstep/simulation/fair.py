@@ -19,18 +19,18 @@ from flockstep.simulation import units
 from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, Routing, Transit, cards
 
 BACKLOG, SECONDS = 65536.0, 0.01
-"""Largest number of bytes of one connection that wait in the queue of its card, and largest number of seconds in which
-these bytes leave. Linux limits both for TCP.
+"""Limits of the bytes of one connection that wait in the queue of its network card: number of bytes, and seconds in
+which they leave. Linux limits both for TCP.
 """
 CLOSE = 1e-3
-"""Share of a message's bytes up to which the message counts as complete."""
+"""Fraction of a message's bytes that may still be left when the message counts as sent."""
 _TAG = int.from_bytes(b"fair", "big")
 
 
 @dataclass(frozen=True)
 class FairLink(Network):
-    """A network like `Link`, except that messages that leave a node at the same time share its card instead of waiting
-    for each other.
+    """A network like `link`, except that messages that leave a node at the same time share its network card, as TCP
+    connections do.
 
     The shares are those of connections that take turns packet by packet, times a random factor for each message:
     lognormal with sigma `spread`; with 0, the shares are equal. Up to `backlog` bytes of a message wait in the card's
@@ -59,8 +59,8 @@ class FairLink(Network):
             )
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Create a network with two hops between any two nodes: the sender's egress, whose bandwidth is shared, and the
-        receiver's ingress, which is a queue.
+        """Create a network with two hops between any two nodes: the sender's egress, which messages share, and the
+        receiver's ingress, where messages queue.
         """
         bandwidth = units.bandwidth(self.bandwidth)
         if math.isinf(bandwidth):  # nothing to share

@@ -15,7 +15,7 @@ from flockstep.simulation import units
 
 
 class Fault(Component):
-    """A fault to inject into a run. Nodes are numbered as in the record: workers from 0 up, servers from -1 down."""
+    """A fault to inject into a run. Workers have the numbers 0, 1, …, and servers the numbers -1, -2, …."""
 
     noun: ClassVar[str] = "fault"
     real: ClassVar[bool] = False
@@ -25,7 +25,7 @@ class Fault(Component):
 
     @abstractmethod
     def check(self, cluster: Cluster) -> None:
-        """Raise `ConfigurationError` unless the nodes of this fault exist in the cluster."""
+        """Raise `ConfigurationError` if a node that this fault names does not exist in the cluster."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Dies(Fault):
 
 @dataclass(frozen=True)
 class Drops(Fault):
-    """Message number `nth` with a payload from one node to another is lost, counted from 1."""
+    """Message number `nth`, counted from 1, of the messages with an array from one node to another is lost."""
 
     source: int
     to: int
@@ -68,8 +68,8 @@ class Drops(Fault):
 
 @dataclass(frozen=True)
 class Slows(Fault):
-    """A worker is slow: gradients that begin in [at, until) seconds take `factor` times as long; `until` 0 means
-    forever.
+    """A worker is slow: gradients that begin from second `at` to second `until` take `factor` times as long; `until` 0
+    means forever.
     """
 
     split: ClassVar[bool] = True
@@ -86,21 +86,21 @@ class Slows(Fault):
         units.duration(self.until, "until")
 
     def check(self, cluster: Cluster) -> None:
-        """Check that the node is a worker and exists."""
+        """Check that the node is a worker of the run."""
         if self.worker < 0:
             raise ConfigurationError(f"slows needs a worker's rank, got {self.worker}; servers compute no gradients")
         _takes_part(self.worker, cluster)
 
     def stretch(self, rank: int, t: float) -> float:
-        """Return the factor on the duration of a gradient that worker `rank` begins at second t."""
+        """Return the factor by which the fault lengthens a gradient that worker `rank` begins at second `t`."""
         until = units.duration(self.until) or math.inf
         return self.factor if rank == self.worker and units.duration(self.at) <= t < until else 1.0
 
 
 @dataclass(frozen=True)
 class Narrows(Fault):
-    """A node's own link has 1/`factor` of its bandwidth in both directions in [at, until) seconds; `until` 0 means
-    forever.
+    """From second `at` to second `until` (0: forever), a node's own link has 1/`factor` of its bandwidth in both
+    directions.
 
     A message that is in transit when the fault begins or ends is not affected.
     """
@@ -127,7 +127,7 @@ class Narrows(Fault):
         _takes_part(self.node, cluster)
 
     def active(self, t: float) -> bool:
-        """Return whether the link is narrow at second t."""
+        """Return whether the fault reduces the bandwidth at second `t`."""
         until = units.duration(self.until) or math.inf
         return units.duration(self.at) <= t < until
 

@@ -34,7 +34,9 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Longer(Wrapper):
-    """A compute model that adds `extra` seconds to each gradient, for example for the optimizer and for encoding."""
+    """A compute model that adds `extra` seconds to each gradient of another model, for example for the optimizer and
+    for encoding.
+    """
 
     extra: float
 

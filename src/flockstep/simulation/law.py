@@ -1,4 +1,6 @@
-"""Computes expected values of a compute model without a simulation: the mean, and the delay of the slowest worker."""
+"""Computes, without a simulation, the mean duration of a compute model's gradients and the mean delay of the slowest
+worker.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from flockstep.simulation.compute import (
 )
 
 DRAWS = 4096
-"""Number of draws for a model without a closed form, in total over all workers."""
+"""Number of random draws, over all workers, for a model whose means have no closed form."""
 ROUNDS = 100
-"""Smallest number of draws for each worker."""
+"""Minimum number of random draws for each worker."""
 
 
 def mean_of(law: ComputeModel) -> float:

@@ -36,7 +36,7 @@ from flockstep.simulation import units
 
 
 class Hop:
-    """A shared resource of the network.
+    """A shared resource on the path of messages, such as one direction of a network card.
 
     `bandwidth` is in bytes per second, which a fault may reduce from `full`; `free` is the time at which all accepted
     messages have been served; `passed`, the time at which the last message began to leave.
@@ -55,7 +55,7 @@ class Hop:
 
 
 Gaps = tuple[tuple[float, float], ...]
-"""For each hop except the last: latency to the next hop, and rate in bytes per second between the two hops."""
+"""(latency in seconds, bytes per second) between each hop of a path and the next hop."""
 
 Route = tuple[tuple[Hop, ...], Gaps]
 Routing = Callable[[Address, Address], Route]
@@ -64,7 +64,7 @@ _HERE: Route = ((), ())
 
 
 def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
-    """Return the gaps of a path of hops with these bandwidths.
+    """Return latency and rate between the hops of a path, whose bandwidths are given.
 
     Bytes leave a hop at the smallest bandwidth so far. If all later hops are faster, the next hop can wait until it can
     send the message without interruption, without delaying the message: then bytes cross at the smallest bandwidth of
@@ -77,7 +77,7 @@ def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
 
 
 class Transit(msgspec.Struct, eq=False, gc=False):
-    """A message of `nbytes` bytes that is on its way through the network."""
+    """A message of `nbytes` bytes on its way through the network."""
 
     source: Address
     to: Address
@@ -90,11 +90,11 @@ class Transit(msgspec.Struct, eq=False, gc=False):
     gaps: Gaps
     done: bool
     hop: int = 0
-    """Number of hops reserved so far."""
+    """Number of hops of the path that are reserved so far."""
 
 
 class Fabric:
-    """The network of one run: the hops between each pair of nodes, and the times at which the hops become free."""
+    """The network of one run: the path between each pair of nodes, and the time at which each hop becomes free."""
 
     def __init__(self, route: Routing) -> None:
         self._route = route
@@ -108,8 +108,8 @@ class Fabric:
         return transit
 
     def handle_with(self, handle: Callable[[float, float], float]) -> None:
-        """Use `handle` for the time at which a node has handled a message: a function of its beginning and its seconds
-        on a core. A network whose nodes spend no time on messages ignores it.
+        """Let the function `handle` determine when a node has handled a message, from the time at which handling begins
+        and the seconds that it takes on a core. Networks whose nodes need no time for messages ignore the call.
         """
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
@@ -129,7 +129,7 @@ class Fabric:
             own.bandwidth = own.full / factor
 
     def advance(self, transit: Transit) -> None:
-        """Reserve the next hop of a message at time `transit.time`."""
+        """Reserve the next hop of a message, at the time `transit.time`."""
         index, hops, now, nbytes = transit.hop, transit.hops, transit.time, transit.nbytes
         hop = hops[index]
         hop.free = finish = max(now, hop.free) + nbytes / hop.bandwidth
@@ -155,10 +155,10 @@ class Network(Component):
 
     @abstractmethod
     def start(self, cluster: Cluster) -> Fabric:
-        """Create the network of a run, with all hops free."""
+        """Create the network of one run, in which no hop is in use."""
 
     def hosts(self, workers: int) -> Hosts:
-        """The workers of each host; all workers are on one host unless the network describes machines."""
+        """Return the workers of each host; all workers are on one host unless the network describes machines."""
         return one_host(workers)
 
 
@@ -171,7 +171,7 @@ class Ideal(Network):
 
 
 def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[Address, Hop]]:
-    """Return the egress hop and the ingress hop of every node, by address."""
+    """Return the egress hop and the ingress hop of every node's network card, by address."""
     return (
         {address: Hop(f"egress of {node_name(address)}", bandwidth) for address in cluster.processes},
         {address: Hop(f"ingress of {node_name(address)}", bandwidth) for address in cluster.processes},
@@ -207,7 +207,7 @@ class Link(Network):
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """A network like `Link`, except that all messages pass one common backbone; `latency` is the latency of the whole
+    """A network like `link`, except that all messages pass one common backbone; `latency` is the latency of the whole
     path.
     """
 
@@ -259,7 +259,7 @@ class TwoTier(Network):
         units.duration(self.outer_latency, "outer_latency")
 
     def groups(self, cluster: Cluster) -> dict[Address, int]:
-        """Return address of a node → number of its group."""
+        """Return node's address → number of the node's group."""
         number = max(1, -(-cluster.workers // self.group))
         members = {rank: rank // self.group for rank in range(cluster.workers)}
         return members | {one: cluster.turn(one) % number for one in cluster.processes if one < 0}

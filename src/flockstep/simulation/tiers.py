@@ -16,7 +16,7 @@ from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, gaps
 
 @dataclass(frozen=True)
 class Tiers(Network):
-    """Machine m has `machines`[m] consecutive workers and belongs to tier `tiers`[m].
+    """Machines in tiers: machine m has `machines`[m] consecutive workers and belongs to tier `tiers`[m].
 
     A message inside a machine passes the machine's link `inside`, on which every worker has its own card. A message to
     another machine of the tier also passes the cards of both machines, which have the tier's link `among`. A message to
@@ -42,7 +42,7 @@ class Tiers(Network):
             )
         if len(self.tiers) != len(self.machines) or set(self.tiers) != set(range(self._count)):
             raise ConfigurationError(
-                f"tiers must give the number of the tier, from 0, for each of the {len(self.machines)} machines, got "
+                f"tiers must hold a tier number, counted from 0, for each of the {len(self.machines)} machines, got "
                 f"{self.tiers}; write (0, 0, 1) for two machines in the first tier and one in the second"
             )
         pairs = self._count * (self._count - 1) // 2
@@ -59,7 +59,7 @@ class Tiers(Network):
 
     @property
     def cards(self) -> tuple[Link | FairLink, ...]:
-        """Return the links of `among`.
+        """Return the links of `among`, whose bandwidths are those of the machines' network cards.
 
         Raises:
             ConfigurationError: `among` contains a network that is not a link.

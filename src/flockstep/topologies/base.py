@@ -43,7 +43,7 @@ class Topology(Component):
         return (self.weights(n),)
 
     def neighbors(self, n: int, rank: int) -> list[int]:
-        """Return the workers with which `rank` exchanges, in either direction, in ascending order."""
+        """Return the workers with which worker `rank` exchanges in either direction, in ascending order."""
         return sorted({int(j) for j in nx.all_neighbors(self.graph(n), rank)} - {rank})
 
 

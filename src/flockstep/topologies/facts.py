@@ -25,36 +25,40 @@ class Facts:
     symmetric: bool
     """Whether W = Wᵀ: worker i gives the model of j the same weight as j gives the model of i."""
     row_stochastic: bool
-    """Whether rows sum to one and no weight is negative, so that mixing leaves equal replicas equal."""
+    """Whether the rows of W sum to one and no weight is negative, so that mixing leaves equal replicas equal."""
     column_stochastic: bool
-    """Whether columns sum to one and no weight is negative, so that mixing keeps the sum over the workers."""
+    """Whether the columns of W sum to one and no weight is negative, so that mixing keeps the sum over the workers."""
     directed: bool
-    """Whether some edge is one-way at some step."""
+    """Whether some edge has only one direction at some step."""
     connected: bool
-    """Whether over a period every worker reaches every other worker along the directed edges."""
+    """Whether every worker reaches every other worker along the edges that are used within a period."""
     bipartite: bool
     """Whether the graph is bipartite: its workers can be divided into two sets so that every edge joins the two
     sets.
     """
     period: int
-    """Number of steps after which the matrices repeat; 1 if they never change."""
+    """Number of steps after which the mixing matrices repeat; 1 if they never change."""
     matrices: tuple[Matrix, ...] = field(repr=False, compare=False)
-    """The mixing matrices of a period."""
+    """Mixing matrices W of one period, in order."""
 
     @cached_property
     def spectral_gap(self) -> float:
-        """1 - rho, where rho is the factor by which a whole period shrinks disagreement, asymptotically."""
+        """Spectral gap 1 - rho, where rho is the factor by which mixing over a whole period shrinks disagreement
+        asymptotically.
+        """
         return spectral_gap(reduce(lambda product, w: w @ product, self.matrices))
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Whether rows and columns sum to one, so that mixing keeps the mean and leaves equal replicas equal."""
+        """Whether the rows and the columns of W sum to one, so that mixing keeps the mean and leaves equal replicas
+        equal.
+        """
         return self.row_stochastic and self.column_stochastic
 
 
 @lru_cache(maxsize=64)
 def mixing(topology: Topology, n: int) -> tuple[Matrix, ...]:
-    """Return the read-only mixing matrices of one period, cached for all workers of a process."""
+    """Return the read-only mixing matrices of one period of `topology`; they are computed once per process."""
     matrices = tuple(np.array(weights, np.float64) for weights in topology.schedule(n))
     for weights in matrices:
         weights.flags.writeable = False
@@ -84,8 +88,8 @@ def facts(topology: Topology, n: int) -> Facts:
 
 
 def hearing(weights: Matrix, rank: int) -> list[int]:
-    """Return the workers to which `rank` sends, from the next rank on, so that on a ring no two workers send to the
-    same worker at the same time.
+    """Return the workers to which worker `rank` sends, starting with the next rank, so that on a ring no worker
+    receives from two workers at once.
     """
     n = len(weights)
     return sorted((int(j) for j in np.flatnonzero(weights[:, rank]) if j != rank), key=lambda j: (j - rank) % n)

@@ -53,7 +53,7 @@ def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
 
 
 def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
-    """Return the two sides of a bipartite topology, the larger side first; of equal sides, the side of worker 0 is
+    """Return the two sides of a bipartite topology, the larger side first; if both are equal, the side of worker 0 is
     first.
 
     Raises:

@@ -11,7 +11,9 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class StarGraph(Topology):
-    """A star with worker 0 at the center: weight 1/n to and from each other worker, which keeps 1 - 1/n for itself."""
+    """A star with worker 0 at the center. Each edge has weight 1/n, and every other worker gives itself the weight 1 -
+    1/n.
+    """
 
     def graph(self, n: int) -> nx.Graph:
         """Return the graph with the edges (0, i)."""

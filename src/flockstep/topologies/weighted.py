@@ -64,7 +64,10 @@ class WeightedGraph(Topology):
             graph.remove_edges_from(list(nx.selfloop_edges(graph)))
             return metropolis_hastings(graph) if not graph.is_directed() else _equal_parts(graph)
         if any(w is None or not 0 <= w < math.inf or (w == 0 and i != j) for i, j, w in given):
-            raise ConfigurationError(f"{self}: give every edge a finite weight > 0, or give none a weight")
+            raise ConfigurationError(
+                f"{self} must have weights > 0 on all edges or on none; give every edge a finite weight > 0, or give "
+                "none a weight"
+            )
         weights: npt.NDArray[np.float64] = nx.to_numpy_array(graph, nodelist=range(n)).T.copy()
         rest = 1 - weights.sum(axis=0)
         if rest.min() < -1e-9:

@@ -18,7 +18,7 @@ from flockstep.transports.shared_heap import NODES
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
 ANY_PORT = "*"
-"""Text in place of ports that lets the system choose any free port."""
+"""Text in place of a port number, which lets the system choose any free port."""
 
 
 def tcp_address(host: str, port: str | int) -> str:
@@ -33,7 +33,7 @@ def host_of(address: str) -> str:
 
 
 def is_numeric(host: str) -> bool:
-    """Return whether a host is an IPv4 or IPv6 address, rather than a name."""
+    """Return whether a host is an IPv4 or IPv6 address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -47,7 +47,8 @@ def is_loopback(host: str) -> bool:
 
 
 def ports_of(text: str) -> range:
-    """Return the ports that a text names: `29500-29600`, both ends included, or `29500`; 0 for `ANY_PORT`.
+    """Return the range of ports that a text names: `29500-29600` includes both ends, `29500` is one port, and
+    `ANY_PORT` gives 0.
 
     Raises:
         ConfigurationError: the text is neither, or a port is not within 1 to 65535.
@@ -177,7 +178,8 @@ def _listening(
 
 
 def connecting(address: str, heartbeat: float) -> socket.socket:
-    """Return a non-blocking socket that connects to ipc://PATH or tcp://HOST:PORT; later, it becomes writable or fails.
+    """Return a non-blocking socket that is connecting to ipc://PATH or tcp://HOST:PORT; once connected, the socket
+    becomes writable.
 
     Raises:
         OSError: the connection failed at once.
@@ -197,8 +199,8 @@ def connecting(address: str, heartbeat: float) -> socket.socket:
 
 
 def keep_alive(sock: socket.socket, heartbeat: float) -> None:
-    """Let a silent TCP connection fail if the host of the other end is gone, within `heartbeat` seconds, but at least 2
-    s.
+    """Set the options of a TCP connection so that it fails within `heartbeat` seconds (at least 2 s) after the other
+    host has gone.
 
     Small messages are sent at once. Connections that a listening socket accepts inherit these options.
     """

@@ -14,7 +14,7 @@ from flockstep.transports.wire import SenderIdentity
 
 
 class Transport(Component):
-    """A method of moving messages between processes; creates the bus of a node."""
+    """A way to move messages between processes, such as Unix sockets or TCP. It creates the bus of each node."""
 
     noun: ClassVar[str] = "transport"
 
@@ -52,7 +52,7 @@ class Transport(Component):
         heartbeat: float = 5.0,
         link_timeout: float = LINK_TIMEOUT,
     ) -> Bus:
-        """Create a bus for the node `me`, called `name`; `directory` is private to the run.
+        """Create the bus of node `me`, which is called `name` in error messages; `directory` is private to the run.
 
         If a connection to another host is silent for `heartbeat` seconds, it is opened again. The peer counts as
         unreachable once the connection has been interrupted for `link_timeout` seconds.

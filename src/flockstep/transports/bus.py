@@ -14,7 +14,7 @@ LAUNCHER: Address = 1 << 30
 
 
 class Backlog(PeerLost):
-    """Error: the peer is connected, but its queue is full; the same message may be sent again later."""
+    """Raised if the queue of a connected peer is full; the same message may be sent again later."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Bus(ABC):
 
     @abstractmethod
     def waiting(self, peer: Address) -> int:
-        """Return the number of bytes of messages to the peer that are still queued in this process."""
+        """Return the number of bytes that wait in this process to be sent to the peer."""
 
     @abstractmethod
     def broken(self, seconds: float) -> set[Address]:
@@ -91,7 +91,7 @@ class Bus(ABC):
 
     @abstractmethod
     def why_broken(self, peer: Address) -> str:
-        """Return why the connection to a peer ended, as a sentence without a full stop."""
+        """Return the reason for which the connection to a peer ended, as a sentence without a full stop."""
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:

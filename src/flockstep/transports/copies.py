@@ -19,7 +19,8 @@ KEPT = 8
 
 
 class BufferPool:
-    """Read-only copies, as `frozen` creates them, in a heap that other processes can read or in reused buffers.
+    """Read-only copies of arrays, kept until they are sent, in reused buffers or in a heap that other processes can
+    read.
 
     Every array in a buffer holds a reference to the buffer; the buffer is free when only its list refers to it.
     """
@@ -61,7 +62,9 @@ class BufferPool:
             self.heap.release()
 
     def lasting(self, array: Array) -> bool:
-        """Return whether the array cannot change, because it lies in one of these buffers or in read-only memory."""
+        """Return whether the array cannot change while it is sent, because it lies in one of these buffers or in
+        read-only memory.
+        """
         if array.flags.writeable:
             return False
         root = array

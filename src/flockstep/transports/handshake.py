@@ -34,15 +34,15 @@ PATIENCE = 20.0
 late.
 """
 HEARTBEATS = 4
-"""Number of heartbeats that a handshake may take, if they last longer than `PATIENCE`: a user who sets a longer
-heartbeat has busy machines.
+"""Time limit of a handshake, in heartbeat timeouts, if that is longer than `PATIENCE`. Users set long timeouts on busy
+machines.
 """
 HELLO = len(PLAIN) + SHARE
 """Length of a handshake's hello in bytes."""
 
 
 def time_for_proof(heartbeat: float) -> float:
-    """Return the seconds within which both ends of a connection must prove that they belong to this run."""
+    """Return the seconds within which both ends of a connection must prove that they know the run's secret."""
     return max(PATIENCE, HEARTBEATS * heartbeat)
 
 

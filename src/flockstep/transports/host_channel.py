@@ -27,8 +27,8 @@ MAX_HEADER = 1 << 20
 MAX_PAYLOAD = 1 << 36
 """Largest payload in bytes from an authenticated end; an end that is not authenticated may send no payload."""
 READ = 1 << 22
-"""Number of bytes after which `receive` returns even if more bytes have arrived, so that one host cannot block the
-coordinator.
+"""Number of bytes after which `receive` returns even if more have arrived, so that one host cannot keep the coordinator
+busy.
 """
 _PREFIX = struct.Struct("<IQQQ")
 _ABSENT = (1 << 64) - 1
@@ -101,12 +101,12 @@ class HostChannel:
 
     @property
     def connected(self) -> bool:
-        """Whether the channel has a connection."""
+        """Whether the channel has a connection at this time."""
         return self.down == math.inf
 
     @property
     def blocked(self) -> bool:
-        """Whether bytes wait until the socket accepts more."""
+        """Whether bytes are queued because the socket accepts no more of them at present."""
         return self.connected and (self._socket.blocked or bool(self._out and self.established))
 
     @property
@@ -116,7 +116,7 @@ class HostChannel:
 
     @property
     def received(self) -> int:
-        """Number of bytes that have arrived."""
+        """Number of bytes that have arrived from the other end."""
         return self._session.received
 
     def interrupt(self, why: str, closed: bool) -> None:
@@ -128,7 +128,8 @@ class HostChannel:
             self.down, self.why, self.closed = self._now(), why, closed
 
     def resume(self, fresh: HostChannel, received: int) -> float:
-        """Continue over the connection of a new channel, at whose other end `received` bytes have arrived.
+        """Continue the session over the connection of a new channel; `received` is the number of bytes that had arrived
+        at its other end.
 
         Returns:
             The seconds without a connection.

@@ -25,7 +25,7 @@ from flockstep.transports.shared_memory import SharedMemory
 
 @dataclass(frozen=True)
 class Ipc(Transport):
-    """Unix sockets in a folder of the run that only the run's user can enter."""
+    """Unix sockets in a folder that only the user of the run can enter, for processes on one host."""
 
     def listen(self, directory: Path, name: str) -> str:
         return f"ipc://{directory / name}"

@@ -55,14 +55,16 @@ class Frames(Protocol):
         """Return the next message that has arrived; None if no message has arrived."""
 
     def disconnected(self) -> bool:
-        """Whether the connection broke since the last call."""
+        """Return whether the connection has broken since the last call."""
 
     def close(self) -> None:
         """Close the connection; queued messages are dropped."""
 
 
 class Control:
-    """The socket that every process of a run on this host can send to; opens the connections to the processes."""
+    """The socket to which every process of a run on this host can send messages; it also opens the connections to these
+    processes.
+    """
 
     def __init__(self, address: str, heartbeat: float):
         """Listen at `address`. `heartbeat`: seconds without a heartbeat after which a node counts as lost.
@@ -118,8 +120,8 @@ class LocalFrames(Frames):
         self.socket.connect(endpoint)
 
     def send(self, frames: Sequence[Buffer], copy: bool) -> bool:
-        """Queue a message without waiting; return False if the node is gone or its queue is full; the node's process is
-        watched separately.
+        """Queue a message without waiting; return False if the node is gone or its queue is full. The exit of the
+        node's process is detected elsewhere.
         """
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
@@ -135,7 +137,7 @@ class LocalFrames(Frames):
             return None
 
     def disconnected(self) -> bool:
-        """Whether the connection broke since the last call."""
+        """Return whether the connection has broken since the last call."""
         broke = False
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
@@ -181,11 +183,13 @@ class SupervisorLink:
         if frames is None:
             return None
         if len(frames) > 2:
-            raise ProtocolError(f"{node_name(self._address)} sent more than one payload with a header")
+            raise ProtocolError(
+                f"{node_name(self._address)} sent a message with {len(frames) - 1} payloads; at most one is allowed"
+            )
         return decode(bytes(frames[0]), memoryview(frames[1]) if len(frames) > 1 else None, self._address, self._me)
 
     def disconnected(self) -> bool:
-        """Whether the connection broke since the last call."""
+        """Return whether the connection has broken since the last call."""
         return self.frames.disconnected()
 
     def close(self) -> None:
@@ -194,7 +198,7 @@ class SupervisorLink:
 
 
 class Line:
-    """A node's end of its link to the supervisor; the link connects to `address`."""
+    """A node's end of its link to the supervisor. It listens at `address`, to which the supervisor connects."""
 
     def __init__(self, me: SenderIdentity, address: str, heartbeat: float):
         """Listen for the supervisor.
@@ -260,7 +264,7 @@ class Line:
         return None
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for a message."""
+        """Wait up to `seconds` for a message from the supervisor."""
         self._socket.poll(int(seconds * 1000))
 
     def close(self, linger: float) -> None:
@@ -270,7 +274,7 @@ class Line:
 
 
 def send_to_control(control: str, data: bytes, heartbeat: float) -> None:
-    """Send one message to the control socket at `control`, which sends no answers."""
+    """Send one message to the control socket at the address `control`, without waiting for an answer."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     harden(socket, CONTROL_BYTES, heartbeat)
@@ -282,8 +286,8 @@ def send_to_control(control: str, data: bytes, heartbeat: float) -> None:
 
 
 def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
-    """Set the options that every socket of a run needs: largest message, heartbeats, bounded queues, short linger.
-    `heartbeat` is in seconds: a peer that stops answering is disconnected within three quarters of it.
+    """Set the options of every socket of a run: largest message, heartbeats, bounded queues, and a short linger. A peer
+    that stops answering is disconnected within three quarters of `heartbeat` seconds.
     """
     socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes + MAX_CODING, MAX_HEADER))
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat * 150))

@@ -21,15 +21,15 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.programs import Rendezvous
 
 FOREVER = timedelta(days=365)
-"""Time limit of a backend's operations, which is never reached: the supervisor detects lost workers, and a shorter
-limit would end runs with slow workers.
+"""Time limit of a backend's operations, too long to be reached. The supervisor detects lost workers; a shorter limit
+would end runs with slow workers.
 """
 GLANCE = 0.0002
 """Seconds between two polls of an operation whose backend cannot wait with a time limit."""
 
 
 class GroupOperation:
-    """An operation of a group in progress; `after` is called once, when the operation has succeeded."""
+    """A group operation in progress; the function `after` is called once, when the operation has succeeded."""
 
     def __init__(self, what: str, work: Any, patient: bool, after: Callable[[], None] | None = None):
         self._what = what
@@ -146,7 +146,9 @@ class ProcessGroup:
         self._group: Any = theirs
 
     def close(self, failed: bool) -> None:
-        """Leave a group that the run created, aborting its operations if the run failed; a script's group is kept."""
+        """Leave the process group. A group that the run has created is closed, or aborted if the run failed; a script's
+        group is kept.
+        """
         group, self._group = self._group, None
         if self._own and group is not None:
             if failed and hasattr(group, "abort"):

@@ -23,7 +23,7 @@ _NONCE = 12
 
 
 class LinkForged(OSError):
-    """The other end does not know the run's secret, or bytes were changed in transit."""
+    """Raised if the other end of a connection does not know the run's secret, or if bytes were changed in transit."""
 
 
 class SealedSocket:
@@ -77,8 +77,8 @@ class SealedSocket:
 
     @property
     def plain(self) -> socket.socket | None:
-        """The socket itself, if it can be used directly from now on: the other end is proved, no data wait, and nothing
-        is encrypted.
+        """The socket itself, if it can be used directly: the handshake is done, no received bytes wait here, and
+        nothing is encrypted.
         """
         return self._socket if self.established and self._sealer is None and not self._unsent else None
 
@@ -89,7 +89,7 @@ class SealedSocket:
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Accept bytes from the beginning of `parts`; return the number of accepted bytes.
+        """Accept bytes from the beginning of `parts` for sending; return the number of accepted bytes.
 
         `blocked` says whether accepted bytes still wait to be sent.
 

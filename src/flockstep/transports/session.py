@@ -13,7 +13,7 @@ from collections import deque
 from flockstep.errors import ProtocolError
 
 ACKNOWLEDGED = 1 << 18
-"""Number of received bytes after which the other end is told how many bytes have arrived."""
+"""Number of received bytes after which this end tells the other end how many bytes have arrived."""
 LINK_TIMEOUT = 60.0
 """Default link timeout: seconds for which the connection between two hosts may be interrupted before the other end
 counts as lost.
@@ -44,11 +44,11 @@ class Session:
 
     @property
     def unacknowledged(self) -> int:
-        """Number of bytes that were sent but not acknowledged, and are kept."""
+        """Number of bytes that were sent and not yet acknowledged, which are kept so that they can be sent again."""
         return self.sent - self.acknowledged
 
     def keep(self, part: memoryview) -> None:
-        """Keep bytes that were written to a connection, until the other end acknowledges them."""
+        """Keep bytes that were written to a connection until the other end acknowledges that they have arrived."""
         self._kept.append(part)
         self.sent += part.nbytes
 

@@ -90,7 +90,9 @@ class SharedGroup:
         return own
 
     def at(self, rank: int, array: FlatArray) -> FlatArray:
-        """Return the array of process `rank` at the same offset as `array`, which this process allocated."""
+        """Return the array in the region of process `rank` at the same offset as `array`, which this process has
+        allocated.
+        """
         offset = self.offset(array)
         assert offset is not None, "the array was not allocated in this group"
         return self._memory.array(array.dtype, array.size, self._control + rank * self._stride + offset)
@@ -111,8 +113,8 @@ class SharedGroup:
         return self.offset(array) is not None
 
     def can(self, array: FlatArray) -> bool:
-        """Return whether `array` can be summed in shared memory: it has one dimension, is contiguous, and has the dtype
-        float32 or float64.
+        """Return whether `array` can be summed in shared memory: one dimension, contiguous, and of dtype float32 or
+        float64.
         """
         return array.dtype.char in "fd" and array.dtype.isnative and array.ndim == 1 and array.flags.c_contiguous
 
@@ -188,8 +190,8 @@ class SharedGroup:
         self.waited = int(self._how[4]) * 1e-9
 
     def moved(self, array: FlatArray) -> tuple[int, int, int]:
-        """Return the bytes sent, the bytes received, and the number of messages in each direction of the equivalent
-        ring all-reduce.
+        """Return the bytes sent, the bytes received and the messages in each direction of a ring all-reduce of `array`,
+        as which the sum is counted.
         """
         n, rank, size = self.workers, self.rank, len(array)
         sizes = [part.stop - part.start for part in slices(size, n)]
@@ -199,8 +201,8 @@ class SharedGroup:
         return (sent * array.itemsize, received * array.itemsize, messages) if n > 1 else (0, 0, 0)
 
     def moved_in_shares(self, array: FlatArray, shares: int) -> tuple[int, int]:
-        """Return the bytes and the messages in each direction if `reduce_scatter` and `all_gather` sent each share to
-        and from its worker.
+        """Return the bytes and the messages in each direction that `reduce_scatter` and `all_gather` would cost if each
+        share were sent in a message.
         """
         sizes = [part.stop - part.start for part in slices(len(array), shares)]
         mine = [size for rank, size in enumerate(sizes) if rank == self.rank]
@@ -263,7 +265,7 @@ class SharedGroup:
 
 
 def ring_pieces(chunk: int) -> int:
-    """Return the number of messages in which a chunk of `chunk` bytes is sent around a ring.
+    """Return the number of messages that a ring all-reduce sends for a chunk of `chunk` bytes.
 
     A chunk is divided so that each message fits into the processor's caches between one worker's sum and the next.
     """
@@ -271,7 +273,7 @@ def ring_pieces(chunk: int) -> int:
 
 
 def warm_up() -> None:
-    """Compile all kernels, or load them from numba's cache, so that no sum waits for compilation."""
+    """Compile the kernels for sums, or load them from numba's cache, so that no sum waits for compilation."""
     from flockstep.transports import shared_signals
     from flockstep.transports.shared_sums import arrive, in_place, mean_part, share_part, sum_part, through_slots
 
@@ -286,14 +288,14 @@ def warm_up() -> None:
 
 
 def room_for(model_bytes: int) -> int:
-    """Return the bytes that each process of a run may allocate: four models and 1 MiB; unused memory takes no physical
-    memory.
+    """Return the number of bytes that each process of a run may allocate in the segment: four models and 1 MiB. Unused
+    memory takes no physical memory.
     """
     return 4 * model_bytes + (1 << 20)
 
 
 def needed(workers: int, room: int) -> int:
-    """Return the size in bytes of the segment of a group."""
+    """Return the size in bytes of the shared segment that a group of processes needs."""
     return _rounded(workers * 128) + workers * (2 * SLOT + _rounded(room))
 
 

@@ -86,8 +86,8 @@ class SharedHeap:
         return view
 
     def place(self, array: Array) -> int | None:
-        """Return the number of the slot that holds exactly `array`, an array that `copy` returned; None if no slot
-        does.
+        """Return the number of the slot that holds exactly `array`, which `copy` returned; None if there is no such
+        slot.
         """
         slot = self._found.get(id(array.base))
         if slot is None or array.nbytes != slot.nbytes or _address(array) != slot.address:
@@ -95,8 +95,8 @@ class SharedHeap:
         return slot.number
 
     def sent(self, place: int, to: Address, count: int = 1) -> int:
-        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all); return the
-        array's offset.
+        """Count messages to a node that refer to slot `place`; `count` is -1 if a message was not sent after all.
+        Return the byte at which the slot starts.
         """
         slot = self._numbered[place]
         slot.sent[to % NODES] += count
@@ -128,7 +128,7 @@ class SharedHeap:
 
 
 class PeerMemory:
-    """The segment of another node, as the node `me` reads it."""
+    """The segment of another node, as mapped by the node `me`, which reads arrays in it."""
 
     def __init__(self, location: str, me: Address):
         """Attach to another node's segment; `location`: that node's `SharedHeap.location`.
@@ -144,7 +144,8 @@ class PeerMemory:
         self._me = me % NODES
 
     def view(self, place: int, start: int, dtype: str, size: int) -> Array:
-        """A read-only view of the array that a message describes, valid as long as anything refers to it.
+        """Return a read-only view of the array that a message describes; the view is valid as long as anything refers
+        to it.
 
         Raises:
             ProtocolError: the segment can hold no such array.
@@ -160,15 +161,15 @@ class PeerMemory:
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Return the size of a slot for `nbytes` bytes: whole pages, in few different sizes, so that arrays of similar size
-    can use the same slots.
+    """Return the size in bytes of a slot for an array of `nbytes` bytes. Few different sizes exist, so that arrays of
+    similar size can use the same slots.
     """
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
 
 
 def heap_room_for(model_bytes: int) -> int:
-    """Return the size in bytes of the segment in which a node with this model keeps its messages in transit."""
+    """Return the size in bytes of the segment through which a node with a model of this size sends its arrays."""
     return 16 * slot_bytes(model_bytes) + (1 << 20)
 
 

@@ -88,7 +88,7 @@ class SharedMemory:
         return np.frombuffer(self._map, dtype, count, offset)
 
     def discard(self, start: int, nbytes: int) -> None:
-        """Return those whole pages that lie inside a part of the segment to the system; afterwards they hold zeros."""
+        """Return the whole pages inside a part of the segment to the system; the pages then hold zeros."""
         first, last = -(-start // mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE
         if sys.platform == "linux" and first < last:
             self._map.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
@@ -136,7 +136,7 @@ def _too_much(size: int, error: OSError) -> ConfigurationError:
 
 
 def host_here() -> str:
-    """Return an identifier of this host since its last start.
+    """Return an identifier of this host and its current boot.
 
     Processes in another network or process-id namespace count as being on another host.
     """

@@ -21,13 +21,17 @@ from numba.extending import intrinsic
 from flockstep.arrays.kernels.jit import jit
 
 LINE = 32
-"""Number of int32 elements between two processes' counters, which is two cache lines."""
+"""Distance between the counters of two processes in int32 elements: two cache lines."""
 SLEEPERS = 1
-"""Offset from a counter to the number of processes that sleep until the counter is raised."""
+"""Offset, in int32 elements from a process's counter, of the number of processes that sleep until the counter is
+raised.
+"""
 SAID = 2
-"""Offset from a counter to the numbers that `say` stores: three for even turns, then three for odd turns."""
+"""Offset, in int32 elements from a process's counter, of the numbers that `say` stores: three for even turns, then
+three for odd turns.
+"""
 SLICE = 0.02
-"""Longest sleep in seconds; a process that waits longer returns to its caller between two sleeps."""
+"""Maximum number of seconds of one sleep; a process that waits longer returns to its caller between two sleeps."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
 
@@ -52,8 +56,8 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
 
 @_built_in
 def load(_context: Any, array: Any, index: Any) -> Any:
-    """Return the element of an int32 array that another process stored last; no later access is moved before this
-    access.
+    """Return an element of an int32 array that another process may have written, by an atomic load; later accesses are
+    not moved before it.
 
     Nor is the load moved before earlier stores and additions of this process, so a process that goes to sleep and the
     one that has to wake it cannot miss each other.
@@ -67,7 +71,9 @@ def load(_context: Any, array: Any, index: Any) -> Any:
 
 @_built_in
 def store(_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Replace an element and return the old one; a reader of the new value sees everything written before it."""
+    """Replace an element of an int32 array atomically, and return the old value; a process that reads the new value
+    sees everything written before it.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         where = _pointer(context, builder, signature.args[0], *args[:2])
@@ -78,7 +84,7 @@ def store(_context: Any, array: Any, index: Any, value: Any) -> Any:
 
 @_built_in
 def add(_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Add to an element atomically and return the old value."""
+    """Add to an element of an int32 array atomically, and return the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         where = _pointer(context, builder, signature.args[0], *args[:2])

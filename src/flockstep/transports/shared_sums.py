@@ -12,7 +12,7 @@ from flockstep.arrays.kernels.jit import jit
 from flockstep.transports.shared_signals import differs, raise_to, say, wait_for_all
 
 MISMATCH = -2
-"""Result of a sum that is refused because another process's array has another size, dtype, offset or divisor."""
+"""Return value of a sum that is refused, because another process's array has another size, dtype, offset or divisor."""
 BLOCK = 2048
 """Number of elements that are summed at a time, chosen to fit into the first-level cache."""
 
@@ -143,7 +143,8 @@ def share_part(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Divide part `me` by `divisor` and write it to the arrays of all processes; `turn` is as in `sum_part`.
+    """Divide part `me` of the sum by `divisor`, and write it to the arrays of all processes; `turn` is as in
+    `sum_part`.
 
     Returns 0 when all processes have done so, or 2 after a long wait.
     """
@@ -182,7 +183,9 @@ def mean_part(
 
 @jit
 def arrive(counters: Any, me: int, n: int, turn: int, stage: int, how: Any) -> int:
-    """Raise this process's counter to `turn`, and wait for all n; returns 0, or 1 after a long wait."""
+    """Raise this process's counter to `turn`, and wait for the counters of all n processes; return 0, or 1 after a long
+    wait.
+    """
     if stage == 0:
         raise_to(counters, me, turn)
     return 0 if wait_for_all(counters, me, n, turn, how) < 0 else 1

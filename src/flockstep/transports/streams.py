@@ -56,9 +56,9 @@ from flockstep.transports.wire import (
 )
 
 QUEUED = 10_000
-"""Largest number of messages queued for one peer; a sender waits when the queue is full."""
+"""Maximum number of messages queued for one peer; a sender waits while the queue is full."""
 AHEAD = 1 << 26
-"""Largest number of bytes queued for one peer; a sender waits when the queue is full."""
+"""Maximum number of bytes queued for one peer; a sender waits while the queue is full."""
 UNREAD = 1 << 28
 """Largest number of bytes of messages that are received before the program asks for them."""
 LOCAL_BUFFER = 1 << 20
@@ -66,23 +66,23 @@ LOCAL_BUFFER = 1 << 20
 the processor's caches. Between hosts the system chooses the size from the link's delay.
 """
 STAGING = 1 << 17
-"""Number of bytes of a read if no large payload is expected; more than the largest header has."""
+"""Number of bytes of one read if no large payload is expected; it exceeds the size of the largest header."""
 USUAL_HEADER = 256
-"""Number of bytes of the first read if a large payload is expected."""
+"""Number of bytes of the first read of a message if a large payload is expected: the header, so that the payload can be
+received in place.
+"""
 STRANGERS = 128
-"""Largest number of connections that are not yet authenticated; if another connection is accepted, one of them is
+"""Maximum number of connections that are not yet authenticated. When another connection is accepted, one of them is
 closed.
 """
 REDIALS = 6
-"""Number of further attempts to connect to a peer if a connection ends before the peer's greeting, for example because
-too many unauthenticated connections are open.
-"""
+"""Number of times that a node tries again to connect to a peer whose connections end before the peer's greeting."""
 FIRST_WAIT = 0.05
-"""Seconds before the first further attempt to connect; each wait is twice the previous wait."""
+"""Seconds before the second attempt to connect to a peer; each further wait is twice as long."""
 JOINED = 1 << 13
-"""Size in bytes below which payloads are copied behind their header, which costs less than tracking two parts."""
+"""Size in bytes below which a payload is copied behind its header, because that costs less than sending two parts."""
 BRIEF = 0.001
-"""Seconds without progress after which the rest of a message is copied and queued."""
+"""Seconds that a sender waits for a socket without progress before the rest of the message is copied and queued."""
 FAST = 1e9
 """Throughput in bytes per second below which a sender does not wait for a connection."""
 GREETING_BYTES = 1 << 10
@@ -90,8 +90,8 @@ GREETING_BYTES = 1 << 10
 TICK = 0.01
 """Seconds between two polls of the sockets while the program computes."""
 CHECKS = 4
-"""Number of times per heartbeat timeout that silent connections are checked; an end that has nothing to send
-acknowledges at each check.
+"""Number of times per heartbeat timeout that a node looks for silent connections, and acknowledges received bytes if it
+has nothing to send.
 """
 LONGEST_WAIT = 1.0
 """Longest time in seconds between two attempts to connect again to a peer whose connection broke."""

@@ -31,7 +31,7 @@ message has no sequence number.
 MAX_HEADER = 1 << 16
 """Largest size of a header in bytes. Headers are far smaller, whatever note the strategy adds."""
 MAX_CODING = 1 << 16
-"""Number of bytes by which an encoded array may exceed the array.
+"""Maximum number of bytes by which an encoded array may be longer than the unencoded array.
 
 A longer encoding is not used, and the array is sent unencoded.
 """
@@ -81,13 +81,13 @@ def _little(name: str) -> np.dtype[Any]:
 
 @cache
 def note_reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder for notes of the given kind; None stands for the driver's own notes."""
+    """Return a decoder for notes of the given type; None stands for the notes of the driver's own messages."""
     return msgspec.msgpack.Decoder(kind or dict[str, int | float | str])
 
 
 @dataclass
 class SenderIdentity:
-    """Identity of a sender: its run, its address, and the schema of its model."""
+    """Identity of a node in the headers that it writes and expects: run, address, and schema of the model."""
 
     run: str
     address: Address
@@ -96,10 +96,10 @@ class SenderIdentity:
     incarnation: int = 0
     epoch: int = 0
     peer_memory: dict[Address, PeerMemory] = field(default_factory=dict)
-    """Node → memory of this node, if the sender can read it."""
+    """Address of another node → memory of that node, for the nodes whose memory this node can read."""
     heard: dict[Address, int] = field(default_factory=dict)
     notes: Notes = field(default_factory=dict)
-    """Tag → kind of note that the strategy declares."""
+    """Tag → type of the note, for the messages that the strategy declares."""
     secret: bytes = field(default=b"", repr=False)
     """Secret of the run, which both ends of a TCP connection must know; empty if connections are not authenticated."""
 
@@ -182,7 +182,7 @@ def _read(header: bytes, who: str) -> Header:
     try:
         return _decoder.decode(header)
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors, and so is text that is not UTF-8
-        raise ProtocolError(f"{who} sent a header that is not protocol {PROTOCOL}: {error}") from None
+        raise ProtocolError(f"{who} sent a header that does not follow protocol {PROTOCOL}: {error}") from None
 
 
 def _check(head: Header, sender: Address, me: SenderIdentity) -> None:

@@ -49,5 +49,5 @@ def name_of(array: Any) -> str:
 
 
 def seed_from(random: np.random.Generator) -> int:
-    """Return a seed of 32 bits for the kernels' counter-based random numbers."""
+    """Return a seed of 32 bits, drawn from the generator, for the kernels' counter-based random numbers."""
     return int(random.integers(1 << 32, dtype=np.uint64))

@@ -1,4 +1,6 @@
-"""One process compiles a kernel that several need at once; the others wait for it, and load its machine code."""
+"""Ensures that only one process compiles a kernel that several processes need at once; the others load its machine code
+from the cache.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _depth = 0
 
 
 def compiled_once(dispatcher: Any) -> Any:
-    """Let only one of the processes that share the cache on disk compile a kernel."""
+    """Let only one of the processes that share a cache on disk compile the kernel; the other processes wait, and load
+    it from the cache.
+    """
     compile_here: Callable[[Any], Any] = dispatcher.compile
 
     def compile_or_wait(signature: Any) -> Any:

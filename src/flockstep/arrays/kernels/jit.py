@@ -18,7 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(function: F) -> F:
-    """Compile a function at its first call, with strict IEEE arithmetic: sums keep their order."""
+    """Compile a function with numba at its first call, with strict IEEE arithmetic: sums are added in the order in
+    which they are written.
+    """
     return cast(F, _kept(compiled_once(numba.njit(cache=True, nogil=True, error_model="numpy")(function))))
 
 

@@ -18,7 +18,7 @@ def as_floats(array: FlatArray) -> FlatArray:
 
 
 def saturated(array: FlatArray, largest: float) -> FlatArray:
-    """Return a copy with finite values clipped to ±largest; infinities and NaN do not change."""
+    """Return a copy in which finite values beyond ±largest become ±largest; infinities and NaN do not change."""
     cut: FlatArray = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
     return cut
 
@@ -37,5 +37,5 @@ def from_bytes(data: Bytes, dtype: str) -> FlatArray:
 
 
 def join(*parts: Bytes) -> Bytes:
-    """Concatenate all parts in the given order."""
+    """Return one array with all parts, in the given order."""
     return np.concatenate(parts) if len(parts) != 1 else parts[0]

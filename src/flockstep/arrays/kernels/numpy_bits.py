@@ -34,7 +34,7 @@ def _uniforms(out: Any, seed: Any) -> None:
 
 
 def uniforms(like: Bytes, size: int, seed: int) -> npt.NDArray[np.float32]:
-    """Return (size,) pseudo-random multiples of 2⁻²⁴ in [0, 1).
+    """Return an array (size,) of pseudo-random multiples of 2⁻²⁴ in [0, 1).
 
     Element i depends on i and `seed` alone; the array is of the library of `like`.
     """
@@ -139,7 +139,7 @@ def pack(codes: Bytes, bits: int) -> Bytes:
 
 
 def unpack(data: Bytes, count: int, bits: int) -> Bytes:
-    """Return the first `count` codes from `data`, the result of `pack`."""
+    """Return the first `count` codes that `pack` has packed into `data`."""
     words = np.empty((count + 7) // 8, np.uint64)
     unfold(locked(data), bits, words)
     return words.view(np.uint8)[:count]

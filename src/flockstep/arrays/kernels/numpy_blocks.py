@@ -158,7 +158,9 @@ def quantize(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int
 
 
 def steps(scales: FlatArray, levels: int) -> FlatArray:
-    """Return the quantization step scale / levels of each block, rounded so that `levels` times the step is finite."""
+    """Return the quantization step of each block: its scale divided by `levels`, rounded so that `levels` times the
+    step is finite.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         step: FlatArray = scales / scales.dtype.type(levels)
         over = ~np.isfinite(step * scales.dtype.type(levels))
@@ -176,7 +178,7 @@ def dequantize(data: Bytes, step: FlatArray, block: int, levels: int, bits: int,
 
 
 def add_dequantized(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, out: FlatArray) -> int:
-    """Add the dequantized values to `out`, a flat contiguous array of the dtype of `step`; return the largest code
-    found.
+    """Decode quantized elements as `dequantize` does, and add them to `out`, a flat contiguous array of the dtype of
+    `step`; return the largest code.
     """
     return int(_dequantize(locked(data), step, block, levels, bits, out, True))

@@ -1,4 +1,4 @@
-"""Digest of an array's bits, and whether its elements are finite, in one pass over the memory."""
+"""Computes a digest of an array's bits, and whether its elements are finite, in one pass over the memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def _digests(words: Any, size: int, weights: Any, totals: Any) -> Any:
 
 
 def digests(array: FlatArray, size: int) -> tuple[list[int], bool]:
-    """Return what `digest` returns for each block of `size` elements of a contiguous array, in one call."""
+    """Return, for each block of `size` elements of a contiguous array, the digest of its bytes and whether all its
+    values are finite.
+    """
     totals = np.empty(-(-len(array) // size), np.uint64)
     finite = _digests(array.view(np.uint32), size * array.itemsize // 4, _WEIGHTS, totals)
     return totals.tolist(), bool(finite)

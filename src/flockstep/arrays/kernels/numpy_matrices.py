@@ -14,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
 
 SPARE = 0x5BA2E
-"""Seed of the random vectors that replace linearly dependent columns during orthogonalization."""
+"""Seed of the random vectors that replace linearly dependent columns when a basis is made orthonormal."""
 DEPENDENT = 16
 """Factor on the dtype's machine precision. A column counts as linearly dependent if the part of the column outside the
 span of earlier columns is at most this factor times the precision, relative to the norm of the column.
@@ -24,7 +24,9 @@ BLOCK = 1 << 14
 
 
 def gaussian(like: FlatArray, rows: int, columns: int, seed: int | tuple[int, ...]) -> FlatArray:
-    """Return standard normal numbers (rows, columns) in the dtype of `like`, the same for the same seed."""
+    """Return an array (rows, columns) of standard normal numbers in the dtype of `like`; equal seeds give equal
+    numbers.
+    """
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(like.dtype)
 
 
@@ -58,7 +60,7 @@ def _without(column: FlatArray, basis: FlatArray) -> FlatArray:
 
 
 def norm(array: FlatArray) -> float:
-    """Return the Euclidean norm of an array."""
+    """Return the Euclidean norm of all elements of an array."""
     return float(np.sqrt(np.sum(np.square(array))))
 
 
@@ -106,7 +108,7 @@ def tiles(matrix: FlatArray, height: int, width: int) -> FlatArray:
 
 
 def untiled(tiles: FlatArray, rows: int, columns: int) -> FlatArray:
-    """Return the matrix from which `tiles` cut the tiles."""
+    """Return the matrix that has the given tiles, left to right and top to bottom; the inverse of `tiles`."""
     height, width = tiles.shape[1:]
     cut = tiles.reshape(rows // height, columns // width, height, width)
     return cut.transpose(0, 2, 1, 3).reshape(rows, columns)
@@ -140,7 +142,9 @@ def placed(spots: Integers, values: FlatArray, size: int) -> FlatArray:
 
 
 def taken(array: FlatArray, spots: Integers) -> FlatArray:
-    """Return the elements of `array` at the positions `spots` (rows, count) of each row, of shape (rows, count)."""
+    """Return the elements of a matrix at the column positions `spots` (rows, count) of each row, in an array (rows,
+    count).
+    """
     return np.take_along_axis(array, spots, axis=1)
 
 
@@ -153,7 +157,7 @@ def packed_integers(numbers: Integers, bits: int) -> Bytes:
 
 
 def unpacked_integers(data: Bytes, count: int, bits: int) -> Integers:
-    """Return the first `count` integers of `bits` bits each from `data`."""
+    """Return the first `count` integers of `bits` bits each that `packed_integers` has packed into `data`."""
     ones = np.zeros((count, 32), np.uint8)
     ones[:, :bits] = np.unpackbits(data, count=count * bits, bitorder="little").reshape(count, bits)
     return np.packbits(ones, axis=1, bitorder="little").view("<u4").reshape(-1).astype(np.int64)

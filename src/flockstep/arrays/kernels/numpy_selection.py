@@ -24,11 +24,13 @@ Keys = npt.NDArray[Any]
 BLOCK = 16
 """Number of elements that are tested together; most blocks contain no element to send."""
 BLOCKS = 1024
-"""Number of blocks that stay in the first-level cache."""
+"""Number of blocks of `BLOCK` elements that stay in the first-level cache."""
 
 
 def keys_of(array: FlatArray) -> Keys:
-    """Return the keys of a flat array: int64 for float64, int32 for other dtypes, which are converted to float32."""
+    """Return the magnitudes of a flat array as integers that sort like the magnitudes: int64 for float64, otherwise
+    int32.
+    """
     floats = as_floats(array)
     kind = np.int64 if floats.dtype == np.float64 else np.int32
     keys: Keys = floats.view(kind)
@@ -36,9 +38,7 @@ def keys_of(array: FlatArray) -> Keys:
 
 
 def just_above(like: FlatArray, bound: float) -> float:
-    """Return the smallest number greater than `bound` in the precision in which `like` is compared: float64, or float32
-    for all other dtypes.
-    """
+    """Return the smallest number greater than `bound`, as a float64 if `like` is float64, otherwise as a float32."""
     if like.dtype == np.float64:
         return float(np.nextafter(bound, np.inf))
     near = np.float32(bound)
@@ -46,7 +46,7 @@ def just_above(like: FlatArray, bound: float) -> float:
 
 
 def sampled(array: FlatArray, offset: int, stride: int) -> FlatArray:
-    """Return the magnitudes of a sample, every `stride`-th element from index `offset` on, in ascending order."""
+    """Return the magnitudes of every `stride`-th element from index `offset` on, in ascending order."""
     magnitudes = np.abs(as_floats(array[offset::stride]))
     magnitudes.sort()
     return magnitudes
@@ -98,7 +98,7 @@ def subset(like: Any, size: int, count: int, seed: int) -> Indices:
 
 
 def round_keys(seed: int) -> list[int]:
-    """Return eight numbers of 32 bits for the rounds of `subset`, from a seed of 64 bits (splitmix64)."""
+    """Return the eight 32-bit keys of `subset`'s permutation rounds, derived from a seed of 64 bits (splitmix64)."""
     keys, whole = [], (1 << 64) - 1
     for _ in range(8):
         seed = (seed + 0x9E3779B97F4A7C15) & whole
@@ -109,7 +109,7 @@ def round_keys(seed: int) -> list[int]:
 
 
 def filled_up(found: Indices, count: int) -> Indices:
-    """Return `count` ascending indices: `found`, and the lowest indices that are not in `found`."""
+    """Return `count` ascending indices: all of `found`, and the lowest other indices."""
     others = np.ones(count, np.bool_)
     others[found[: np.searchsorted(found, count)]] = False
     first = np.flatnonzero(others)[: count - len(found)].astype(np.uint32)
@@ -117,7 +117,7 @@ def filled_up(found: Indices, count: int) -> Indices:
 
 
 def gathered(array: FlatArray, indices: Indices) -> FlatArray:
-    """Return the elements at `indices`."""
+    """Return the elements of an array at `indices`."""
     return array[indices]
 
 
@@ -129,12 +129,12 @@ def scattered(indices: Indices, values: FlatArray, size: int) -> FlatArray:
 
 
 def put(array: FlatArray, indices: Indices, values: FlatArray | None) -> None:
-    """Set array[indices] to the values, or to zero if `values` is None."""
+    """Set the elements of an array at `indices` to `values`, in place, or to zero if `values` is None."""
     array[indices] = 0 if values is None else values
 
 
 def scatter_add(out: FlatArray, indices: Indices, values: FlatArray, scale: float) -> None:
-    """Add scale * values to out[indices]; no index occurs twice."""
+    """Add `scale` times `values` to the elements of `out` at `indices`, in which no index occurs twice."""
     if scale != 1:
         values = (values * values.dtype.type(scale)).astype(values.dtype, copy=False)
     if out.dtype in (np.float32, np.float64) and values.dtype == out.dtype:
@@ -146,7 +146,7 @@ def scatter_add(out: FlatArray, indices: Indices, values: FlatArray, scale: floa
 
 
 def ascending(indices: Indices, size: int) -> bool:
-    """Whether the indices are strictly ascending and below `size`."""
+    """Return whether the indices are strictly ascending and below `size`."""
     if not len(indices):
         return True
     return bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
@@ -163,7 +163,7 @@ def index_bytes(indices: Indices) -> Bytes:
 
 
 def indices_from(data: Bytes) -> Indices:
-    """Return the indices whose bytes are `data`."""
+    """Return the indices that `index_bytes` has written to `data`."""
     return from_bytes(data, "uint32")
 
 
@@ -173,20 +173,20 @@ def number_bytes(like: Any, number: int, count: int) -> Bytes:
 
 
 def within_buckets(indices: Indices, bucket: int) -> Indices:
-    """Return every index relative to the start of its bucket."""
+    """Return for every index its distance from the start of the bucket that contains it."""
     return indices % np.uint32(bucket)
 
 
 def from_buckets(codes: npt.NDArray[Any], bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
-    """Return the absolute indices from `codes`, the result of `within_buckets`; bucket b has counts[b] of the
-    indices.
+    """Return the indices in the whole array, given their distances from the start of their buckets; bucket b has
+    counts[b] of the indices.
     """
     starts = np.repeat(np.arange(len(counts), dtype=np.int64) * bucket, counts)
     return (codes.astype(np.int64) + starts).astype(np.uint32)
 
 
 def shifted(indices: Indices, by: int) -> Indices:
-    """Return every index plus `by`."""
+    """Return the indices with `by` added to each."""
     return indices + np.uint32(by)
 
 
@@ -196,7 +196,7 @@ def as_codes(places: Indices, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np
 
 
 def full(like: Any, count: int, value: float, dtype: str) -> FlatArray:
-    """Return `count` copies of the value in the named dtype."""
+    """Return an array (count,) filled with `value`, of the dtype called `dtype`."""
     return np.full(count, value, numpy_dtype(dtype))
 
 

@@ -15,7 +15,7 @@ from flockstep.arrays.schema import FlatArray
 
 CHUNK = 1024
 AT_ONCE = 1 << 16
-"""Number of elements that one call from Python processes, so that they stay in the second-level cache."""
+"""Number of elements that one compiled call processes, so that they stay in the second-level cache."""
 
 
 @fast
@@ -114,8 +114,8 @@ def signs(x: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDAr
 
 
 def column_signs(matrix: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
-    """Return the bits and the sums of `signs` for each column of a row-major matrix: bits in row order, sums of shape
-    (3, columns).
+    """Return, for each column of a row-major matrix, the sign bits and the three sums that `signs` returns: bits in row
+    order, sums of shape (3, columns).
     """
     sums, codes = np.zeros((3, matrix.shape[1])), np.empty(matrix.shape, np.uint8)
     rows, negative = max(1, AT_ONCE // matrix.shape[1]), np.zeros(matrix.shape[1], np.int32)
@@ -217,8 +217,8 @@ def to_powers(x: FlatArray, top: int, seed: int) -> tuple[Bytes, Bytes, bool]:
 
 
 def add_powers(low: Bytes, high: Bytes, out: FlatArray, scale: float = 1.0, add: bool = True) -> int:
-    """Add the powers of two times `scale` to `out`, or write them to `out` if `add` is False; return the largest
-    exponent field.
+    """Decode powers of two, and add `scale` times each to `out`, or write them to `out` if `add` is False; return the
+    largest exponent field.
     """
     kind, digits, bits = _word(out.dtype)
     words, scratch = np.empty(CHUNK, kind), np.empty(CHUNK // 8, np.uint64)
@@ -234,8 +234,8 @@ def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
 
 
 def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArray:
-    """Return the mean of the elements ≥ 0 and the mean of the elements < 0 of each column, as a (2, columns) array of
-    `dtype`, from the columns' sums over `rows` rows.
+    """Return, for each column of a matrix, the mean of its elements ≥ 0 and the mean of its elements < 0, as a (2,
+    columns) array of `dtype`; `rows` is the number of rows.
     """
     counts = np.stack([rows - sums[2], sums[2]])
     with np.errstate(invalid="ignore"):
@@ -244,8 +244,8 @@ def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArra
 
 
 def from_column_signs(data: Bytes, means: FlatArray, size: int) -> FlatArray:
-    """Decode column signs: every element of a row-major matrix becomes its column's first mean, or the second mean if
-    its bit is 1.
+    """Decode the sign bits of a row-major matrix: an element becomes the first mean of its column, or the second mean
+    if its bit is 1.
     """
     out = np.empty(size, means.dtype)
     _columns(data, means, out, False)
@@ -253,7 +253,9 @@ def from_column_signs(data: Bytes, means: FlatArray, size: int) -> FlatArray:
 
 
 def add_column_signs(data: Bytes, means: FlatArray, out: FlatArray) -> None:
-    """Add the values that `from_column_signs` decodes to `out`, which is flat and contiguous."""
+    """Decode the sign bits of a row-major matrix as `from_column_signs` does, and add the values to `out`, which is
+    flat and contiguous.
+    """
     _columns(data, means, out, True)
 
 

@@ -1,4 +1,4 @@
-"""The primitives for numpy arrays: all functions of the modules imported here."""
+"""The kernels for numpy arrays: all functions of the modules imported here."""
 
 from flockstep.arrays.kernels.numpy_basics import *
 from flockstep.arrays.kernels.numpy_bits import *

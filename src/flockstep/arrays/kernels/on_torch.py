@@ -1,4 +1,4 @@
-"""The primitives for torch tensors on any device: all functions of the modules imported here."""
+"""The kernels for torch tensors on any device: all functions of the modules imported here."""
 
 from flockstep.arrays.kernels.torch_basics import *
 from flockstep.arrays.kernels.torch_bits import *

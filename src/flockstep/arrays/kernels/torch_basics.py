@@ -12,7 +12,7 @@ def as_floats(array: torch.Tensor) -> torch.Tensor:
 
 
 def saturated(array: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return a copy with finite values clipped to ±largest; infinities and NaN do not change."""
+    """Return a copy in which finite values beyond ±largest become ±largest; infinities and NaN do not change."""
     return torch.where(torch.isfinite(array), array.clamp(-largest, largest), array)
 
 
@@ -27,5 +27,5 @@ def from_bytes(data: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def join(*parts: torch.Tensor) -> torch.Tensor:
-    """Concatenate all parts in the given order."""
+    """Return one tensor with all parts, in the given order."""
     return torch.cat(parts) if len(parts) != 1 else parts[0]

@@ -16,7 +16,7 @@ def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def uniforms(like: torch.Tensor, size: int, seed: int) -> torch.Tensor:
-    """Return (size,) pseudo-random multiples of 2⁻²⁴ in [0, 1).
+    """Return a tensor (size,) of pseudo-random multiples of 2⁻²⁴ in [0, 1).
 
     Element i depends on i and `seed` alone; the tensor is on the device of `like`.
     """
@@ -39,7 +39,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """Return the first `count` codes from `data`, the result of `pack`."""
+    """Return the first `count` codes that `pack` has packed into `data`."""
     eights = (count + 7) // 8
     padded = torch.zeros(eights * bits, dtype=torch.int64, device=data.device)
     padded[: len(data)] = data

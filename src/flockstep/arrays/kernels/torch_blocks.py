@@ -69,7 +69,9 @@ def quantize(x: torch.Tensor, scales: torch.Tensor, block: int, levels: int, bit
 
 
 def steps(scales: torch.Tensor, levels: int) -> torch.Tensor:
-    """Return the quantization step scale / levels of each block, rounded so that `levels` times the step is finite."""
+    """Return the quantization step of each block: its scale divided by `levels`, rounded so that `levels` times the
+    step is finite.
+    """
     step = scales / levels
     return torch.where(torch.isfinite(step * levels), step, torch.nextafter(step, torch.zeros_like(step)))
 
@@ -88,7 +90,9 @@ def dequantize(
 def add_dequantized(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, out: torch.Tensor
 ) -> int:
-    """Add the dequantized values to `out`, a flat tensor of the dtype of `step`; return the largest code found."""
+    """Decode quantized elements as `dequantize` does, and add them to `out`, a flat tensor of the dtype of `step`;
+    return the largest code.
+    """
     decoded, top = dequantize(data, step, block, levels, bits, len(out))
     out += decoded
     return top

@@ -9,7 +9,9 @@ from flockstep.arrays.kernels import name_of, numpy_matrices
 
 
 def gaussian(like: torch.Tensor, rows: int, columns: int, seed: int | tuple[int, ...]) -> torch.Tensor:
-    """Return standard normal numbers (rows, columns) in the dtype of `like`, the same for the same seed."""
+    """Return a tensor (rows, columns) of standard normal numbers in the dtype of `like`; equal seeds give equal
+    numbers.
+    """
     drawn = torch.from_numpy(np.random.default_rng(seed).standard_normal((rows, columns)))
     return drawn.to(like.device, like.dtype)
 
@@ -42,14 +44,14 @@ def cosines(like: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def tiles(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Cut a matrix into tiles (tiles, height, width), left to right and top to bottom."""
+    """Cut a matrix into tiles, left to right and top to bottom; return a tensor of shape (tiles, height, width)."""
     rows, columns = matrix.shape
     cut = matrix.reshape(rows // height, height, columns // width, width)
     return cut.permute(0, 2, 1, 3).reshape(-1, height, width)
 
 
 def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return the matrix from which `tiles` cut the tiles."""
+    """Return the matrix that has the given tiles, left to right and top to bottom; the inverse of `tiles`."""
     height, width = tiles.shape[1:]
     cut = tiles.reshape(rows // height, columns // width, height, width)
     return cut.permute(0, 2, 1, 3).reshape(rows, columns)
@@ -74,7 +76,9 @@ def placed(spots: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor
 
 
 def taken(array: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `array` at the positions `spots` (rows, count) of each row, of shape (rows, count)."""
+    """Return the elements of a matrix at the column positions `spots` (rows, count) of each row, in a tensor (rows,
+    count).
+    """
     return torch.gather(array, 1, spots)
 
 
@@ -89,7 +93,7 @@ def packed_integers(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpacked_integers(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """Return the first `count` integers of `bits` bits each from `data`."""
+    """Return the first `count` integers of `bits` bits each that `packed_integers` has packed into `data`."""
     ones = ((data.to(torch.int64)[:, None] >> torch.arange(8, device=data.device)) & 1).reshape(-1)
     ones = ones[: count * bits].reshape(count, bits)
     return (ones << torch.arange(bits, device=data.device)).sum(1)

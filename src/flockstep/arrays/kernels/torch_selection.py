@@ -16,16 +16,16 @@ from flockstep.arrays.kernels.torch_basics import as_floats
 
 
 def keys_of(array: torch.Tensor) -> torch.Tensor:
-    """Return the keys of a flat tensor: int64 for float64, int32 for other dtypes, which are converted to float32."""
+    """Return the magnitudes of a flat tensor as integers that sort like the magnitudes: int64 for float64, otherwise
+    int32.
+    """
     floats = as_floats(array)
     kind = torch.int64 if floats.dtype == torch.float64 else torch.int32
     return floats.view(kind) & torch.iinfo(kind).max
 
 
 def just_above(like: torch.Tensor, bound: float) -> float:
-    """Return the smallest number greater than `bound` in the precision in which `like` is compared: float64, or float32
-    for all other dtypes.
-    """
+    """Return the smallest number greater than `bound`, as a float64 if `like` is float64, otherwise as a float32."""
     if like.dtype == torch.float64:
         return math.nextafter(bound, math.inf)
     near = np.float32(bound)
@@ -33,7 +33,7 @@ def just_above(like: torch.Tensor, bound: float) -> float:
 
 
 def sampled(array: torch.Tensor, offset: int, stride: int) -> torch.Tensor:
-    """Return the magnitudes of a sample, every `stride`-th element from index `offset` on, in ascending order."""
+    """Return the magnitudes of every `stride`-th element from index `offset` on, in ascending order."""
     return as_floats(array[offset::stride]).abs().sort().values
 
 
@@ -104,7 +104,7 @@ def subset(like: torch.Tensor, size: int, count: int, seed: int) -> torch.Tensor
 
 
 def filled_up(found: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` ascending indices: `found`, and the lowest indices that are not in `found`."""
+    """Return `count` ascending indices: all of `found`, and the lowest other indices."""
     others = torch.ones(count, dtype=torch.bool, device=found.device)
     others[found[found < count]] = False
     first = torch.nonzero(others).reshape(-1)[: count - len(found)]
@@ -112,7 +112,7 @@ def filled_up(found: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def gathered(array: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return the elements at `indices`."""
+    """Return the elements of a tensor at `indices`."""
     return array[indices]
 
 
@@ -124,17 +124,17 @@ def scattered(indices: torch.Tensor, values: torch.Tensor, size: int) -> torch.T
 
 
 def put(array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Set array[indices] to the values, or to zero if `values` is None."""
+    """Set the elements of a tensor at `indices` to `values`, in place, or to zero if `values` is None."""
     array[indices] = torch.zeros((), dtype=array.dtype, device=array.device) if values is None else values
 
 
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    """Add scale * values to out[indices]; no index occurs twice."""
+    """Add `scale` times `values` to the elements of `out` at `indices`, in which no index occurs twice."""
     out[indices] += values if scale == 1 else values * scale
 
 
 def ascending(indices: torch.Tensor, size: int) -> bool:
-    """Whether the indices are strictly ascending and below `size`."""
+    """Return whether the indices are strictly ascending and below `size`."""
     if not len(indices):
         return True
     return bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
@@ -151,7 +151,7 @@ def index_bytes(indices: torch.Tensor) -> torch.Tensor:
 
 
 def indices_from(data: torch.Tensor) -> torch.Tensor:
-    """Return the indices whose bytes are `data`."""
+    """Return the indices that `index_bytes` has written to `data`."""
     return data.clone().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
@@ -161,20 +161,20 @@ def number_bytes(like: torch.Tensor, number: int, count: int) -> torch.Tensor:
 
 
 def within_buckets(indices: torch.Tensor, bucket: int) -> torch.Tensor:
-    """Return every index relative to the start of its bucket."""
+    """Return for every index its distance from the start of the bucket that contains it."""
     return indices % bucket
 
 
 def from_buckets(codes: torch.Tensor, bucket: int, counts: Any) -> torch.Tensor:
-    """Return the absolute indices from `codes`, the result of `within_buckets`; bucket b has counts[b] of the
-    indices.
+    """Return the indices in the whole tensor, given their distances from the start of their buckets; bucket b has
+    counts[b] of the indices.
     """
     starts = torch.arange(len(counts), device=codes.device) * bucket
     return codes + torch.repeat_interleave(starts, torch.as_tensor(counts, device=codes.device))
 
 
 def shifted(indices: torch.Tensor, by: int) -> torch.Tensor:
-    """Return every index plus `by`."""
+    """Return the indices with `by` added to each."""
     return indices + by
 
 

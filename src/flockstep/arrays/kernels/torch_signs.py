@@ -26,8 +26,8 @@ def signs(x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Ten
 
 
 def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits and the sums of `signs` for each column of a row-major matrix: bits in row order, sums of shape
-    (3, columns).
+    """Return, for each column of a row-major matrix, the sign bits and the three sums that `signs` returns: bits in row
+    order, sums of shape (3, columns).
     """
     if matrix.device.type == "cpu":
         plain = None if added is None else added.detach().numpy()
@@ -94,28 +94,30 @@ def from_powers(low: torch.Tensor, high: torch.Tensor, dtype: str) -> tuple[torc
 
 
 def add_powers(low: torch.Tensor, high: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> int:
-    """Add the powers of two times `scale` to `out` (flat); return the largest exponent field."""
+    """Decode powers of two, and add `scale` times each to the flat tensor `out`; return the largest exponent field."""
     decoded, top = from_powers(low, high, str(out.dtype).removeprefix("torch."))
     out += decoded * scale
     return top
 
 
 def side_means(sums: torch.Tensor, rows: int, dtype: str) -> torch.Tensor:
-    """Return the mean of the elements ≥ 0 and the mean of the elements < 0 of each column, as a (2, columns) tensor of
-    `dtype`, from the columns' sums over `rows` rows.
+    """Return, for each column of a matrix, the mean of its elements ≥ 0 and the mean of its elements < 0, as a (2,
+    columns) tensor of `dtype`; `rows` is the number of rows.
     """
     counts = torch.stack([rows - sums[2], sums[2]])
     return (sums[:2] / counts.clamp(min=1)).to(getattr(torch, dtype))
 
 
 def from_column_signs(data: torch.Tensor, means: torch.Tensor, size: int) -> torch.Tensor:
-    """Decode column signs: every element of a row-major matrix becomes its column's first mean, or the second mean if
-    its bit is 1.
+    """Decode the sign bits of a row-major matrix: an element becomes the first mean of its column, or the second mean
+    if its bit is 1.
     """
     bits = unpack(data, size, 1).reshape(-1, means.shape[1])
     return torch.where(bits != 0, means[1], means[0]).reshape(-1)
 
 
 def add_column_signs(data: torch.Tensor, means: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the values that `from_column_signs` decodes to `out`, which is flat."""
+    """Decode the sign bits of a row-major matrix as `from_column_signs` does, and add the values to `out`, which is
+    flat.
+    """
     out += from_column_signs(data, means, len(out))

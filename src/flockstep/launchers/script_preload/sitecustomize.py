@@ -28,12 +28,12 @@ SHARED = b"rw-s"
 
 
 class Declined(Exception):
-    """Exception: a worker forked from this process would differ from a worker in a fresh interpreter."""
+    """Raised if a worker forked from this process would differ from a worker in a fresh interpreter."""
 
 
 class EnvironmentWatch(type(os.environ)):  # type: ignore[misc] # os has no public name for it
-    """The environment while modules are imported; raises `Declined` if a module reads a variable that differs between
-    workers.
+    """Replaces `os.environ` while modules are imported; raises `Declined` if a module reads a variable that differs
+    between workers.
     """
 
     asked = False
@@ -44,9 +44,7 @@ class EnvironmentWatch(type(os.environ)):  # type: ignore[misc] # os has no publ
 
 
 def read(source: int) -> list[str]:
-    """Read the next request: fields that each end with a zero byte, preceded by their total length in 8 digits; empty
-    at the end.
-    """
+    """Read the next request of the launcher, and return its fields; an empty list at the end of the requests."""
     length = os.read(source, 8)
     if not length:
         return []
@@ -72,8 +70,8 @@ def started_with() -> dict[str, str]:
 
 
 def as_without_this_file(begun: dict[str, str]) -> None:
-    """Set the environment, and the environment recorded in `begun`, to what they would be in a fresh interpreter of
-    this script.
+    """Set the environment, and the copy of it in `begun`, to what they would be without this file in a fresh
+    interpreter.
     """
     path = begun["PYTHONPATH"].partition(os.pathsep)[2]
     for environment in (os.environ, begun):

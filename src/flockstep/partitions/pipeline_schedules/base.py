@@ -13,7 +13,7 @@ from flockstep.expression import Component
 PassKind = Literal["forward", "backward", "input_backward", "weight_backward", "update"]
 """Kinds of passes of a pipeline; `input_backward` and `weight_backward` are the two halves of `backward`."""
 Turn = tuple[PassKind, int, int]
-"""One pass in a step: its kind, the number of its micro-batch in the step, and the number of its chunk."""
+"""One pass within a step: its kind, the number of its micro-batch, and the number of its chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class PipelinePass:
 
     kind: PassKind
     step: int
-    """Number of the step to whose batch the micro-batch belongs."""
+    """Number of the step whose batch contains the micro-batch."""
     microbatch: int = 0
     """Number of the micro-batch in its step."""
     chunk: int = 0
@@ -70,8 +70,8 @@ class PipelineSchedule(Component):
         """
 
     def delay(self, stage: int, stages: int) -> int:
-        """Return the delay of a gradient once the pipeline is full: the number of the stage's updates between the
-        weights of the gradient and its own update.
+        """Return how many updates old the weights of a gradient are when the stage applies the gradient, once the
+        pipeline is full.
         """
         return 0
 
@@ -80,7 +80,7 @@ class PipelineSchedule(Component):
         return self.delay(stage, stages) + 1
 
     def source(self, work: PipelinePass, stage: int, stages: int) -> tuple[int, int] | None:
-        """Return the stage and the chunk whose pass over the same micro-batch computes the input of `work`.
+        """Return the stage and the chunk whose pass over the same micro-batch computes the input of the pass `work`.
 
         None if the input is data, or comes from the stage's own forward pass.
         """
@@ -95,8 +95,8 @@ class PipelineSchedule(Component):
         return None
 
     def target(self, work: PipelinePass, stage: int, stages: int) -> tuple[int, int] | None:
-        """Return the stage and the chunk whose pass over the same micro-batch needs the output of `work`; None if there
-        is none.
+        """Return the stage and the chunk whose pass over the same micro-batch needs the output of the pass `work`; None
+        if no pass does.
         """
         if work.kind == "forward":
             if stage < stages - 1:
@@ -131,7 +131,7 @@ class UnflushedSchedule(PipelineSchedule):
 
     @abstractmethod
     def version(self, step: int, stage: int, stages: int) -> int:
-        """Return the version of the weights with which a stage computes the passes of a step."""
+        """Return the number of the version of its weights that a stage uses for the passes of a step."""
 
     def passes(self, stage: int, stages: int, microbatches: int, steps: int) -> Iterator[PipelinePass]:
         for kind, number in alternating(stages - stage, steps * microbatches):
@@ -158,7 +158,7 @@ def alternating(ahead: int, count: int) -> Iterator[tuple[PassKind, int]]:
 
 
 def one_microbatch(name: str, microbatches: int) -> None:
-    """Check that there is one micro-batch in a step.
+    """Check that a step has only one micro-batch.
 
     Raises:
         ConfigurationError: there are several.
