@@ -32,7 +32,9 @@ class FaultInjector:
         self._sent: Counter[tuple[Address, Address]] = Counter()
 
     def narrow_at_start(self, fabric: Fabric) -> None:
-        """Check that the links of all narrowings can be narrowed, and apply those that begin at 0."""
+        """Check that the links whose bandwidth faults reduce can be narrowed, and apply the faults that begin at second
+        0.
+        """
         for t, node, factor in reversed(self._narrowings()):
             fabric.narrow(node, self._processes, 1.0 if t else factor)
 
@@ -43,8 +45,8 @@ class FaultInjector:
         die: Callable[[Address], None],
         notice: Callable[[Address], None],
     ) -> None:
-        """Schedule narrowings of links and deaths: `die` is called with the address of a node that dies, and later
-        `notice`, when the other nodes are notified.
+        """Schedule the changes of bandwidth and the deaths of nodes. `die` is called with the address of a node that
+        dies, and `notice` later, when the other nodes are notified.
         """
         for t, node, factor in self._narrowings():
             queue.schedule(t, partial(fabric.narrow, node, self._processes, factor))
@@ -71,7 +73,9 @@ class FaultInjector:
         return events
 
     def lost(self, to: Address, message: Message) -> bool:
-        """Return whether this message is lost; must be called exactly once for each message that is sent."""
+        """Return whether the network loses this message to node `to`; call this exactly once for each message that is
+        sent.
+        """
         if not self.drops or message.array is None:
             return False
         link = message.source, to
@@ -79,7 +83,7 @@ class FaultInjector:
         return (*link, self._sent[link]) in self.drops
 
     def wrong_gradients(self, rank: int) -> WrongGradients | None:
-        """The faults of a worker's gradients; None if there are none."""
+        """The faults that change the gradients of worker `rank`; None if no fault does."""
         return wrong_gradients(self._faults, rank)
 
     def clock(self, clock: Clock) -> Clock:
@@ -96,7 +100,7 @@ class WrongGradients:
         self._faults = faults
 
     def change(self, gradient: FlatArray, step: int, part: slice, hostile: bool) -> None:
-        """Apply the hostile or the accidental faults to a part of gradient number `step`, in place.
+        """Apply the faults of gradient number `step` to a part of the gradient, in place.
 
         Args:
             gradient: the whole flat gradient (K,).

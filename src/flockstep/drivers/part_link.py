@@ -1,4 +1,4 @@
-"""A bus for a node of a split model, which reaches the nodes of the node's own group and the stages of its own
+"""A bus for a node of a split model, which reaches the nodes of the node's own group and the parts of its own
 replica.
 """
 

@@ -32,9 +32,9 @@ class NeedPass:
     """Request of a part for the time of a pass; the driver resumes the part when this time has passed."""
 
     step: int
-    """Duration of the pass over a whole batch, as a fraction of the duration of a gradient of the whole model."""
+    """Number of the step to which the pass belongs."""
     share: float
-    """Work of the pass over a whole batch, divided by the work of a gradient of the whole model."""
+    """Duration of the pass over a whole batch, as a fraction of the duration of a gradient of the whole model."""
     samples: int
     """Number of samples of the pass."""
 
@@ -50,7 +50,7 @@ Send = Callable[[int, Message], None]
 
 @dataclass(frozen=True)
 class PartRun:
-    """The place of a part in its run, and what the driver provides for the part's program."""
+    """Place of a part in its run, and the functions that the driver provides for the part's program."""
 
     rank: int
     """Number of the replica."""
@@ -59,13 +59,15 @@ class PartRun:
     steps: int
     """Number of steps of the run."""
     batch: Callable[[], Indices]
-    """Function that returns the samples of the replica's next batch; equal for all parts of a replica."""
+    """Function that returns the samples of the replica's next batch, which are the same for all parts of the
+    replica.
+    """
     send: Send
     """Function (part, message) that sends a message to another part of this replica."""
     random: Callable[[int], np.random.Generator]
-    """Function that returns the generator of a step, for codecs and collectives with random choices."""
+    """Function that returns the random generator of a step, for the random choices of codecs and collectives."""
     taken: int = 0
-    """Number of steps that the part has taken before, at the end of which nothing was in flight."""
+    """Number of steps that the part has taken before its run was continued, when no message was in flight."""
 
 
 class PartProgram(ABC):

@@ -21,7 +21,9 @@ from flockstep.transports.bus import LAUNCHER
 
 
 class PartConnection(NodeConnection):
-    """The connection of a worker that holds one part: to its group, and to the other parts of its replica."""
+    """The connection to the run of a worker that holds one part: to the other workers of its group, and to the other
+    parts of its replica.
+    """
 
     def __init__(
         self,

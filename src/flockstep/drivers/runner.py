@@ -503,7 +503,7 @@ class Runner:
             )
 
     def scalar(self, name: str, value: float) -> None:
-        """Write a named number that the strategy reports to the record."""
+        """Write to the record a named number that the strategy reports."""
         if self.recorded:
             self.metrics.scalar(self.clock(), name, value)
 

@@ -1,5 +1,5 @@
-"""The program of one way of a stage whose layers are split: passes, with sums over the ways between them (Shoeybi et
-al. 2019).
+"""The program of one way of a stage whose layers are split over several ways (Shoeybi et al. 2019): passes, with sums
+over the ways between them.
 
 A parameter of a layer that every way computes belongs to one way, whose worker trains the parameter. At each step the
 other ways receive a copy, so that all ways compute with the same bits under every strategy.

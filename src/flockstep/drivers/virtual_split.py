@@ -37,8 +37,8 @@ from flockstep.simulation.queue import EventQueue
 
 
 class StepDurations:
-    """Seconds that a gradient of the whole model takes on each worker in each step. A worker draws one duration for
-    each step, as in an unsplit run; every pass takes its share of the step's duration.
+    """Seconds of a gradient of the whole model, for each worker and step. One duration is drawn per step, as in an
+    unsplit run; every pass takes a fraction of it.
     """
 
     def __init__(self, streams: Sequence[Iterator[float]]):
@@ -64,7 +64,7 @@ class PartGradients(ReplicaGradients):
         """The runner of the part's program in each replica."""
 
     def ask(self, rank: int, need: NeedGradient) -> int:
-        """Start a step of the part of replica `rank`; return the number of samples."""
+        """Start a step of replica `rank` in this part; return the number of samples of the step."""
         self.runners[rank].request(self.params[rank])
         return self._plan.batch_at(self.nodes[rank].step)
 
@@ -72,7 +72,7 @@ class PartGradients(ReplicaGradients):
         """Do nothing, because a part keeps copies of the parameters that it uses."""
 
     def forget(self, rank: int) -> None:
-        """End the part of replica `rank`, whose worker has died; do nothing for a server, `rank` < 0, which has no
+        """End the program of the part of replica `rank`, whose worker has died; a server, with `rank` < 0, has no
         part.
         """
         if rank >= 0:
@@ -85,7 +85,7 @@ class PartGradients(ReplicaGradients):
 
 @dataclass(eq=False)
 class PartSnapshots:
-    """Joins the snapshots of a replica's parts, and passes whole models to the tracker of the run."""
+    """Joins the snapshots of the parts of each replica, and passes snapshots of whole models to the run's tracker."""
 
     tracker: Tracker
     groups: Sequence[PartGroup]
@@ -97,7 +97,7 @@ class PartSnapshots:
         return GroupSnapshots(self, part)
 
     def add(self, part: int, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add the parameters that a node in the group of one part holds."""
+        """Add the parameters of a node that belongs to the group of one part."""
         if address < 0:
             self.tracker.add(tick, self.groups[part].outside(address), params, t, step, sent)
             return
@@ -220,7 +220,9 @@ class SplitSimulation:
             group.stop()
 
     def close(self) -> None:
-        """Free the nodes at once; none of them can be used afterwards."""
+        """Break the references between the nodes, so that their memory is free at once; the simulation cannot be used
+        afterwards.
+        """
         for group in self.groups:
             group.close()
 

@@ -11,7 +11,9 @@ from flockstep.nodes import Hosts
 
 
 class Ways(WithoutSharedMemory):
-    """One way as a member of the group of all ways of its stage; the group sums by messages."""
+    """One way as a member of the group of all ways that share its layers; the group sums arrays by messages between the
+    ways.
+    """
 
     def __init__(self, parts: Sequence[int], run: PartRun, mailbox: Mailbox) -> None:
         """Create the member that `run` places in the group of `parts`; messages arrive in `mailbox`."""
@@ -38,7 +40,9 @@ class Ways(WithoutSharedMemory):
         return message
 
     async def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Array:
-        """Return the array of the next message with the given tag from a way, in `into` if it is given."""
+        """Return the array of the next message with the given tag from another way, stored in `into` if `into` is
+        given.
+        """
         array = (await self.receive(tag, source)).payload
         if into is None:
             return array
@@ -46,5 +50,5 @@ class Ways(WithoutSharedMemory):
         return into
 
     def require_all(self, source: Address) -> None:
-        """Check that no message of a way was lost."""
+        """Check that no message from another way was lost."""
         self._mailbox.require_all(self._parts[source])
