@@ -1,5 +1,5 @@
-"""How the workers of a parameter server obtain parameters: for each access mode, the worker's part and the server's
-part.
+"""The ways in which the workers of a parameter server obtain parameters. Each access mode defines the worker's part and
+the server's part.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.server_state import PushState, Read, ServerState
 
 FRESH = "fresh"
-"""Tag of parameters that a server sends without a request."""
+"""Message tag of parameters that a server sends without a request from the worker."""
 
 
 class Pushed(Note, frozen=True):
-    """Note sent with a gradient: the server's version that the gradient was computed on, and the learning rate."""
+    """Note sent with a gradient: the version of the server's parameters with which the gradient was computed, and the
+    worker's learning rate.
+    """
 
     version: int
     lr: float
 
 
 class ParameterVersion(Note, frozen=True):
-    """Note sent with parameters that answer a push or a fetch: the version of the parameters."""
+    """Note sent with a server's answer to a push or a fetch: the version of the parameters in the answer."""
 
     version: int
 
 
 class Fresh(Note, frozen=True):
-    """Note sent with parameters for a worker's copy.
+    """Note sent with parameters from which a worker renews its copy.
 
-    The parameters are those of `version`. They include every gradient whose timestamp is below `clock`, and the first
-    `held` gradients of the receiving worker.
+    `version` is the version of the parameters. The parameters include every gradient whose timestamp is below `clock`,
+    and the first `held` gradients of the receiving worker.
     """
 
     version: int
@@ -46,7 +48,9 @@ Pushes = Sequence[tuple[Address, FlatArray, Pushed]]
 
 
 class Access:
-    """How workers obtain parameters from servers: the worker's part and the server's part of one access mode."""
+    """The interface of an access mode: how workers obtain parameters from servers. An access mode defines the worker's
+    part and the server's part.
+    """
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
         """Return the worker's next gradient, or None if newer parameters arrived and the worker canceled the
@@ -76,23 +80,25 @@ class Access:
         raise NotImplementedError
 
     async def finish(self, me: Worker, state: PushState) -> None:
-        """Receive the messages that servers still send after the worker's last step; by default, there are none."""
+        """Receive the messages that servers send after the worker's last step. By default, servers send no such
+        messages.
+        """
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """Handle, on the server, the read request that comes with a worker's push."""
+        """Handle, on the server, the read request that is part of a worker's push."""
         raise NotImplementedError
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Send parameters to the workers that are due to receive some.
+        """Send parameters to the workers whose reads are admitted, and to other workers if the access mode says so.
 
         Args:
             me: the server.
             state: the server's state.
             admitted: the reads that the consistency rule admits now.
-            moved: whether the slowest clock has moved.
+            moved: whether the clock of the slowest worker has advanced.
 
         Returns:
-            Ranks of the workers that compute on the newest version from now on.
+            Ranks of the workers that compute with the newest version from now on.
         """
         raise NotImplementedError
 
@@ -131,7 +137,8 @@ class CancelStale(Access):
     """Access mode in which servers send new parameters at once, and a worker that computes with an older version
     cancels its gradient.
 
-    A straggler is never late for a second step, and a lost push or a lost answer costs at most one late gradient.
+    So a straggler loses only the gradient of the current step, and a lost push or a lost answer costs at most one
+    gradient.
     """
 
     async def gradient(self, me: Worker, state: PushState) -> FlatArray | None:
@@ -150,8 +157,8 @@ class CancelStale(Access):
         gradient: FlatArray,
         full_step: int,
     ) -> None:
-        """Push, then continue with the next parameters that arrive: the answer, or a version that other workers
-        completed.
+        """Push the gradient, then continue with the next parameters that arrive: the server's answer, or a newer
+        version that the gradients of other workers completed.
         """
         for to, data, note in pushes:
             me.send(to, "push", data, note)
@@ -165,15 +172,15 @@ class CancelStale(Access):
         state.versions[0] = message.note.version
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """Queue the read, unless the version that the worker waits for has already been sent to it."""
+        """Queue the worker's read request, unless the server has already sent the current version to the worker."""
         if state.newest_sent.get(read.rank) == me.version > read.version:
             state.reading[read.rank] = me.version
         else:
             state.reads.append(read)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Send the parameters to the workers whose reads are admitted, and to the workers that compute with an older
-        version.
+        """Send the newest parameters to the workers whose reads are admitted, and to the workers that compute with an
+        older version.
         """
         ranks = [read.rank for read in admitted]
         ranks += [rank for rank, version in state.reading.items() if version < me.version]
@@ -185,8 +192,8 @@ class CancelStale(Access):
 
 @dataclass(frozen=True)
 class CachedCopies(Access):
-    """Access mode in which a worker computes with a copy, adds its own steps to the copy, and requests a new copy when
-    the copy is too old.
+    """Access mode in which a worker computes with a copy of the parameters, adds its own steps to the copy, and
+    requests a new copy when the copy is too old.
     """
 
     slack: int
@@ -201,8 +208,8 @@ class CachedCopies(Access):
         gradient: FlatArray,
         full_step: int,
     ) -> None:
-        """Push, step the copy, and apply fresh parameters; wait for, or request, every shard that is older than the
-        bound allows.
+        """Push the gradient, take the step on the worker's copy, and request new parameters from every shard whose copy
+        is older than the bound allows.
         """
         for to, data, note in pushes:
             me.send(to, "push", data, note)
@@ -233,8 +240,8 @@ class CachedCopies(Access):
         """Do nothing, because a push requests no parameters."""
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Answer each request with the parameters, and with the number of the worker's own gradients that they
-        include.
+        """Answer each read request with the parameters, and with the number of the worker's own gradients that the
+        parameters include.
         """
         for read in admitted:
             me.reply(read.message, me.params, self._contents(me, state, read.rank))
@@ -247,8 +254,8 @@ class CachedCopies(Access):
 
 @dataclass(frozen=True)
 class EagerCopies(CachedCopies):
-    """Access mode like `CachedCopies`, except that workers request nothing: when the slowest clock advances, the
-    servers send every worker a copy.
+    """Access mode in which servers send every worker a copy of the parameters whenever the slowest clock advances.
+    Workers request nothing; otherwise, the access mode equals `CachedCopies`.
     """
 
     async def _request_old(self, me: Worker, state: PushState, clock: int) -> None:
@@ -260,7 +267,7 @@ class EagerCopies(CachedCopies):
                 self._take(me, state, await me.receive(FRESH, server(i)))
 
     async def finish(self, me: Worker, state: PushState) -> None:
-        """Wait until the copies include all gradients up to the worker's last step."""
+        """Wait until the worker's copies of the parameters include all gradients up to the worker's last step."""
         await self._request_old(me, state, me.step)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:

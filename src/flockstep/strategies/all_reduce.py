@@ -23,7 +23,7 @@ from flockstep.strategies.overlap_trial import OverlapTrial
 from flockstep.strategies.resizing import Resizing
 
 SIZES = Bucketed(cap=8.0, first=1.0)
-"""Sizes of the buckets in which gradients are sent while the backward pass runs."""
+"""Sizes of the buckets in which gradients are sent."""
 
 
 @dataclass
@@ -34,11 +34,13 @@ class AllReduceState:
 
     memory: Any = None
     overlaps: bool = True
-    """Whether gradients may be sent while the backward pass runs, because the script has not changed them
-    afterwards.
+    """Whether gradients may be sent while the backward pass runs. False once the script has changed gradients after the
+    backward pass.
     """
     trial: OverlapTrial = field(default_factory=OverlapTrial)
-    """Times of steps with and without this overlap, from which the worker chooses the faster."""
+    """Measured times of steps with and without overlap of backward pass and messages, from which the worker chooses the
+    faster.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class AllReduce(Strategy):
     In a script's own loop with PyTorch, if not all workers share memory, gradients without a codec are sent in buckets,
     from the second step on, either while the backward pass runs or after it: the workers time both, and use the faster.
     The buckets are the same in both cases, so the bits do not depend on the choice. A script may still change its
-    gradients before `step()`: the workers then exchange them again, and from then on only in `step()`.
+    gradients before `step()`: the workers then exchange the changed gradients, and from then on exchange gradients only
+    in `step()`.
     """
 
     collective: Collective = field(default_factory=ByHost)

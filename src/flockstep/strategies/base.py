@@ -40,8 +40,8 @@ class TaxonomyEntry:
     """Position of a composed strategy in the taxonomy of Langer et al. (2020, section 3 and table 1)."""
 
     optimization: Optimization
-    """"central": the workers exchange gradients and optimize one model; "decentral": each worker optimizes its own
-    replica, and replicas exchange parameters.
+    """"central" if the workers exchange gradients and optimize one model; "decentral" if each worker optimizes its own
+    replica and the workers exchange parameters.
     """
     scheduling: Scheduling
     exchange: Exchange
@@ -49,39 +49,45 @@ class TaxonomyEntry:
 
 
 class Strategy(Component):
-    """A distributed training algorithm: when nodes exchange, with whom, what they send, and how a node applies the
-    received arrays.
+    """A distributed training algorithm: when nodes exchange messages, with whom, what the messages contain, and how a
+    node applies the received arrays.
 
-    A strategy has one coroutine per role, `worker` and `master`. A program keeps whatever it must remember between
-    steps in the state object `me.state`, never in a local variable, so that a program restarted from its state at a
-    step boundary continues bit for bit.
+    A strategy has one coroutine per role: `worker` for workers, `master` for servers. A node runs the coroutine of its
+    role as its program. A program keeps whatever it must remember between steps in the state object `me.state`, never
+    in a local variable, so that a program restarted from its state at a step boundary continues bit for bit.
     """
 
     noun: ClassVar[str] = "strategy"
     notes: ClassVar[Notes] = {}
-    """Types of the notes that messages carry. A key is a message tag ("push", "push/channel") or "reply to TAG"; the
-    value is the `Note` class of all messages with this tag.
+    """Types of the notes that messages carry. A key of the mapping is a message tag ("push", "push/channel") or "reply
+    to TAG"; the value is the `Note` class of all messages with this tag.
     """
     checks: ClassVar[frozenset[str]] = frozenset()
     """Tags of messages to servers that carry a gradient, which the program checks with `accepted`; the driver checks
     that the arrays of all other messages to servers are finite.
     """
     largest_message: ClassVar[int] = 0
-    """Size in bytes of the largest array that a node sends, if larger than the model."""
+    """Size in bytes of the largest array that a node sends, if the array is larger than the model; otherwise 0."""
 
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """The properties this strategy guarantees; checks and drivers read the traits, never the strategy's name."""
+        """The properties that this strategy guarantees. Checks and drivers read the properties, never the strategy's
+        name.
+        """
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry | None:
-        """The strategy's cell in the taxonomy, or None if the taxonomy has no cell for the composition."""
+        """The strategy's entry in the taxonomy of Langer et al. (2020), or None if the taxonomy has no entry for the
+        composition.
+        """
         return None
 
     @property
     def servers(self) -> int:
-        """Number of servers that run `master`; server i of k holds the i-th of k slices of the parameters."""
+        """Number of servers, that is, of nodes that run `master`. By default, server i of k holds the i-th of k slices
+        of the parameters.
+        """
         return 0
 
     def servers_for(self, workers: int) -> int:
@@ -94,19 +100,19 @@ class Strategy(Component):
         return 0
 
     def beside(self, workers: int) -> tuple[int, ...]:
-        """For each server, the rank of a worker on whose host the server runs; empty if servers are assigned to the
-        hosts in turn.
+        """Return, for each server, the rank of the worker on whose host the server runs; empty if servers are assigned
+        to the hosts in turn.
         """
         return ()
 
     def cluster(self, workers: int) -> Cluster:
-        """Return the nodes of a run with the given number of `workers`."""
+        """Return the workers, servers and backups of a run with the given number of `workers`."""
         return Cluster(workers, self.servers_for(workers), self.beside(workers), self.replicas)
 
     @property
     def coding(self) -> Codec | None:
-        """The codec whose encoding time a worker's step includes, or None; messages may be encoded by a different
-        codec.
+        """The codec whose encoding time counts as part of a worker's step, or None. Messages may be encoded by a
+        different codec.
         """
         return getattr(self, "codec", None)
 
@@ -124,7 +130,9 @@ class Strategy(Component):
 
     @property
     def sums(self) -> bool:
-        """Whether all workers compute sums together, because the strategy or one of its components has a collective."""
+        """Whether all workers take part in collective sums, because the strategy or one of its components has a
+        collective.
+        """
         return _has_collective(self)
 
     def check(self, workers: int) -> None:
@@ -136,7 +144,7 @@ class Strategy(Component):
 
     @property
     def resizing(self) -> Resizing:
-        """The rule from which nodes get their states when a run continues with another number of workers."""
+        """The rule by which nodes get their states when a run continues with another number of workers."""
         if self.traits.results[0] in ("best", "ensemble"):
             return Resizing(
                 refused="each worker trains a separate model, and no rule determines the model of a new worker"
@@ -150,10 +158,10 @@ class Strategy(Component):
         return former.params, 1.0
 
     def take_over(self, me: Worker, former: Sequence[FormerWorker]) -> None:
-        """Set the state of a worker, after the number of workers has changed, as `resizing` says.
+        """Set the state of a worker after the number of workers has changed, by the rule that `resizing` returns.
 
-        `me` is a worker as at the start of a run, with its new replica; `former` are the workers before the change, by
-        rank.
+        `me` is the worker, initialized as at the start of a run, with its new replica; `former` are the workers before
+        the change, by rank.
         """
         rule = self.resizing
         if me.rank < len(former):
@@ -167,8 +175,8 @@ class Strategy(Component):
         return 0 if self.traits.delivery == "synchronous" else None
 
     def mass(self, states: Iterable[Any], waiting: Iterable[Message]) -> tuple[int, int] | None:
-        """Return the mass (push-sum weight) of all workers' states and unread messages, and the mass that there must
-        be; None if the strategy conserves no mass.
+        """Return the total mass (push-sum weight) in the workers' states and unread messages, and the total mass
+        expected; None if the strategy conserves no mass.
         """
         return None
 
@@ -185,7 +193,7 @@ class Strategy(Component):
         """Run a worker's program until its last gradient has been used."""
 
     async def finish(self, me: Worker) -> None:
-        """Run after a worker's last gradient: send the updates that the worker has held back, then leave the run."""
+        """Send the updates that a worker has held back until after its last gradient, then leave the run."""
         me.leave()
 
     async def master(self, me: Server) -> None:
@@ -211,7 +219,7 @@ def _has_collective(value: object) -> bool:
 
 
 def choose_result(strategy: Strategy, wanted: ResultPolicy | None) -> ResultPolicy:
-    """Return the policy that picks the resulting model: `wanted`, or the strategy's default if `wanted` is None.
+    """Return the policy that chooses the resulting model: `wanted`, or the strategy's default if `wanted` is None.
 
     Raises:
         CompositionError: the strategy does not offer the policy `wanted`.

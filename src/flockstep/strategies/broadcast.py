@@ -22,8 +22,8 @@ class StepCount(Note, frozen=True):
 
 @dataclass
 class BroadcastState:
-    """A worker's state: the exact sum of all updates so far; None with one worker, where the order of additions is
-    fixed.
+    """A worker's state: the exact sum of all updates so far. The sum is None in a run with one worker, where the order
+    of additions is fixed.
     """
 
     exact_sum: ExactSum | None
@@ -64,13 +64,13 @@ class Broadcast(Strategy):
             me.send_all(me.peers, "update", update, StepCount())
 
     async def finish(self, me: Worker) -> None:
-        """Add the updates that are still in transit, until all other workers have left."""
+        """Add the updates that are still in transit to this worker's replica, until all other workers have left."""
         me.leave(peers=True)
         await drain(me, me.state)
 
 
 def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: float) -> FlatArray:
-    """Take an optimizer step, and return the update exactly as the receivers will add it."""
+    """Take an optimizer step, and return the update (K,) exactly as the receivers will add it."""
     before = copied(me.params)
     me.optimizer_step(gradient)
     if state.exact_sum is None and scale == 1.0:
@@ -94,7 +94,7 @@ def absorb_arrived(me: Worker, state: BroadcastState) -> None:
 
 
 async def drain(me: Worker, state: BroadcastState) -> None:
-    """Add every further update to this worker's replica until all other workers have left."""
+    """Add every later update to this worker's replica as it arrives, until all other workers have left."""
     async for message in me.messages():
         if message.tag == "update":
             _add(me, state, message)

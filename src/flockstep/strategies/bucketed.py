@@ -1,4 +1,4 @@
-"""All-reduce in buckets that overlaps with the backward pass."""
+"""Synchronous all-reduce SGD in buckets, whose reductions overlap with the backward pass."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Bucketed(Strategy):
 
 @dataclass
 class GradientAccumulator:
-    """Sum and number of the gradients accumulated for the current step."""
+    """Sum and number of the gradients that have been accumulated for the current step."""
 
     total: FlatArray | None = None
     count: int = 0
@@ -94,19 +94,19 @@ class GradientAccumulator:
         self.count += 1
 
     def with_last(self, gradient: FlatArray, part: slice) -> FlatArray:
-        """Return the mean over the step's batches on one slice of the array."""
+        """Return the mean of the accumulated gradients and the step's last gradient, on one slice of the array."""
         mean: FlatArray = gradient[part]
         if self.total is not None:
             mean = (self.total[part] + mean) / (self.count + 1)
         return mean
 
     def clear(self) -> None:
-        """Reset the sum after a step."""
+        """Reset the accumulated sum and number after a step."""
         self.total, self.count = None, 0
 
 
 def buckets(size: int, itemsize: int, sizes: Bucketed) -> list[slice]:
-    """Return the buckets of a gradient of `size` elements as slices, the end of the array first."""
+    """Return the buckets of a gradient of `size` elements as slices, beginning with the end of the gradient."""
     stop, cap = size, sizes.first
     parts = []
     while stop > 0:

@@ -14,7 +14,7 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 @dataclass
 class Teachers:
-    """The most recent parameters that each peer has sent, by rank."""
+    """A worker's state: the most recent parameters that each peer has sent, by rank."""
 
     params: dict[int, FlatArray] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The coordinator of Sandblaster: L-BFGS on gradients that workers compute in portions of the data."""
+"""The coordinator of Sandblaster, which runs L-BFGS on gradients that workers compute in portions of the data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ARMIJO = 1e-4
 
 @dataclass
 class Portions:
-    """The portions of one evaluation, each waiting to be assigned (in `waiting`), assigned (in `out`: portion → ranks),
-    or done (in `losses`).
+    """The portions of one evaluation of loss and gradient. Each portion waits to be assigned (in `waiting`), is
+    assigned (in `out`: portion → ranks), or is done (in `losses`).
     """
 
     count: int
@@ -26,15 +26,15 @@ class Portions:
     losses: dict[int, float] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Start a new evaluation, with every portion waiting."""
+        """Start a new evaluation, in which every portion waits to be assigned."""
         self.waiting, self.out, self.losses = list(range(self.count)), {}, {}
 
     def hand_out(self, rank: int) -> int | None:
         """Assign a portion to an idle worker, and return the portion's number, or None if there is no portion to
         assign.
 
-        The first choice is the next waiting portion. If no portion waits, it is the portion assigned longest ago that
-        other workers compute, at most `backups` of them.
+        The first choice is the next waiting portion. If no portion waits, the choice is the portion that was assigned
+        longest ago and has not been repeated `backups` times yet.
         """
         if self.waiting:
             portion = self.waiting.pop(0)
@@ -63,8 +63,8 @@ class Portions:
 
 
 class Report(Note, frozen=True):
-    """Note of a worker that requests work: the result of its last portion, or, in the first request, how much work it
-    may do.
+    """Note of a worker that requests work: the result of its last portion or, in the first request, the number of
+    portions that the worker may compute.
     """
 
     evaluation: int = 0
@@ -78,7 +78,9 @@ class Report(Note, frozen=True):
 
 
 class PortionAssignment(Note, frozen=True):
-    """Note that assigns a portion, -1 for none, with the range of its samples."""
+    """Note that assigns a portion to a worker: the number of the portion, or -1 for no portion, and the range of its
+    samples.
+    """
 
     evaluation: int
     portion: int
@@ -88,7 +90,7 @@ class PortionAssignment(Note, frozen=True):
 
 @dataclass
 class Coordinator:
-    """Runs the evaluations, and the L-BFGS iteration that uses their losses and gradients."""
+    """Runs the evaluations of loss and gradient, and the L-BFGS iteration that uses their results."""
 
     portions: Portions
     history: int

@@ -1,4 +1,6 @@
-"""DeMo: workers keep their momentum, and exchange the momentum's largest components in the frequency domain."""
+"""DeMo, decoupled momentum: workers keep their momentum, and exchange only its largest components in the frequency
+domain.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class DeepSparkState:
-    """A worker's progress: alpha, the sum and the number of losses since the last exchange, and the mean loss of the
-    previous window.
+    """A worker's state: alpha, the sum and the number of losses since the last exchange, and the mean loss between the
+    two exchanges before.
     """
 
     alpha: float
@@ -70,7 +70,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     traits = Traits("partial", survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def ceiling(self, workers: int, lr: float) -> float:
-        """Return the upper bound of alpha.
+        """Return the upper bound of the elastic rate alpha.
 
         The bound is at least the initial alpha, except if the initial alpha is unstable for the learning rate.
         """
@@ -83,7 +83,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
         return DeepSparkState(self.alpha)
 
     def elasticity(self, me: Worker) -> float:
-        """Return alpha, adapted to the losses since the last exchange."""
+        """Return the elastic rate alpha, adapted to the losses since the last exchange."""
         window: DeepSparkState = me.state
         if window.count:
             now = window.total / window.count

@@ -39,7 +39,7 @@ class DownpourState:
     then.
     """
     since: list[int]
-    """For each shard, the version of the worker's parameters when the first of the accumulated gradients was
+    """For each shard, the version of the worker's parameters with which the first of the accumulated gradients was
     computed.
     """
     outboxes: list[Outbox]
@@ -51,7 +51,7 @@ class DownpourState:
     """Shard → the parameters that have arrived since the last step."""
 
     def pushed(self, shard: int) -> None:
-        """Count a push to the given shard."""
+        """Count a push to shard `i`."""
         self.seen[shard] += 1
         if shard in self.flying:
             self.flying[shard] += 1
@@ -69,8 +69,8 @@ class DownpourState:
             self.fetched[shard] = await me.receive("parameters", server(shard))
 
     async def take(self, me: Worker, wait: bool) -> None:
-        """Replace those slices of the replica whose parameters have arrived; if `wait`, first wait for all fetches in
-        transit.
+        """Replace the slices of the replica whose fetched parameters have arrived; if `wait`, first wait for all
+        fetches in transit.
         """
         await self.collect(me, wait)
         for shard in sorted(self.fetched):
@@ -136,7 +136,9 @@ class Downpour(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: delivery with unbounded delay, because every gradient arrives and no worker waits for another."""
+        """The strategy's traits. Delivery has unbounded delay, because every gradient arrives and no worker waits for
+        another worker.
+        """
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
         memory = self.server_update.memory
         return Traits("unbounded delay", True, results, server_optimizer=True, memory=memory, own_rates=True)
@@ -180,7 +182,7 @@ class Downpour(Strategy):
                 state.flying = dict.fromkeys(range(self.shards), 0)
 
     async def finish(self, me: Worker) -> None:
-        """Receive the fetches in transit, then push the accumulated gradients and the entries that filters have
+        """Receive the fetches in transit, then push the accumulated gradients, including entries that filters have
         withheld.
         """
         state: DownpourState = me.state
@@ -191,7 +193,7 @@ class Downpour(Strategy):
         me.leave()
 
     async def master(self, me: Server) -> None:
-        """Apply every push at once; answer every fetch with the parameters."""
+        """Apply every push at once, and answer every fetch with the parameters."""
         state: DownpourServerState = me.state
         async for message in me.messages():
             if message.tag == "push":

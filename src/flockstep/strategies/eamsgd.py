@@ -48,7 +48,7 @@ class ElasticMomentum(ElasticAveraging):
     resizing = Resizing(replicas="own", own=("v",))
 
     def worker_state(self, me: Worker) -> Velocity:
-        """Return the initial momentum buffer: zeros of shape (K,).
+        """Return the worker's initial momentum buffer: zeros of shape (K,).
 
         Raises:
             CompositionError: the job's optimizer is not sgd, or has dampening.

@@ -16,7 +16,7 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class Gathered:
-    """The server's state: rank → parameters received since the center last moved."""
+    """The server's state: rank → parameters received from the worker since the center last moved."""
 
     here: dict[int, FlatArray] = field(default_factory=dict)
 
@@ -55,7 +55,8 @@ class SynchronousElasticAveraging(Strategy):
     servers = 1
 
     def check(self, workers: int) -> None:
-        """Check that beta = p alpha is at most 1; above 1, the center would overshoot the mean.
+        """Check that beta = p alpha, for p workers, is at most 1. Above 1, the center would overshoot the mean of the
+        replicas.
 
         Raises:
             ConfigurationError: beta exceeds 1.
@@ -66,7 +67,7 @@ class SynchronousElasticAveraging(Strategy):
             )
 
     def rate(self, workers: int) -> float:
-        """Return alpha, by default 0.9 / workers."""
+        """Return the elastic rate alpha, by default 0.9 / workers."""
         return 0.9 / workers if self.alpha is None else self.alpha
 
     resizing = Resizing(replicas="own")

@@ -67,7 +67,9 @@ class ElasticAveraging(Strategy):
                 me.params -= delta
 
     async def exchange(self, me: Worker) -> FlatArray:
-        """Pull the center and push the center's move; return delta (K,), by which the worker must still move."""
+        """Pull the center from the server and push the center's move; return delta (K,), by which the worker must still
+        move.
+        """
         center = await me.request(MASTER, "pull")
         apart: FlatArray = me.params - center
         delta: FlatArray = self.elasticity(me) * apart
@@ -75,7 +77,7 @@ class ElasticAveraging(Strategy):
         return delta
 
     def elasticity(self, me: Worker) -> float:
-        """Return alpha for the current exchange."""
+        """Return the elastic rate alpha for the current exchange."""
         return self.alpha
 
     async def step(self, me: Worker) -> None:
@@ -83,7 +85,7 @@ class ElasticAveraging(Strategy):
         me.optimizer_step(await me.gradient())
 
     async def master(self, me: Server) -> None:
-        """Answer each pull with the center; add each push to the center."""
+        """Answer each pull with the center, and add each push to the center."""
         async for message in me.messages():
             match message.tag:
                 case "pull":

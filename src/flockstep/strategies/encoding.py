@@ -1,4 +1,6 @@
-"""Uses of a codec in strategies, identical at sender and receiver, for given tensors and a given step."""
+"""Functions that encode and decode a strategy's arrays with a codec bound to the tensors and the step, so that sender
+and receiver use the codec in the same way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from flockstep.nodes import Node
 
 
 def codecs_of(part: Any) -> list[Codec]:
-    """Return the codecs among the parts of a component."""
+    """Return the codecs that a component contains, directly or inside its other components."""
     if part is None:
         return []
     inner = [value for value in vars(part).values() if hasattr(value, "noun")]
@@ -23,7 +25,7 @@ def codecs_of(part: Any) -> list[Codec]:
 
 
 def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = None, step: int | None = None) -> Codec:
-    """Return `codec` bound to the tensors of a slice of this node's array and to a step.
+    """Return `codec` bound to a step, and to the tensors in a slice of the node's array.
 
     Args:
         part: the slice; None for the whole array.
@@ -37,7 +39,7 @@ def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = N
 def encoded(
     me: Node, codec: Codec, feedback: Feedback, array: FlatArray, memory: Any, part: slice | None = None
 ) -> tuple[Bytes, Any]:
-    """Return the encoded bytes of `array`, the slice `part` of a gradient, and the feedback memory for the next
+    """Encode `array`, the slice `part` of a gradient; return the encoded bytes and the feedback memory for the next
     gradient.
     """
     chosen = codec_for(me, codec, feedback, part)
@@ -46,6 +48,6 @@ def encoded(
 
 
 def decoded(me: Node, codec: Codec, feedback: Feedback, message: Message) -> FlatArray:
-    """Return the array that a message contains; its sender used `encoded` on the whole of this node's array."""
+    """Return the array (K,) that a message contains. The sender must have encoded the whole array with `encoded`."""
     chosen = codec_for(me, codec, feedback, step=message.step)
     return chosen.decode(message.payload, len(me.params), name_of(me.params))

@@ -18,8 +18,8 @@ from flockstep.strategies.server_updates.plain import Plain
 
 
 class EpochBatch(Pushed, frozen=True):
-    """Note sent with a gradient: its epoch, the number of the worker's batches in the epoch, and the number of the
-    batch.
+    """Note sent with a gradient: the epoch, the number of batches that the worker has in the epoch, and the number of
+    the gradient's batch.
     """
 
     epoch: int
@@ -36,7 +36,7 @@ class Current(Note, frozen=True):
 
 @dataclass
 class Reader:
-    """A worker's state: its epoch, the number of batches it has used in the epoch, and the version of its
+    """A worker's state: its current epoch, the number of batches that it has used in the epoch, and the version of its
     parameters.
     """
 
@@ -47,7 +47,9 @@ class Reader:
 
 @dataclass
 class EpochServerState:
-    """The server's state: the epoch, the number of gradients received in it, and the pushes to answer at its end."""
+    """The server's state: the current epoch, the number of gradients received in the epoch, and the pushes to answer at
+    the end of the epoch.
+    """
 
     update_state: Any
     live: int
@@ -123,8 +125,8 @@ class EpochServer(Strategy):
         return max(0, min(self.length, steps - epoch * self.length))
 
     async def master(self, me: Server) -> None:
-        """Apply every gradient on arrival; answer workers with batches left at once, the other workers when the epoch
-        ends.
+        """Apply every gradient on arrival. Answer workers with batches left at once, and the other workers when the
+        epoch ends.
         """
         state: EpochServerState = me.state
         async for message in me.messages():

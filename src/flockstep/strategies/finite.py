@@ -1,4 +1,6 @@
-"""Checks gradients and messages, and refuses those that are not finite or too large before they reach other nodes."""
+"""Checks of gradients and messages, which refuse values that are too large or not finite before the values reach other
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from flockstep.strategies.base import Strategy
 def bad_gradient(
     node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None, packed: bool = False
 ) -> str | None:
-    """Return why the elements from `start` to `stop` of a worker's own gradient are refused; None if they are accepted.
+    """Return the reason for which elements `start` to `stop` of a worker's own gradient are refused; None if the
+    elements are accepted.
 
     `packed` says that the array holds factors, whose norm is not the norm of the gradient.
     """
@@ -46,7 +49,7 @@ def require_finite_message(node: Node, message: Message, array: FlatArray) -> No
 
 
 def accepted(node: Node, message: Message, gradient: FlatArray) -> FlatArray:
-    """Return the gradient that a worker has sent, or zeros in its place if it is not finite or too large.
+    """Return the gradient that a worker has sent, or zeros in its place if the gradient is too large or not finite.
 
     Raises:
         Diverged: the gradient is refused, and the settings say that a bad gradient ends the run.
@@ -82,7 +85,7 @@ def _too_large(gradient: FlatArray, most: float, what: str, step: int) -> str:
 
 
 def norm_of(gradient: FlatArray) -> float:
-    """Return the Euclidean norm of a finite array; infinite if the sum of squares overflows."""
+    """Return the Euclidean norm of a finite array; infinity if the sum of squares overflows."""
     return math.sqrt(float(namespace(gradient).vdot(gradient, gradient)))
 
 
@@ -95,7 +98,9 @@ def _tensor(schema: Schema | None, place: int) -> str:
 
 
 def require_skippable(strategy: Strategy, bad_gradients: BadGradients, workers: int) -> None:
-    """Raise `CompositionError` if zeros cannot replace a gradient, or if quarantining a worker would end the run."""
+    """Raise `CompositionError` if the strategy cannot continue with zeros in place of a bad gradient, or without a
+    worker in quarantine.
+    """
     if bad_gradients.action != "stop" and strategy.traits.curvature:
         raise CompositionError(
             f"{strategy} searches with the losses and gradients of all workers, of which none may be left out; use "

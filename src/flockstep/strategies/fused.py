@@ -1,4 +1,4 @@
-"""All-reduce of the tensors that are complete on all workers, joined in one buffer."""
+"""Synchronous all-reduce SGD with tensor fusion: tensors that are complete on all workers are reduced in one buffer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 class TensorReady(Note, frozen=True):
-    """Note to worker 0: the index of a tensor whose gradient is complete, or None if the sender has finished a
+    """Note sent to worker 0: the index of a tensor whose gradient is complete, or None if the sender has finished a
     buffer.
     """
 
@@ -28,7 +28,7 @@ class TensorReady(Note, frozen=True):
 
 
 class NextTensors(Note, frozen=True):
-    """Note from worker 0: the indices of the tensors to average next."""
+    """Note sent by worker 0: the indices of the tensors to average next."""
 
     tensors: list[int]
 
@@ -70,9 +70,7 @@ class Fused(Strategy):
             me.optimizer_step(mean)
 
     async def announce(self, me: Worker, mean: FlatArray) -> None:
-        """Compute a gradient, and tell worker 0 about each tensor in the order in which the backward pass completes
-        them.
-        """
+        """Compute a gradient, and tell worker 0 about each tensor as the backward pass completes it."""
         async for part, gradient in me.gradient_parts(me.tensors[::-1]):
             mean[part] = gradient[part]
             me.send(0, "ready/lead", None, TensorReady(me.tensors.index(part)))

@@ -16,29 +16,31 @@ from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.resizing import FormerWorker, Resizing
 
 COLLECTOR = 0
-"""Rank of the worker that collects the sets of receivers, and at the end tells each worker which peers may still send
-messages.
+"""Rank of the worker that tells each worker, at the end of a run, which peers may still send messages. For this
+purpose, it collects the sets of receivers from all workers.
 """
 TOTAL_MASS = 1 << 60
-"""The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
+"""The mass of all workers together, counted in indivisible units, because integers are conserved exactly and floats are
+not.
+"""
 
 
 class GossipedModel(Note, frozen=True):
-    """Note sent with a model: the mass of the model, and its number among the sender's models."""
+    """Note sent with a model: the mass sent with the model, and the number of the model among those of its sender."""
 
     mass: int
     number: int
 
 
 class Have(Note, frozen=True):
-    """Note that acknowledges the arrival of a model, by its number."""
+    """Note that acknowledges the arrival of the model of the given number."""
 
     number: int
 
 
 class Peers(Note, frozen=True):
-    """Note with a set of ranks: workers to which a worker has sent messages, or workers from which messages may
-    come.
+    """Note that contains a set of ranks: the workers to which the sender has sent messages, or the workers from which
+    messages may come.
     """
 
     ranks: tuple[int, ...]
@@ -56,17 +58,19 @@ class UnacknowledgedModel:
 
 @dataclass
 class GossipState:
-    """The worker's share of the mass, as an integer (alpha_i · 2^60 in the paper's symbols)."""
+    """A worker's state: its mass as an integer (alpha_i · 2^60 in the paper's symbols), and the models that peers have
+    not acknowledged.
+    """
 
     mass: int
     sent: int = 0
     """Number of models sent so far, which is the number of the last model sent."""
     unacknowledged: list[UnacknowledgedModel] = field(default_factory=list)
     returned: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(peer, number) → mass of a model that was sent to a peer that died, and then taken back."""
+    """(peer, number of the model) → mass that this worker took back because the peer died."""
     surplus: int = 0
-    """Mass that was taken back although it had arrived at its receiver; the worker must still subtract this mass from
-    its own.
+    """Mass that this worker took back although the mass had arrived at its receiver; the worker must still subtract it
+    from its own mass.
     """
     receivers: set[int] = field(default_factory=set)
     """Ranks of the peers to which this worker has sent messages."""
@@ -112,7 +116,9 @@ class Gossip(Strategy):
         return former.params, former.state.mass / TOTAL_MASS
 
     def worker_state(self, me: Worker) -> GossipState:
-        """Return states with equal masses; the units left over by the division go to the first ranks."""
+        """Return a state with the worker's share of the mass: 1/n of the units, plus one unit on the first ranks if n
+        does not divide the total.
+        """
         share, rest = divmod(TOTAL_MASS, me.workers)
         return GossipState(share + (me.rank < rest))
 
@@ -175,16 +181,16 @@ class Gossip(Strategy):
 
 
 async def answers(me: Worker) -> None:
-    """Tell each peer that asks that this worker sends it no more models; the task continues after the worker has
-    finished.
+    """Tell each peer that asks that this worker sends it no more models. The background task continues after the
+    worker's last step.
     """
     while True:
         me.send((await me.receive("ask")).source, "end")
 
 
 def tell(me: Worker, reports: Mapping[int, Collection[int]]) -> set[int]:
-    """Tell every live peer which workers may still send it messages; return the workers that may send messages to this
-    worker.
+    """Tell every live peer which workers may still send messages to it; return the workers that may send messages to
+    this worker.
     """
     senders: dict[int, set[int]] = {rank: set() for rank in range(me.workers)}
     for rank, receivers in reports.items():
@@ -196,7 +202,9 @@ def tell(me: Worker, reports: Mapping[int, Collection[int]]) -> set[int]:
 
 
 def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) -> None:
-    """Discard the copies of acknowledged models, and take back the mass of models that will never be acknowledged."""
+    """Discard the copies of models that peers have acknowledged, and take back the mass of models that will never be
+    acknowledged.
+    """
     arrived = {(message.source, message.note.number) for message in acknowledgements}
     last = {peer: max(number for other, number in arrived if other == peer) for peer, _ in arrived}
     outstanding = [
@@ -219,15 +227,15 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
 
 
 def absorb(me: Worker, state: GossipState, message: Message) -> None:
-    """Average a peer's model into the worker's model, and add the peer's mass."""
+    """Average a received model into this worker's model, weighted by mass, and add the mass sent with the model."""
     if message.note.mass:
         add(me, state, message.note.mass, message.payload)
         me.record_update(message.source, max(0, me.step - message.step))
 
 
 def add(me: Worker, state: GossipState, mass: int, model: FlatArray) -> None:
-    """Average the two models by mass: w_i ← (alpha_i w_i + alpha_j w_j) / (alpha_i + alpha_j); alpha_i ← alpha_i +
-    alpha_j.
+    """Average model j into model i, weighted by mass: w_i ← (alpha_i w_i + alpha_j w_j) / (alpha_i + alpha_j); alpha_i
+    ← alpha_i + alpha_j.
     """
     total = state.mass + mass
     me.params *= state.mass / total

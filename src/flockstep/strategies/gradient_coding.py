@@ -32,7 +32,7 @@ class Coded(Note, frozen=True):
 
 @dataclass
 class Round:
-    """The server's state: rank → coded gradient of the current step, and the ranks of the dead workers."""
+    """The server's state: rank → coded gradient of the current step, and the ranks of dead workers."""
 
     arrived: dict[int, FlatArray] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
@@ -63,8 +63,8 @@ class GradientCoding(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: synchronous delivery; up to s workers may die, because each block of data is held by s + 1
-        workers.
+        """The strategy's traits: synchronous delivery; up to s workers may die, because each block of data is held by s
+        + 1 workers.
         """
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
         return Traits(
@@ -97,8 +97,8 @@ class GradientCoding(Strategy):
         return Round()
 
     async def worker(self, me: Worker) -> None:
-        """Compute the worker's blocks, send the coded sum, and receive the parameters; cancel the gradients when newer
-        parameters arrive first.
+        """Compute the gradients of the worker's blocks, send their coded sum, and receive the new parameters. If newer
+        parameters arrive first, cancel the gradients.
         """
         row = code(self.scheme, me.workers, self.s)[me.rank]
         blocks = [int(j) for j in np.flatnonzero(row)]
@@ -117,8 +117,8 @@ class GradientCoding(Strategy):
             me.params[:] = got.payload
 
     async def master(self, me: Server) -> None:
-        """Decode the gradient from the first n - s coded gradients of a step, take the step, and send the parameters;
-        drop later gradients.
+        """Decode the mean gradient of each step from the first n - s coded gradients, take the step, and send the
+        parameters to all workers. Drop later gradients of the step.
         """
         state: Round = me.state
         n, s = me.cluster.workers, min(self.s, me.cluster.workers - 1)
@@ -148,7 +148,7 @@ class GradientCoding(Strategy):
 
 @lru_cache(maxsize=32)
 def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
-    """Return the n × n code matrix B: worker i sends Σ_j B[i, j] g_j over its s + 1 blocks j."""
+    """Return the n × n code matrix B, with which worker i sends Σ_j B[i, j] g_j over its s + 1 blocks j."""
     s = min(s, n - 1)
     if scheme == "fractional":
         return np.kron(np.eye(n // (s + 1)), np.ones((s + 1, s + 1))).astype(np.float64)
@@ -164,7 +164,7 @@ def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
 
 @lru_cache(maxsize=4096)
 def decoder(scheme: Literal["cyclic", "fractional"], n: int, s: int, survivors: Sequence[int]) -> tuple[float, ...]:
-    """Return the weights a, one for each survivor in order, with Σ_i a_i B[i] = (1, …, 1).
+    """Return the decoding weights a, one for each surviving worker in order of rank, with Σ_i a_i B[i] = (1, …, 1).
 
     Raises:
         PeerLost: fewer than n - s workers survive.

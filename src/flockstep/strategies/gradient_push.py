@@ -22,11 +22,11 @@ from flockstep.topologies.one_peer_exponential import OnePeerExponentialGraph
 from flockstep.topologies.requirements import require_column_stochastic
 
 UNIT = 1 << 48
-"""The mass omega = 1, in indivisible units: integers are conserved exactly, floats are not."""
+"""The mass omega = 1, counted in indivisible units, because integers are conserved exactly and floats are not."""
 
 
 class Mass(Note, frozen=True):
-    """Note sent with a fraction of x: the same fraction of the mass omega, times 2^48."""
+    """Note sent with a fraction of x: the fraction of the sender's mass omega that goes with it, times 2^48."""
 
     mass: int
 
@@ -38,12 +38,12 @@ class PushSumState:
     x: FlatArray
     """The numerator x, of shape (K,); the model z = x / omega is in `me.params`."""
     mass: int = UNIT
-    """The worker's mass omega, times 2^48."""
+    """The worker's push-sum weight omega, times 2^48, as an integer."""
     sent: int = 0
     """Number of exchanges that this worker has begun."""
     rounds: int = 0
-    """Number of exchanges whose messages this worker has received: `sent`, or one less while an exchange is in
-    transit.
+    """Number of exchanges whose messages this worker has received: equal to `sent`, or less by one while an exchange is
+    in transit.
     """
 
 
@@ -80,8 +80,8 @@ class GradientPush(Strategy):
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
-        """The taxonomy entry of workers that push to their out-neighbors and wait for their in-neighbors, with tau > 0
-        for messages that are tau steps old.
+        """The taxonomy entry of workers that push to their out-neighbors and wait for their in-neighbors; with tau > 0,
+        the messages are up to tau steps old.
         """
         return TaxonomyEntry("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
 
@@ -89,7 +89,7 @@ class GradientPush(Strategy):
         """Check that the mixing matrix is column-stochastic and that every worker keeps part of its mass.
 
         Raises:
-            ConfigurationError: the topology does not meet both conditions.
+            ConfigurationError: the mixing matrix of the topology violates one of the conditions.
         """
         require_column_stochastic(self.topology, workers, f"sgp on {self.topology}")
         if any(not weights.diagonal().all() for weights in mixing(self.topology, workers)):
@@ -113,7 +113,9 @@ class GradientPush(Strategy):
         return sum(state.mass for state in workers) + pushed, len(workers) * UNIT
 
     async def worker(self, me: Worker) -> None:
-        """Compute the gradient at z, step x, push fractions of x, and add the received fractions."""
+        """Compute the gradient at z, apply the step to x, push fractions of x to the out-neighbors, and add the
+        received fractions.
+        """
         schedule, state = mixing(self.topology, me.workers), me.state
         if me.step == 0:
             state.x[:] = me.params  # replicas with different starting points are moved after this state is created
@@ -137,7 +139,7 @@ class GradientPush(Strategy):
 
 
 def push(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...]) -> int:
-    """Send the fraction p_ji of x and of omega to each live out-neighbor j; return the number of exchanges begun so
+    """Send a fraction p_ji of x and of omega to each live out-neighbor j; return the number of exchanges begun so
     far.
     """
     weights = schedule[state.sent % len(schedule)]
@@ -158,7 +160,9 @@ def push(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...]) -> int:
 
 
 async def take(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...], rounds: int) -> None:
-    """Receive the fractions that were pushed to this worker in the first `rounds` exchanges, and add them."""
+    """Add the fractions of x and omega that were pushed to this worker in the first `rounds` exchanges, and wait for
+    those that have not arrived.
+    """
     while state.rounds < rounds:
         heard = np.flatnonzero(schedule[state.rounds % len(schedule)][me.rank])
         for j in map(int, heard):  # by rank, so that the sum does not depend on the order of arrival
@@ -175,7 +179,7 @@ async def take(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...], ro
 
 
 def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
-    """Return x times the fraction share / whole."""
+    """Return the array x times share / whole, where `share` and `whole` are integers."""
     part: FlatArray = x * (share / whole)
     return part
 

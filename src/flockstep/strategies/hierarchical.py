@@ -1,4 +1,6 @@
-"""A two-level parameter server: each leaf collects gradients from a group of workers, the root from the leaves."""
+"""A two-level parameter server: each leaf server collects gradients from a group of workers, and the root server
+collects the leaves' sums.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from flockstep.strategies.traits import Delivery
 
 
 class Summed(Note, frozen=True):
-    """Note sent with a sum of gradients: the ranks and versions of the gradients, the learning rate, and the steps
-    taken by the group.
+    """Note sent with a sum of gradients: the ranks and versions of the gradients, the learning rate, and the number of
+    steps that the group has taken.
     """
 
     ranks: list[int]
@@ -30,8 +32,8 @@ class Summed(Note, frozen=True):
 
 
 class RootParameters(Note, frozen=True):
-    """Note sent with the root's parameters: their version, and for each rank the number of its gradients that are newly
-    included.
+    """Note sent with the root's parameters: their version, and for each rank the number of the worker's gradients that
+    the parameters newly include.
     """
 
     version: int
@@ -50,10 +52,12 @@ NOTES: Notes = {
 
 @dataclass
 class LeafState:
-    """A leaf's state: gradients collected but not yet sent to the root, waiting workers, and its workers' steps."""
+    """A leaf server's state: the gradients that it has not sent to the root yet, the workers that wait for parameters,
+    and the steps of its workers.
+    """
 
     version: int = 0
-    """The root's version from which the leaf's parameters come."""
+    """Version of the root's parameters that the leaf holds."""
     pushes: list[Message] = field(default_factory=list)
     waiting: list[Message] = field(default_factory=list)
     clocks: dict[int, int] = field(default_factory=dict)
@@ -63,14 +67,14 @@ class LeafState:
 
 @dataclass
 class RootState:
-    """The root's state: the sums that it has not applied, the gradients that it has applied, and how many of them each
-    leaf knows of.
+    """The root server's state: the sums that it has not applied, the number of gradients that it has applied, and the
+    number that each leaf knows of.
     """
 
     applied: list[int]
-    """Rank → number of gradients applied."""
+    """Rank → number of the worker's gradients that the root has applied."""
     reported: dict[Address, list[int]]
-    """For each leaf, the value of `applied` when the leaf was last answered."""
+    """For each leaf, the value of `applied` at the root's last answer to the leaf."""
     sums: list[Message] = field(default_factory=list)
 
 
@@ -78,7 +82,7 @@ async def serve_leaf(me: Server, workers: slice, sync: bool) -> None:
     """Run a leaf until all workers of its group have left; the leaf's final parameters are the root's parameters.
 
     Args:
-        workers: the ranks of the group.
+        workers: the ranks of the leaf's group of workers.
         sync: whether each sum takes one gradient of every worker of the group.
     """
     state: LeafState = me.state
@@ -208,7 +212,7 @@ Level = Literal["synchronous", "asynchronous"]
 
 @dataclass
 class ReadState:
-    """A worker's state: the root's version from which the parameters come that the worker has read."""
+    """A worker's state: the version of the root's parameters that the worker has read."""
 
     version: int = 0
 
@@ -251,8 +255,8 @@ class Hierarchical(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: delivery is synchronous if the root is, otherwise its delay is unbounded; a run survives the
-        death of workers if the leaves are asynchronous.
+        """The strategy's traits. Delivery is synchronous if the root is synchronous, otherwise its delay is unbounded.
+        A run survives the death of workers if the leaves are asynchronous.
         """
         delivery: Delivery = "synchronous" if self.root == "synchronous" else "unbounded delay"
         survives = self.leaf == "asynchronous"
@@ -266,18 +270,18 @@ class Hierarchical(Strategy):
         return TaxonomyEntry("central", "sync" if sync else "async", "reduce" if sync else "ad hoc", "hierarchical PS")
 
     def servers_for(self, workers: int) -> int:
-        """Return the number of servers: one root, and one leaf for each group of workers."""
+        """Return the number of servers: one root, and one leaf for each group of `group` workers."""
         return 1 + len(self._groups(workers))
 
     def beside(self, workers: int) -> tuple[int, ...]:
-        """Return the rank beside which each server runs: worker 0 for the root, the first worker of its group for a
-        leaf.
+        """Return, for each server, the rank of the worker on whose host the server runs: worker 0 for the root, the
+        first worker of the group for a leaf.
         """
         return (0, *(group.start for group in self._groups(workers)))
 
     def held(self, workers: int, size: int) -> list[slice]:
-        """Return a slice of the whole model for every server, because every server holds the whole model; the root's
-        copy is the result.
+        """Return a slice of the whole model for every server, because every server holds the whole model. The resulting
+        model is the root's.
         """
         return [slice(0, size)] * self.servers_for(workers)
 
@@ -296,7 +300,9 @@ class Hierarchical(Strategy):
             state.version = reply.note.version
 
     async def finish(self, me: Worker) -> None:
-        """Leave the worker's leaf, which leaves the root once all its workers have left."""
+        """Leave the run: the worker notifies its leaf, and the leaf notifies the root once all workers of the leaf have
+        left.
+        """
         me.send(self._leaf_of(me), LEAVE)
 
     async def master(self, me: Server) -> None:

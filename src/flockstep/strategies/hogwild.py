@@ -33,7 +33,7 @@ class SegmentAddress(Note, frozen=True):
 
 @dataclass
 class HogwildState:
-    """A worker's optimizer state, and the number of coordinate updates that it made."""
+    """A worker's state: its optimizer state, and the number of coordinate updates that the worker has made."""
 
     optimizer: OptimizerState
     updated: int = 0
@@ -41,7 +41,9 @@ class HogwildState:
 
 @dataclass
 class Segment:
-    """The memory that the workers share: the parameters (K,), and the number of updates of each coordinate (K,)."""
+    """The memory that the workers share: the parameters (K,), and the number of updates counted for each coordinate
+    (K,).
+    """
 
     memory: SharedMemory
     params: FlatArray
@@ -74,7 +76,9 @@ class Hogwild(Strategy):
         return HogwildState(me.optimizer.init(to_host(me.params)))
 
     async def worker(self, me: Worker) -> None:
-        """Read, compute and write until the training ends, then count the lost updates."""
+        """Read the parameters, compute a gradient and write the update until the worker's steps are used up, then count
+        the lost updates.
+        """
         segment = await attached(me)
         while me.training:
             me.params[:] = to_device_of(segment.params, me.params)
@@ -87,7 +91,7 @@ class Hogwild(Strategy):
         await self._conclude(me, segment)
 
     def update(self, me: Worker, segment: Segment, gradient: FlatArray) -> None:
-        """Step the shared parameters in place."""
+        """Step the shared parameters along `gradient`, in place."""
         state: HogwildState = me.state
         assert me.optimizer is not None
         support = np.flatnonzero(gradient)
@@ -128,7 +132,7 @@ class Hogwild(Strategy):
 
 
 async def attached(me: Worker) -> Segment:
-    """Return the shared parameters, initialized by worker 0; all workers call this together.
+    """Return the shared parameters, initialized by worker 0. All workers must call the function together.
 
     Raises:
         CompositionError: the workers are not on one host.

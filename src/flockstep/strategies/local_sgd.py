@@ -23,8 +23,8 @@ from flockstep.strategies.synchronization_schedules.fixed import Fixed
 
 @dataclass
 class LocalSgdState:
-    """A worker's state: the step of the last average, and the states of the synchronization schedule and of the outer
-    optimizer.
+    """A worker's state: the step of the last average, the state of the synchronization schedule, and the state of the
+    outer optimizer.
     """
 
     period: Any
@@ -67,13 +67,13 @@ class LocalSGD(Strategy):
 
     @property
     def schedule(self) -> SynchronizationSchedule:
-        """The period as a `SynchronizationSchedule`, even if it was given as a number."""
+        """The schedule of the averages, also if `period` was given as a number."""
         return self.period if isinstance(self.period, SynchronizationSchedule) else Fixed(self.period)
 
     @property
     def traits(self) -> Traits:
-        """The traits: synchronous delivery if the replicas are averaged after every step, otherwise bounded delay; a
-        dead worker stops all workers.
+        """The strategy's traits: synchronous delivery if the replicas are averaged after every step, otherwise bounded
+        delay. The death of a worker stops all workers.
         """
         schedule = self.schedule
         return Traits(
@@ -97,8 +97,8 @@ class LocalSGD(Strategy):
         self.outer_optimizer.resize(me.state.outer_state, me.workers)
 
     def worker_state(self, me: Worker) -> LocalSgdState:
-        """Return the state before the first average; the schedule's state is kept when a new model replaces the old
-        model.
+        """Return the state of a worker before the first average. When a new model replaces the old model, the
+        schedule's state is kept.
         """
         period = me.state.period if isinstance(me.state, LocalSgdState) else self.schedule.start(me)
         if not self.outer_optimizer.moves:
@@ -116,7 +116,9 @@ class LocalSGD(Strategy):
             await self.after_step(me, me.state)
 
     async def after_step(self, me: Worker, state: LocalSgdState) -> None:
-        """Average the replicas if an average is due, and let the outer optimizer take its step."""
+        """Average the replicas if the schedule says that an average is due, and let the outer optimizer take its
+        step.
+        """
         since = me.step - state.met
         if not self.schedule.due(me, state.period, since):
             return
@@ -133,7 +135,7 @@ class LocalSGD(Strategy):
         await self.schedule.met(me, state.period, self.collective)
 
     async def finish(self, me: Worker) -> None:
-        """Take the outer optimizer's result if the last step ended with an average, then leave."""
+        """Take the outer optimizer's result if the last step ended with an average, then leave the run."""
         state: LocalSgdState = me.state
         if state.model is not None and 0 < state.met == me.step:
             me.params[:] = self.outer_optimizer.result(state.model, state.outer_state)

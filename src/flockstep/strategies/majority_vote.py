@@ -1,5 +1,5 @@
-"""signSGD with majority vote: each worker counts the signs of one slice and broadcasts the majority, at one bit per
-element in each direction.
+"""signSGD with majority vote: each worker counts the signs of one slice of the gradients and broadcasts the majority,
+at one bit per element in each direction.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ class MajorityVote(Strategy):
 
 
 def packed(signs: FlatArray) -> Bytes:
-    """Pack signs into bits, with 1 for +1 and 0 for -1."""
+    """Return the signs packed into bytes, one bit for each sign: 1 for +1 and 0 for -1."""
     data: Bytes = kernels.of(signs).pack(signs, 1)
     return data
 
 
 def unpacked(data: Bytes, size: int) -> FlatArray:
-    """Return the `size` signs in `data`, True for +1.
+    """Return the `size` signs that are packed in `data`, True for +1.
 
     Raises:
         ProtocolError: `data` does not have the number of bytes that `size` signs take.

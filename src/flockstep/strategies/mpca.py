@@ -17,7 +17,7 @@ from flockstep.strategies.tree_server import family
 
 
 class StillTraining(Note, frozen=True):
-    """Note sent with a sum or mean of snapshots: whether any of the averaged workers was still training."""
+    """Note sent with a sum or mean of snapshots: whether any of the workers in the sum was still training."""
 
     training: bool
 
@@ -27,15 +27,17 @@ class MpcaState:
     """A worker's state: its snapshot for the current round, and the last average."""
 
     snapshot: FlatArray | None = None
-    """This worker's snapshot for the round in progress, of shape (K,); None if no round is in progress."""
+    """This worker's snapshot of its parameters for the averaging round in progress, of shape (K,); None between
+    rounds.
+    """
     training: bool = True
-    """Whether this worker was still training when the snapshot was taken."""
+    """Whether this worker was still training when it took the snapshot."""
     begun: int = 0
-    """Step at which the snapshot was taken."""
+    """Step at which this worker took the snapshot."""
     mean: FlatArray | None = None
-    """The last average of the snapshots, of shape (K,); None before the first average."""
+    """The last average of all workers' snapshots, of shape (K,); None before the first average."""
     at: int = 0
-    """Step at which this worker's snapshot in the last average was taken."""
+    """Step at which this worker took its snapshot for the last average."""
     slope: FlatArray | None = None
     """Change of the average per step between the last two averages, of shape (K,)."""
 
@@ -89,7 +91,7 @@ class PenalizedAveraging(Strategy):
             me.optimizer_step(gradient if pull is None else gradient + pull)
 
     async def finish(self, me: Worker) -> None:
-        """Continue with rounds until all workers have finished training, then leave."""
+        """Continue with averaging rounds until all workers have finished training, then leave the run."""
         state: MpcaState = me.state
         training = me.workers > 1
         while training:
@@ -100,7 +102,7 @@ class PenalizedAveraging(Strategy):
         me.leave()
 
     async def look_after(self, me: Worker) -> None:
-        """If a round has ended, use its average and start the next round; do not wait."""
+        """If an averaging round has ended, use its average and start the next round. Never wait for a round to end."""
         state: MpcaState = me.state
         if state.snapshot is not None and me.task("round").done:
             self.take_in(state, (await me.finished(me.task("round"))).payload)
@@ -114,7 +116,7 @@ class PenalizedAveraging(Strategy):
         me.background("round", self.round(me, state), "replayed")
 
     async def round(self, me: Worker, state: MpcaState) -> Message:
-        """Average the workers' snapshots over the tree; the note says whether any worker was still training."""
+        """Average the workers' snapshots over the tree, and find out whether any worker was still training."""
         assert state.snapshot is not None
         total, training = copied(state.snapshot), state.training
         parent, children = family(me.rank, me.workers)
@@ -132,26 +134,31 @@ class PenalizedAveraging(Strategy):
         return mean
 
     def take_in(self, state: MpcaState, mean: FlatArray) -> None:
-        """Store a new average and its change per step; the average's snapshots were taken at step `state.begun`."""
+        """Store a new average of snapshots that were taken at step `state.begun`, and compute the average's change per
+        step.
+        """
         if state.mean is not None and state.begun > state.at:
             state.slope = (mean - state.mean) / (state.begun - state.at)
         state.mean, state.at = mean, state.begun
 
     def predicted(self, state: MpcaState, step: int) -> FlatArray | None:
-        """Return ŵ at the given step, of shape (K,); None before the first average."""
+        """Return the extrapolated average ŵ at the given step, of shape (K,); None before the first average."""
         if state.mean is None or state.slope is None or not self.gamma:
             return state.mean
         ahead: FlatArray = self.gamma * (step - state.at) * state.slope
         return state.mean + ahead
 
     def penalty(self, me: Worker) -> FlatArray | None:
-        """Return the penalty's gradient rho (w - ŵ), of shape (K,); None before the first average or with rho = 0."""
+        """Return the gradient rho (w - ŵ) of the penalty, of shape (K,); None before the first average or if rho =
+        0.
+        """
         toward = self.predicted(me.state, me.step) if self.rho else None
         return None if toward is None else self.rho * (me.params - toward)
 
 
 async def whole(me: Worker, tag: str, source: int) -> Message:
-    """Return the next message with the given tag from a worker; none of the worker's messages may be missing.
+    """Return the next message with the given tag from a worker, and refuse to continue if a message of the worker was
+    lost.
 
     Raises:
         PeerLost: the worker has left or died.

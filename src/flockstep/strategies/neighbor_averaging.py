@@ -35,9 +35,10 @@ class NeighborAveraging(Strategy):
     weights that they gave to this worker, and on a graph that does not change they are connected to each other; the
     paper does not treat failures.
 
-    An `aggregation` takes the place of Σ_j W_ij w_j: centered_clipping as self-centered clipping (He, Karimireddy &
-    Jaggi 2022), with W; other aggregations combine the models of a worker and its neighbors without W (BRIDGE: Yang &
-    Bajwa 2019, for trimmed_mean and median). The mean of the replicas then differs from that of synchronous SGD.
+    An `aggregation` takes the place of Σ_j W_ij w_j: centered_clipping weights the neighbors by W (self-centered
+    clipping: He, Karimireddy & Jaggi 2022); other aggregations combine the models of a worker and its neighbors without
+    W (BRIDGE: Yang & Bajwa 2019, for trimmed_mean and median). The mean of the replicas then differs from that of
+    synchronous SGD.
     """
 
     notes: ClassVar[Notes] = {"bridge": Bridge}
@@ -91,7 +92,7 @@ class NeighborAveraging(Strategy):
             me.optimizer_step(gradient)
 
     async def finish(self, me: Worker) -> None:
-        """Leave the run, and complete the exchanges over new edges that the other end has started."""
+        """Leave the run, then complete the exchanges over new edges that the other ends of the edges have started."""
         me.leave()
         me.send_all(me.peers if me.lost else within_reach(self.topology, me.workers)[me.rank], LEAVE)
         await me.state.close(me)

@@ -1,4 +1,6 @@
-"""Overlap local SGD: local steps, with a pull toward an average that is computed while the steps are taken."""
+"""Overlap local SGD: local steps, during which the replicas' mean is computed, and a pull of each replica toward the
+mean.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class Anchor:
-    """A worker's state: the last average z (K,), its velocity v (K,), and its part in the next average."""
+    """A worker's state: the anchor z (K,), its velocity v (K,), and the parameters that the worker contributes to the
+    next average.
+    """
 
     model: FlatArray
     velocity: FlatArray
     mean: FlatArray
-    """This worker's parameters in the next average, of shape (K,)."""
+    """The parameters that this worker contributes to the next average, of shape (K,)."""
     under_way: bool = False
 
 

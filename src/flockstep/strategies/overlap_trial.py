@@ -1,4 +1,6 @@
-"""Measures whether it is faster to send gradients during the backward pass or after it."""
+"""A trial that measures whether a worker's steps are faster if gradients are sent during the backward pass or after
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,29 @@ import math
 from dataclasses import dataclass
 
 TRIED = 8
-"""Number of successive steps that are timed with messages during the backward pass, and then with messages after it."""
+"""Number of successive steps that are timed with gradients sent during the backward pass, and again with gradients sent
+after it.
+"""
 AGAIN = 2000
-"""Number of steps after which exchange during and exchange after the backward pass are timed again."""
+"""Number of steps after which the steps with and without overlap are timed again."""
 
 
 @dataclass
 class OverlapTrial:
-    """The times of steps whose gradients travel during the backward pass, and of steps whose gradients travel after it.
+    """The times of steps that send gradients during the backward pass, and of steps that send gradients after it.
 
-    Messages that are handled during the backward pass hide the time of a slow link, but take more processor time than a
-    sum in shared memory. Which of the two is faster depends on the link and on the number of cores.
+    Sending during the backward pass hides the time of a slow link, but takes more processor time than a sum in shared
+    memory. The faster choice depends on the link and on the number of cores.
     """
 
     steps: int = 0
     """Number of steps since the trial began."""
     during: float = math.inf
-    """Shortest step with an exchange during the backward pass, in seconds."""
+    """Duration in seconds of the shortest step whose gradient was sent during the backward pass."""
     after: float = math.inf
-    """Shortest step with an exchange after the backward pass, in seconds."""
+    """Duration in seconds of the shortest step whose gradient was sent after the backward pass."""
     overlaps: bool = True
-    """The choice: whether gradients are sent during the backward pass."""
+    """Whether, as a result of the trial, gradients are sent during the backward pass."""
 
     @property
     def next(self) -> bool:
@@ -35,11 +39,15 @@ class OverlapTrial:
 
     @property
     def complete(self) -> bool:
-        """Whether exchange during the backward pass and exchange after it have both been timed."""
+        """Whether both kinds of steps have been timed: those with gradients sent during the backward pass, and those
+        with gradients sent after it.
+        """
         return self.steps >= 2 * TRIED
 
     def stepped(self, seconds: float) -> bool:
-        """Count a step that took `seconds`; return whether all trial steps are done and the choice is due."""
+        """Count a step that took `seconds`; return whether all steps of the trial are done, so that the choice is
+        due.
+        """
         if self.steps < TRIED:
             self.during = min(self.during, seconds)
         elif not self.complete:
@@ -48,7 +56,9 @@ class OverlapTrial:
         return self.steps == 2 * TRIED
 
     def choose(self, during: float, after: float) -> None:
-        """Choose between the two from their times, which must be equal on all workers."""
+        """Choose whether gradients are sent during the backward pass or after it, from the times of both, which must be
+        equal on all workers.
+        """
         self.overlaps = during <= after
 
     def renewed(self) -> OverlapTrial:

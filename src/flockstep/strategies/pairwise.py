@@ -1,4 +1,4 @@
-"""AD-PSGD: random pairs of workers on a bipartite graph average their models while gradients are computed."""
+"""AD-PSGD: pairs of neighbors on a bipartite graph average their models while both compute gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class PairwiseAveraging(Strategy):
     resizing = Resizing(replicas="own")
 
     async def worker(self, me: Worker) -> None:
-        """Start an average, or be ready to answer one; compute a gradient; take a step."""
+        """Start an average with a random neighbor (active side), or be ready to answer one (passive side); compute a
+        gradient; take a step.
+        """
         active, neighbors = self._place(me)
         answers = None if active else me.background(PAIRS, answer(me), again="afresh")
         while me.training:
@@ -64,7 +66,7 @@ class PairwiseAveraging(Strategy):
             await me.finished(answers)
 
     async def finish(self, me: Worker) -> None:
-        """Leave the run, and notify the peers that may still wait for a request."""
+        """Leave the run, and notify the peers that may still wait for a message from this worker."""
         me.leave(peers=True)
 
     def _place(self, me: Worker) -> tuple[bool, list[int]]:
@@ -74,7 +76,9 @@ class PairwiseAveraging(Strategy):
 
 
 async def average(me: Worker, other: int) -> None:
-    """On the active side: send the model, and replace it with the average; the model does not change in between."""
+    """Average with a passive neighbor: send the model, and replace it with the average that the neighbor returns. The
+    model does not change in between.
+    """
     try:
         reply = await me.ask(other, "model", me.params)
     except PeerLost:
@@ -84,8 +88,8 @@ async def average(me: Worker, other: int) -> None:
 
 
 async def answer(me: Worker) -> None:
-    """Answer as a worker of the passive side: average atomically with each worker that sends a request, until this
-    worker stops the task.
+    """Answer requests on the passive side: average atomically with each worker that sends its model, until this worker
+    stops the task.
     """
     while (message := await me.receive("model")).source != me.rank:
         me.params += message.payload
@@ -95,11 +99,13 @@ async def answer(me: Worker) -> None:
 
 
 async def serve_out(me: Worker, neighbors: list[int]) -> None:
-    """Wait, as a worker of the passive side, until all neighbors on the active side have left."""
+    """Wait, on the passive side, until all neighbors on the active side have left, while the background task answers
+    their requests.
+    """
     for j in neighbors:
         await me.receive(LEAVE, j)
 
 
 async def hush(me: Worker) -> None:
-    """Stop the task that answers requests."""
+    """Stop the background task that answers requests."""
     me.send(me.rank, "model")

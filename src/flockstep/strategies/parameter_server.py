@@ -146,8 +146,8 @@ class ParameterServer(Strategy):
 
     @property
     def taxonomy_entry(self) -> TaxonomyEntry:
-        """The strategy's taxonomy entry, according to the class of the rule; a rule that drops late gradients counts as
-        synchronous, because all workers use one version.
+        """The strategy's taxonomy entry, which follows from the class of the consistency rule. A rule that drops late
+        gradients counts as synchronous, because all workers use one version.
         """
         scheduling: dict[Delivery, Scheduling] = {
             "synchronous": "sync",
@@ -178,7 +178,7 @@ class ParameterServer(Strategy):
         return PushState([0] * self.shards, [None] * self.shards, [Outbox() for _ in each], [0] * self.shards)
 
     def master_state(self, me: Server) -> ServerState:
-        """Return the initial state, in which every worker computes with version 0."""
+        """Return the server's initial state, in which every worker computes with version 0 of the parameters."""
         ranks = range(me.cluster.workers)
         return ServerState(
             dict.fromkeys(ranks, 0),
@@ -204,7 +204,7 @@ class ParameterServer(Strategy):
     def pushes(
         self, me: Worker, state: PushState, gradient: FlatArray, parts: Mapping[Address, slice]
     ) -> list[tuple[Address, FlatArray, Pushed]]:
-        """Return the push to each shard: its address, array and note."""
+        """Return the worker's push to each shard: the shard's address, the array and the note."""
         pushes, lr = [], me.lr
         for i, (to, part) in enumerate(parts.items()):
             data = gradient[part] if self._exact else self._encoded(me, state, i, gradient, part)
@@ -219,7 +219,7 @@ class ParameterServer(Strategy):
         return data
 
     def decode(self, me: Server, message: Message) -> FlatArray:
-        """Return the gradient (K,) that a push contains, or zeros in its place if it is refused.
+        """Return the gradient (K,) that a push contains, or zeros in its place if the gradient is refused.
 
         Raises:
             Diverged: the gradient is not finite or too large, and the settings say that a bad gradient ends the run.
@@ -241,8 +241,8 @@ class ParameterServer(Strategy):
         return accepted(me, message, gradient)
 
     async def master(self, me: Server) -> None:
-        """Collect pushes, apply the gradients that the rule releases, and answer the reads that the rule admits; at the
-        end, apply the remaining gradients.
+        """Collect pushes, apply the gradients that the consistency rule releases, and answer the reads that the rule
+        admits. At the end, apply the remaining gradients.
         """
         state: ServerState = me.state
         state.reopen(me.version, me.departed)

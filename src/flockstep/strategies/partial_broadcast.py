@@ -1,4 +1,4 @@
-"""Partial broadcast: every update is sent to some peers, and dropped or deferred for the other peers."""
+"""Partial broadcast: every update is sent to some of the peers, and dropped or deferred for the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flockstep.strategies.broadcast import Broadcast, BroadcastState, StepCount,
 
 @dataclass
 class PartialState(BroadcastState):
-    """A worker's state: the exact sum of all updates, and for each peer the sum of unsent updates, in the rows of an
-    (n, K) array.
+    """A worker's state: the exact sum of all updates, and an (n, K) array whose row j is the sum of the updates not yet
+    sent to peer j.
     """
 
     deferred: FlatArray
-    """Sum of the updates not yet sent to each peer, of shape (n, K), in float64."""
+    """Sum of the updates not yet sent to each peer, of shape (n, K), in float64; row j belongs to peer j."""
     counts: list[int]
     held: FlatArray | None = None
     """This worker's update (K,) that waits to be averaged with arriving updates; None if there is none."""
@@ -34,12 +34,12 @@ class PartialState(BroadcastState):
 class PartialBroadcast(Strategy):
     """Partial communication (FAST, section 3, class 4): each update reaches each peer with probability `share` (q).
 
-    rest = "drop": an update that is not sent to a peer is lost to that peer; replicas never agree, and on non-IID data
-    the mean model fails. rest = "defer": the update is added to the next message to that peer, so that communication is
-    complete, with unbounded delay, and Statement 1 holds after the final flush. Deferring takes n · K numbers of memory
-    on each worker. With "drop" and "defer", share = 1 equals `broadcast`, bit for bit. rest = "average": as "drop", but
-    a worker moves by the mean of its own update and the updates that have arrived since its last step, which differs
-    from `broadcast` even with share = 1.
+    With rest = "drop", an update that is not sent to a peer is lost to that peer; replicas never agree, and on non-IID
+    data the mean model fails. With rest = "defer", the update is added to the next message to that peer, so that
+    communication is complete, with unbounded delay, and Statement 1 holds after the final flush. Deferring takes n · K
+    numbers of memory on each worker. With "drop" and "defer", share = 1 equals `broadcast`, bit for bit. With rest =
+    "average", updates are dropped as with "drop", but a worker moves by the mean of its own update and the updates that
+    have arrived since its last step, which differs from `broadcast` even with share = 1.
     """
 
     notes: ClassVar[Notes] = Broadcast.notes
@@ -60,8 +60,8 @@ class PartialBroadcast(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: unbounded delay if updates are deferred, partial delivery if they are dropped; any number of
-        workers may die.
+        """The strategy's traits: unbounded delay if updates are deferred, partial delivery if updates are dropped. Any
+        number of workers may die.
         """
         return Traits(
             delivery="unbounded delay" if self.rest == "defer" else "partial",
@@ -95,7 +95,7 @@ class PartialBroadcast(Strategy):
                     send_deferred(me, state, peer)
 
     async def finish(self, me: Worker) -> None:
-        """Send all deferred updates, leave the run, and add the updates still in transit."""
+        """Send all deferred updates, leave the run, and add the updates that are still in transit."""
         state: PartialState = me.state
         if self.rest == "defer":
             for peer in me.peers:
@@ -111,7 +111,9 @@ class PartialBroadcast(Strategy):
 
 
 def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: float) -> FlatArray:
-    """Take an optimizer step, store the step times `scale` as the held update, undo the step, and return the update."""
+    """Compute an optimizer step times `scale` without moving the replica, and return the update (K,), which is also
+    stored as the held update.
+    """
     before = copied(me.params)
     me.optimizer_step(gradient)
     state.held = on_grid(scale * (me.params - before))
@@ -120,7 +122,9 @@ def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: flo
 
 
 def average_arrived(me: Worker, state: PartialState) -> None:
-    """Move by the mean of the held update (if any) and the updates that have arrived since the last step."""
+    """Move the replica by the mean of the held update (if any) and the updates that have arrived since the last
+    step.
+    """
     if state.held is None or state.exact_sum is None:
         return
     messages = list(me.arrived("update"))
@@ -133,7 +137,9 @@ def average_arrived(me: Worker, state: PartialState) -> None:
 
 
 def send_deferred(me: Worker, state: PartialState, peer: int) -> None:
-    """Send a peer the sum of its deferred updates; what is lost by rounding to the parameters' dtype stays deferred."""
+    """Send a peer the sum of its deferred updates. The part that is lost by rounding to the parameters' dtype stays
+    deferred.
+    """
     update = on_grid(cast(state.deferred[peer], name_of(me.params)))
     me.send(peer, "update", update, StepCount(state.counts[peer]))
     state.deferred[peer] -= update

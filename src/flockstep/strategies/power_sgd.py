@@ -1,4 +1,4 @@
-"""PowerSGD: all-reduce of the factors of low-rank approximations of the gradient's matrices."""
+"""PowerSGD: all-reduce of low-rank factors that approximate the gradient's matrices."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ START = 0x50574552
 
 @dataclass
 class PowerSgdState:
-    """A worker's state: the matrices Q of the last step, equal on all workers, and the error (K,) of its approximated
-    gradient.
+    """A worker's state: the matrices Q of the last step, equal on all workers, and the error (K,) of the worker's
+    approximated gradient.
     """
 
     right: FlatArray
@@ -75,11 +75,11 @@ class PowerSgd(Strategy):
 
     @property
     def coding(self) -> Codec:
-        """The codec that computes both factors of every matrix."""
+        """The codec that computes the two low-rank factors of every matrix."""
         return PowerSgdCodec(self.rank)
 
     def decodes(self, workers: int) -> int:
-        """Return 2: a worker multiplies out its own product, to find its error, and the mean product."""
+        """Return 2: a worker multiplies out its own factors, to find its error, and the mean factors."""
         return 2
 
     resizing = Resizing(own=("error",), common=("right",))

@@ -14,45 +14,48 @@ from flockstep.optimizers.base import OptimizerState
 
 @dataclass(frozen=True)
 class Resizing:
-    """The rule by which the states of n workers are converted to states of another number of workers.
+    """The rule by which the states of n workers are converted to the states of another number of workers.
 
-    Before the rule applies, the programs of the n workers have ended as at the end of a run: every update that a node
-    held back was sent, and every message was used. State that the rule does not name is initialized as at the start of
-    a run.
+    Before the rule applies, the programs of the n workers have ended as at the end of a run: nodes have sent every
+    update that they held back, and every message has been used. A field of a state that the rule does not name is
+    initialized as at the start of a run.
     """
 
     replicas: Literal["common", "own"] = "common"
-    """With `common` all workers begin with the common model: the parameters of the servers, or the mean of the
-    replicas. With `own` a remaining worker keeps its replica, and a new worker begins with the common model; without
-    servers, the remaining replicas move by the same vector, so that the mean of all replicas stays the common model.
+    """Parameters with which workers continue. With `common`, all workers begin with the common model: the parameters of
+    the servers, or the mean of the replicas. With `own`, a remaining worker keeps its replica, and a new worker begins
+    with the common model; without servers, the remaining replicas move by the same vector, so that the mean of all
+    replicas stays the common model.
     """
     own: tuple[str, ...] = ()
-    """Fields of a worker's state that a remaining worker keeps."""
+    """Names of the fields of a worker's state that a remaining worker keeps."""
     common: tuple[str, ...] = ()
-    """Fields of a worker's state that all workers take from worker 0."""
+    """Names of the fields of a worker's state that all workers take from worker 0."""
     server: tuple[str, ...] = ()
-    """Fields of a server's state that the server keeps."""
+    """Names of the fields of a server's state that the server keeps."""
     also: str = ""
-    """Clause for the documentation about what else the strategy does."""
+    """Clause for the documentation that says what else the strategy does when the number of workers changes; empty if
+    nothing.
+    """
     refused: str = ""
     """Reason why the number of workers cannot change, as the end of a sentence; empty if the number can change."""
 
 
 @dataclass(frozen=True)
 class FormerWorker:
-    """A worker of a run whose number of workers changes, after its program has ended."""
+    """A worker of a run before the number of workers changes, after its program has ended."""
 
     rank: int
     params: FlatArray
     """The worker's replica, of shape (K,)."""
     step: int
     state: Any
-    """The state that the strategy has kept for the worker."""
+    """The state object of the worker's program."""
     optimizer: OptimizerState
 
 
 def keep(state: Any, former: Any, names: Sequence[str]) -> None:
-    """Copy the fields with these names from a former state to a new one."""
+    """Copy the fields of the given names from a former state to a new state."""
     for name in names:
         setattr(state, name, copy.deepcopy(getattr(former, name)))
 

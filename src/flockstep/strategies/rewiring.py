@@ -1,4 +1,4 @@
-"""New connections after deaths: the neighbors of a dead worker are connected to each other."""
+"""New connections in a graph after deaths: the neighbors of a dead worker are connected to each other."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
 
 @lru_cache(maxsize=8)
 def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each worker the workers that may later wait for it: those within four edges, because new edges never
-    reach farther.
+    """Return, for each worker, the workers that may later wait for it: the workers within four edges, because new edges
+    never reach farther.
 
     A worker that leaves notifies only these workers; notifying all workers would take n² messages.
     """
@@ -56,27 +56,29 @@ def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
 
 
 class Bridge(Note, frozen=True):
-    """Note sent with a model over a new edge: the weight that the sender offers for the edge."""
+    """Note sent with a model over a new edge of the graph: the weight that the sender offers for the edge."""
 
     weight: float
 
 
 @dataclass
 class Bridges:
-    """A worker's exchanges over new edges.
+    """A worker's exchanges over edges that were added after deaths.
 
     Both ends send a model, and move by u times the difference of the two models in opposite directions, so that the sum
-    of the models does not change. The next exchange starts when the last exchange is complete. So the two ends need not
-    be at the same step, and no worker waits for a worker that does not yet know of the edge.
+    of the models does not change. The next exchange starts when the last exchange is complete. So the two ends of an
+    edge may be at different steps, and no worker waits for a worker that does not yet know of the edge.
     """
 
     sent: dict[Address, tuple[FlatArray, float]] = field(default_factory=dict)
-    """Receiver → the model that waits for the other end's model, and the weight offered with it."""
+    """Receiver → the model that was sent to the receiver and awaits the receiver's model, and the weight offered with
+    it.
+    """
     heard: dict[Address, list[Message]] = field(default_factory=dict)
-    """Sender → models that arrived before this worker sent its own model."""
+    """Sender → models that arrived over a new edge before this worker sent its own model."""
 
     def offer(self, me: Worker, weights: Matrix) -> None:
-        """Send the model over every new edge whose last exchange is complete."""
+        """Send the model over every new edge whose previous exchange is complete."""
         extra = rewired(weights, me.lost)[me.rank] - weights[me.rank]
         for j in map(int, np.flatnonzero(extra > 0)):
             if j != me.rank and j not in self.sent:
@@ -84,7 +86,7 @@ class Bridges:
                 me.send(j, "bridge", me.params, Bridge(float(extra[j])))
 
     def cross(self, me: Worker) -> None:
-        """Complete the exchanges whose models have arrived, without waiting."""
+        """Complete the exchanges whose models have arrived. Never wait for a model."""
         for message in me.arrived("bridge"):
             self.heard.setdefault(message.source, []).append(message)
         for j in sorted(self.sent.keys() & self.heard.keys()):
@@ -93,7 +95,7 @@ class Bridges:
                 del self.heard[j]
 
     async def close(self, me: Worker) -> None:
-        """Complete the exchanges that both ends have started."""
+        """Complete the exchanges that both ends of an edge have started."""
         self.cross(me)
         for j in sorted(self.sent):
             try:

@@ -18,7 +18,7 @@ from flockstep.strategies.vector_shards import ASK, VectorReply, VectorRequest, 
 
 @dataclass
 class ShardState:
-    """A server's state: its slices, and its part of the current evaluation.
+    """A server's state: its slices of the vectors, and its part of the evaluation in progress.
 
     Portions are added in order of their number, whatever the order of arrival; portions that arrive early wait in
     `early`.
@@ -33,7 +33,7 @@ class ShardState:
 
 @dataclass
 class Fetched:
-    """A worker's state: the number of the evaluation for which the worker has fetched the parameters."""
+    """A worker's state: the number of the evaluation whose parameters the worker has fetched."""
 
     evaluation: int = -1
 
@@ -95,7 +95,7 @@ class Sandblaster(Strategy):
         return self.shards
 
     def worker_state(self, me: Worker) -> Fetched:
-        """Return the state before the first fetch.
+        """Return the state of a worker before the first fetch.
 
         Raises:
             ConfigurationError: there are more portions than training samples.
@@ -116,7 +116,9 @@ class Sandblaster(Strategy):
         return ShardState(VectorShard(vectors), coordinator=coordinator)
 
     async def worker(self, me: Worker) -> None:
-        """Request a portion, fetch new parameters, compute, push the gradient to the shards, and report the loss."""
+        """Request portions until none is left; for each, fetch new parameters if needed, compute the gradient, push it
+        to the shards, and report the loss.
+        """
         state: Fetched = me.state
         parts = slices(len(me.params), self.shards)
         report = Report(budget=me.steps or 0, size=me.train_size)
@@ -135,7 +137,7 @@ class Sandblaster(Strategy):
             report = Report(work.evaluation, work.portion, me.loss * (work.stop - work.start))
 
     async def master(self, me: Server) -> None:
-        """Serve the shard in the background; on the first server, also run the coordinator."""
+        """Serve the server's shard of the vectors in the background; on the first server, also run the coordinator."""
         state: ShardState = me.state
         me.background("shard", _serve(me, state), again="afresh")
         if state.coordinator is not None:

@@ -27,16 +27,16 @@ from flockstep.strategies.resizing import FormerWorker, Resizing, take_slice
 
 @dataclass
 class SliceState:
-    """A worker's state: the optimizer state of the worker's own slice, and the memory of the feedback for each
-    slice.
-    """
+    """A worker's state: the optimizer state of the worker's own slice, and the feedback memory for each slice."""
 
     optimizer: OptimizerState
     errors: list[FlatArray | None]
 
 
 class SquaredNorm(Note, frozen=True):
-    """Sum of the squares of the elements in a worker's slice of the combined gradient."""
+    """Note sent between workers: the sum of the squares of the elements in the sender's slice of the combined
+    gradient.
+    """
 
     value: float
 
@@ -100,7 +100,9 @@ class ScatterReduce(Strategy):
         return SliceState(me.optimizer.init_slice(me.params, own), [None] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute a gradient, send its slices, average and step this worker's slice, and receive the other slices."""
+        """Compute a gradient, send its slices to their owners, average and step this worker's slice, and receive the
+        other slices.
+        """
         parts = slices(len(me.params), me.workers)
         own = me.params[parts[me.rank]]
         while me.training:

@@ -1,4 +1,4 @@
-"""The states of a parameter server's programs, and the pushes and reads that wait at a server."""
+"""The states of a parameter server's nodes, and the pushes and reads that wait at a server."""
 
 from __future__ import annotations
 
@@ -32,24 +32,28 @@ class Read(msgspec.Struct, frozen=True, eq=False, gc=False):
     rank: int
     clock: int
     version: int
-    """The version of the parameters that the worker has."""
+    """Version of the parameters that the worker has when it sends the request."""
     message: Message
 
 
 @dataclass
 class PushState:
-    """A worker's state: for each shard, the version that the worker has read, the feedback's memory and, if the worker
-    keeps copies, their clocks.
+    """A worker's state: for each shard, the version that the worker has read, the feedback memory and, if the worker
+    keeps copies of the parameters, the clock of each copy.
     """
 
     versions: list[int]
     errors: list[FlatArray | None]
     outboxes: list[Outbox]
-    """For each shard, the entries that filters withhold, and the key lists that the shard knows."""
+    """For each shard, the entries that filters have withheld, and the key lists that the shard remembers."""
     clocks: list[int] = field(default_factory=list)
-    """For each shard, the slowest clock that this worker's copy includes; used only with copies."""
+    """For each shard, the number of steps whose gradients of all workers this worker's copy includes; used only if
+    workers keep copies.
+    """
     own: list[tuple[int, FlatArray]] = field(default_factory=list)
-    """(timestamp, step (K,)) of this worker's own steps that its copies may not yet include; used only with copies."""
+    """(timestamp, step (K,)) of this worker's own steps that its copies may not yet include; used only if workers keep
+    copies.
+    """
 
 
 @dataclass
@@ -60,25 +64,27 @@ class ServerState:
 
     clocks: dict[int, int]
     slowest: int = 0
-    """The smallest clock of the live workers."""
-    behind: int = 0
-    """Number of clocks that equaled `slowest` when they were last counted, minus those that have advanced since; at 0,
-    the clocks are counted again.
+    """The smallest clock of the live workers. A worker's clock is the number of gradients that the worker has
+    pushed.
     """
+    behind: int = 0
+    """Number of workers whose clocks still equal `slowest`. When the number reaches 0, `slowest` is computed again."""
     update_state: Any = None
-    """The state of the server's update rule."""
+    """The state of the server update, such as the state of its optimizer."""
     pushes: list[Push] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     reading: dict[int, int] = field(default_factory=dict)
-    """Rank of each live worker that is computing → version with which the worker computes."""
+    """Rank of each live worker that is computing → version of the parameters with which the worker computes."""
     done: set[int] = field(default_factory=set)
-    """Ranks of workers that have left after their last step; their clocks still count."""
+    """Ranks of the workers that have left after their last step; the clocks of these workers still count."""
     inboxes: dict[int, Inbox] = field(default_factory=dict)
-    """Rank → key lists of a worker whose pushes are filtered."""
+    """Rank → key lists received from a worker whose pushes are filtered."""
     kept: dict[int, FlatArray] = field(default_factory=dict)
     """Version → old parameters (K,), if the consistency rule keeps them."""
     newest_sent: dict[int, int] = field(default_factory=dict)
-    """Rank → the newest version sent to the worker, if servers send new versions to late workers."""
+    """Rank → newest version sent to the worker; used only if servers send new versions to workers that compute with an
+    older version.
+    """
     combined: FlatArray | None = None
     """The previous result (K,) of the aggregation, if the next result depends on it."""
 
@@ -99,7 +105,7 @@ class ServerState:
         return self.slowest != slowest
 
     def depart(self, rank: int, lost: bool) -> bool:
-        """Note that a worker has left; return whether the slowest clock has advanced.
+        """Record that a worker has left; return whether the slowest clock has advanced.
 
         The clock of a worker that died no longer counts, even if the worker had left before.
         """
@@ -112,7 +118,7 @@ class ServerState:
         return False
 
     def reopen(self, version: int, departed: Collection[int]) -> None:
-        """When a run continues, let the workers that had left compute again, with the parameters of `version`."""
+        """Let the workers that had left compute again with the parameters of `version`, when a run continues."""
         back = self.done - set(departed)
         self.reading.update(dict.fromkeys(back, version))
         self.done -= back
@@ -121,7 +127,7 @@ class ServerState:
 
 
 def without(waiting: list[P], gone: Sequence[P]) -> list[P]:
-    """Return the entries of `waiting` that are not in `gone`."""
+    """Return the entries of `waiting` that are not in `gone`, in the same order."""
     if len(gone) == len(waiting):
         return []
     ended = set(gone)

@@ -19,8 +19,8 @@ CHANNEL = "slices"
 
 @dataclass
 class ServedState:
-    """A worker's state: optimizer state and version of the worker's own slice, and the version that it has read of each
-    slice.
+    """A worker's state: the optimizer state and the version of the slice that it serves, and the version of each slice
+    that it has read.
     """
 
     optimizer: OptimizerState
@@ -63,8 +63,8 @@ class SliceServers(Strategy):
         return ServedState(me.optimizer.init_slice(me.params, own), 0, [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute a gradient, push every slice to its owner, and receive the slices; concurrently serve this worker's
-        slice.
+        """Compute a gradient, push every slice to its owner, and receive the new slices; serve this worker's slice
+        concurrently.
         """
         state: ServedState = me.state
         for rank in me.peers:
@@ -75,7 +75,7 @@ class SliceServers(Strategy):
             await me.finished(me.background(CHANNEL, self._exchange(me, gradient)))
 
     async def finish(self, me: Worker) -> None:
-        """Serve until all workers have finished, exchange the final slices, and leave the run."""
+        """Serve the worker's slice until all workers have finished, exchange the final slices, and leave the run."""
         await me.finished(me.background(CHANNEL, self._close(me)))
         me.leave()
 

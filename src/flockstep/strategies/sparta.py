@@ -1,4 +1,4 @@
-"""SPARTA: after each local step, workers average a small part of the parameters."""
+"""SPARTA, sparse parameter averaging: after each local step, workers average a small part of the parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Sparta(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: partial delivery, or the delivery of `full`; a dead worker stops all workers."""
+        """The strategy's traits: partial delivery, or the delivery of `full` if it is given. The death of a worker
+        stops all workers.
+        """
         if self.full is not None:
             return replace(self.full.traits, approximation="sent later")
         return Traits(delivery="partial", survives=False, results=("mean", "rank0", "best"), approximation="sent later")
@@ -54,7 +56,9 @@ class Sparta(Strategy):
 
     @property
     def resizing(self) -> Resizing:
-        """How replicas change when workers leave or join: as `full` says; without `full`, each worker keeps its own."""
+        """The rule by which replicas change when workers leave or join: the rule of `full` if it is given; otherwise,
+        each remaining worker keeps its replica.
+        """
         return Resizing(replicas="own") if self.full is None else self.full.resizing
 
     def replica(self, former: FormerWorker) -> tuple[FlatArray, float]:

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: local steps, with overlapped outer steps on one fragment of the model after another."""
+"""Streaming DiLoCo: local steps, overlapped with outer steps on one fragment of the model after another."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ class Fragment:
 
     part: slice
     model: FlatArray
-    """The fragment's parameters after the last outer step, of the fragment's size."""
+    """The fragment's global parameters after the last outer step, in an array of the fragment's size."""
     outer_state: Any
     given: FlatArray
-    """This worker's part in the mean that is being computed: its parameters, or its encoded outer gradient."""
+    """This worker's contribution to the mean in progress: its parameters of the fragment, or its encoded outer
+    gradient.
+    """
     begun: int = 0
     under_way: bool = False
     dropped: Any = None
-    """The memory of the feedback for this worker's outer gradients of the fragment."""
+    """The feedback memory for this worker's outer gradients of the fragment."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class StreamingDiloco(Strategy):
     t_p being spread evenly, so that no two fragments start at the same step if `period` >= `fragments`. The mean is
     used `overlap` (tau) steps later: the outer optimizer, with a separate state for each fragment, moves the fragment's
     global parameters theta, and the replica takes `alpha` of its own parameters and 1 - alpha of theta. Without overlap
-    the replica's parameters are replaced by theta, and one fragment makes this plain DiLoCo. Fragments are contiguous
-    and of equal size; the authors take every F-th layer. A mean that is in progress at the end is still merged. A lossy
-    `codec` encodes each worker's outer gradient, theta minus its own parameters, with `feedback`.
+    the replica's parameters are replaced by theta, and with one fragment the strategy is plain DiLoCo. Fragments are
+    contiguous and of equal size; the authors take every F-th layer. A mean that is in progress at the end is still
+    merged. A lossy `codec` encodes each worker's outer gradient, theta minus its own parameters, with `feedback`.
     """
 
     period: int = field(default=100, metadata=searched(8, 256))
@@ -108,18 +110,20 @@ class StreamingDiloco(Strategy):
                 keep(fragment, former[me.rank].state[index], ("dropped",))
 
     def worker_state(self, me: Worker) -> list[Fragment]:
-        """Return the fragments, each starting from the initial parameters."""
+        """Return the fragments of the model, each with the initial parameters."""
         return [self._fragment(me.params[part], part, me.workers) for part in slices(len(me.params), self.fragments)]
 
     def _fragment(self, params: FlatArray, part: slice, workers: int) -> Fragment:
         return Fragment(part, copied(params), self.outer_optimizer.start(params, workers), copied(params))
 
     def offset(self, index: int) -> int:
-        """Return t_p, in steps, for the fragment p = `index`."""
+        """Return the offset t_p, in steps, of the fragment p = `index`."""
         return index * self.period // self.fragments
 
     async def worker(self, me: Worker) -> None:
-        """After each step, merge the means that are due, then start the averages that are due."""
+        """Take the worker's steps. After each step, merge the fragment means that are due, then start the averages that
+        are due.
+        """
         fragments: list[Fragment] = me.state
         for index, fragment in enumerate(fragments):
             if fragment.under_way:  # a run that continues
@@ -176,7 +180,7 @@ class StreamingDiloco(Strategy):
             part[:] = fragment.model
 
     async def finish(self, me: Worker) -> None:
-        """Merge the means in progress, then leave the run."""
+        """Merge the fragment means in progress, then leave the run."""
         for index, fragment in enumerate(me.state):
             await self._merge(me, index, fragment, me.step)
         me.leave()

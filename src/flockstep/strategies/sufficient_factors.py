@@ -1,4 +1,6 @@
-"""Sufficient factor broadcasting: fully connected layers are sent as factors if these are smaller."""
+"""Sufficient factor broadcasting: the gradients of fully connected layers are sent as factors if the factors are
+smaller.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class SufficientFactors(Strategy):
             me.optimizer_step(rest)
 
     def chosen(self, layers: tuple[FactoredWeight, ...], workers: int) -> tuple[FactoredWeight, ...]:
-        """Return the layers that are smaller to send as factors."""
+        """Return the layers whose gradients are smaller to send as factors."""
         return tuple(layer for layer in layers if workers > 1 and layer.factors * workers <= 2 * layer.dense)
 
 

@@ -1,4 +1,6 @@
-"""A parameter server that receives fully connected layers as factors if these are smaller."""
+"""A parameter server to which workers push the gradients of fully connected layers as factors if the factors are
+smaller.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,22 @@ from flockstep.strategies.server_state import PushState
 from flockstep.strategies.sufficient_factors import require_layers
 
 Rectangle = tuple[int, int, int, int]
-"""The position of a layer: offset, rows, columns, and number of products."""
+"""The position of a layer's weights in the parameters: offset, number of rows, number of columns, and number of
+products in the sum Uᵀ V.
+"""
 
 
 class Factored(Pushed, frozen=True):
-    """Note sent with a gradient that names the layers which the gradient contains as factors."""
+    """Note sent with a gradient that contains the factors of some layers: the positions of these layers."""
 
     layers: list[Rectangle]
 
 
 @dataclass(frozen=True)
 class PushFactors(PushPull):
-    """The same access as `PushPull`, but layers of a worker's gradient are sent as factors where these are smaller."""
+    """Access mode in which every push also requests the parameters, and layers of a gradient are pushed as factors
+    where the factors are smaller.
+    """
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray]:
         layers = smaller(me)
@@ -73,13 +79,13 @@ class FactorServer(ParameterServer):
 
     @property
     def traits(self) -> Traits:
-        """The traits of a parameter server that needs a declared job; the factors of the first layer contain its
-        inputs, the samples.
+        """The strategy's traits: those of a parameter server that needs a declared job. The factors of the first layer
+        contain the layer's inputs, so messages carry samples.
         """
         return replace(super().traits, needs_job=True, samples="sent")
 
     def worker_state(self, me: Worker) -> PushState:
-        """Return a parameter server's state.
+        """Return the worker's state, which is that of a parameter server's worker.
 
         Raises:
             CompositionError: the model has no layer that can be factored.
@@ -94,7 +100,7 @@ class FactorServer(ParameterServer):
     def pushes(
         self, me: Worker, state: PushState, gradient: FlatArray, parts: Mapping[Address, slice]
     ) -> list[tuple[Address, FlatArray, Pushed]]:
-        """Return the push to each shard, with each layer in its smaller form."""
+        """Return the push to each shard, with each layer in the smaller of its two forms, factors or gradient."""
         packing = Packing(len(me.params), smaller(me))
         return [
             (to, payload, Factored(version, me.lr, [rectangle(layer) for layer in layers]))
@@ -104,7 +110,7 @@ class FactorServer(ParameterServer):
         ]
 
     def decode(self, me: Server, message: Message) -> FlatArray:
-        """Return the gradient (K,), with the factors multiplied out."""
+        """Return the gradient (K,) that a push contains, with the factors multiplied out."""
         gradient = unpacked(message, len(me.params))
         return accepted(me, message, gradient)
 
@@ -112,8 +118,8 @@ class FactorServer(ParameterServer):
 def divided(
     packed: FlatArray, packing: Packing, parts: Sequence[slice]
 ) -> Iterator[tuple[tuple[FactoredWeight, ...], FlatArray]]:
-    """Yield for each slice of the array the layers, or rows of layers, that are smaller as factors, and its packed
-    gradient.
+    """Yield, for each slice of the gradient, the layers (or rows of layers) that are smaller as factors, and the packed
+    gradient of the slice.
 
     A row that belongs to two slices is sent dense.
     """
@@ -132,12 +138,12 @@ def divided(
 
 
 def smaller(me: Worker) -> tuple[FactoredWeight, ...]:
-    """Return the layers that are smaller as factors."""
+    """Return the layers whose gradients are smaller to push as factors."""
     return tuple(layer for layer in me.layers if layer.factors < layer.dense)
 
 
 def rectangle(layer: FactoredWeight) -> Rectangle:
-    """Return the position of a layer, as a push contains it."""
+    """Return the position of a layer's weights, in the form in which a push contains it."""
     return layer.offset, layer.rows, layer.columns, layer.products
 
 

@@ -1,4 +1,4 @@
-"""Elastic averaging between neighbors in a tree of workers."""
+"""EASGD Tree: elastic averaging between parents and children in a tree of workers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TreeElasticAveraging(Strategy):
             me.send_all(self.due(me), "model", me.params)
 
     async def finish(self, me: Worker) -> None:
-        """Leave the run, and move toward the models still in transit."""
+        """Leave the run, and move toward the models that are still in transit."""
         me.leave(peers=True)
         async for message in me.messages():
             if message.tag == "model":
@@ -76,7 +76,9 @@ class TreeElasticAveraging(Strategy):
         me.record_update(message.source, max(0, me.step - message.step))
 
     def due(self, me: Worker) -> list[int]:
-        """Return the ranks of the neighbors to which this worker sends its model after its last step."""
+        """Return the ranks of the neighbors in the tree to which this worker sends its model after the step that it has
+        just taken.
+        """
         if me.step % self.up and me.step % self.down and me.step % self.upper:
             return []
         parent = self.parent(me.rank, me.lost)
@@ -90,7 +92,7 @@ class TreeElasticAveraging(Strategy):
         return self.branching * rank + 1 >= workers
 
     def parent(self, rank: int, lost: set[int]) -> int | None:
-        """Return the rank of the nearest ancestor that is alive; None if there is none."""
+        """Return the rank of the nearest ancestor in the tree that is alive; None if no ancestor is alive."""
         while rank > 0:
             rank = (rank - 1) // self.branching
             if rank not in lost:

@@ -1,4 +1,6 @@
-"""A binomial tree of workers that sums gradients toward its root and distributes parameters from the root."""
+"""Synchronous SGD on a binomial tree of workers, which sums gradients toward its root and distributes parameters from
+the root.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scatter-reduce with a codec in both directions: the gradients and their mean are encoded."""
+"""Scatter-reduce with a codec in both directions: the gradients are encoded, and so is their mean."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from flockstep.strategies.resizing import Resizing
 
 @dataclass
 class Dropped:
-    """A worker's state: the feedback's memory for each slice of its gradient, and for the mean of its own slice."""
+    """A worker's state: the feedback memory for each slice of its gradient, and for the mean of the slice that it
+    owns.
+    """
 
     gradients: list[Any]
     mean: Any = None

@@ -1,4 +1,6 @@
-"""Vectors that are sliced over several servers, and L-BFGS on these vectors by small commands."""
+"""Vectors that are cut into slices on several servers, and L-BFGS by short commands that servers execute on their
+slices.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,13 @@ from flockstep.messages import Note, server
 from flockstep.nodes import Server
 
 ASK = "ask/shard"
-"""Tag of requests to a shard, in the channel of the background task that serves the shard; the note's `op` says what is
-requested.
-"""
+"""Tag of the requests to a shard of the vectors. The note's `op` says which operation is requested."""
 Operation = Literal["dot", "set", "add", "scale"]
 
 
 class VectorRequest(Note, frozen=True):
-    """Note of a request to a shard: to send its trial parameters, to add the gradient of a portion, or to execute a
-    command.
+    """Note of a request to a shard: send the trial parameters, add the gradient of a portion, or execute a command on
+    vectors.
     """
 
     op: Literal["fetch", "portion", "dot", "set", "add", "scale"]
@@ -33,19 +33,19 @@ class VectorRequest(Note, frozen=True):
 
 
 class VectorReply(Note, frozen=True):
-    """Note of a shard's answer: the value of a dot product, otherwise 0."""
+    """Note of a shard's answer to a command: the value of a dot product, or 0 for other commands."""
 
     value: float = 0.0
 
 
 @dataclass
 class VectorShard:
-    """One server's slices of the vectors: name → slice, in float64."""
+    """One server's slices of the vectors: a mapping from the vector's name to the slice, in float64."""
 
     vectors: dict[str, FlatArray] = field(default_factory=dict)
 
     def answer(self, asked: VectorRequest) -> float:
-        """Execute one command; return the value of a dot product, otherwise 0.
+        """Execute one command on the shard's slices; return the value of a dot product, or 0 for other commands.
 
         Raises:
             ProtocolError: the shard has no vector of the given name.
@@ -76,15 +76,15 @@ class VectorShard:
 
 
 async def tell(me: Server, op: Operation, a: str, b: str = "", by: float = 1.0) -> float:
-    """Send one command to every shard; return the sum of their answers, in order of shards."""
+    """Send one command to every shard; return the sum of the shards' answers, added in order of shards."""
     asked = VectorRequest(op, a, b, by)
     replies = await me.ask_all(ASK, [(server(i), None, asked) for i in range(me.cluster.servers)])
     return float(sum(reply.note.value for reply in replies))
 
 
 async def direction(me: Server, pairs: Sequence[int]) -> None:
-    """Set the vector d ← - H g by the two-loop recursion (Nocedal 1980); pair k is s{k}, y{k}, with the oldest pair
-    first.
+    """Compute the search direction d ← - H g by the two-loop recursion (Nocedal 1980). Pair k consists of the vectors
+    s{k} and y{k}, with the oldest pair first.
     """
     await tell(me, "set", "d", "g")
     alphas: dict[int, float] = {}

@@ -22,11 +22,11 @@ class Combined(NamedTuple):
 
 
 Combine = Callable[[Sequence[FlatArray]], FlatArray]
-"""Function that combines several vectors (K,) into one: into their mean, or as an aggregation does."""
+"""Function that combines several vectors of shape (K,) into one, by their mean or by another aggregation."""
 
 
 class Aggregation(Component):
-    """A function that combines the vectors (K,) of several workers, used in place of their mean.
+    """A function that combines the vectors (K,) of several workers into one vector (K,), in place of the mean.
 
     The breakdown point of an aggregation is the share of workers that may send arbitrary vectors without moving the
     result arbitrarily far: 0 for the mean, at most 1/2 for any aggregation.
@@ -34,13 +34,15 @@ class Aggregation(Component):
 
     noun: ClassVar[str] = "aggregation"
     linear: ClassVar[bool] = False
-    """Whether the result is the mean, which can be computed for any number of vectors, even from incomplete vectors."""
+    """Whether the result is the mean of the vectors, which is defined for any number of vectors, and for vectors of
+    which some elements were not sent.
+    """
     coordinatewise: ClassVar[bool] = False
     """Whether element k of the result depends only on the elements k of the vectors, so that slices of the vectors can
     be combined separately.
     """
     remembers: ClassVar[bool] = False
-    """Whether a result depends on the previous result."""
+    """Whether the result of a step depends on the result of the previous step."""
 
     def check(self, n: int) -> None:
         """Check that `n` vectors can be combined.
@@ -50,12 +52,14 @@ class Aggregation(Component):
         """
 
     def least(self, n: int) -> int:
-        """Return the smallest number of vectors that may be combined when some of `n` are missing: more than half."""
+        """Return the smallest number of vectors that may be combined when some of the `n` vectors are missing; by
+        default, more than half.
+        """
         return n // 2 + 1
 
     @abstractmethod
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:
-        """Combine vectors; the vectors do not change.
+        """Return the combination of the vectors, without changing the vectors.
 
         Args:
             vectors: the vectors of different workers, each of shape (K,), all elements finite.
@@ -63,11 +67,11 @@ class Aggregation(Component):
         """
 
     def mix(self, own: FlatArray, others: Sequence[FlatArray], shares: Sequence[float]) -> FlatArray:
-        """Combine a worker's own model with the models of its neighbors; by default, weights are ignored.
+        """Combine a worker's own model with the models of its neighbors. By default, the weights are ignored.
 
         Args:
             own: the worker's model (K,).
             others: the neighbors' models, each of shape (K,).
-            shares: W_ij of each neighbor j in the mixing matrix.
+            shares: the weight W_ij of each neighbor j in the mixing matrix.
         """
         return self.combine([own, *others]).vector

@@ -1,4 +1,4 @@
-"""Centered clipping: clips the vectors' differences from a center, then averages them."""
+"""Centered clipping: each vector's difference from a center is clipped, and the clipped differences are averaged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class CenteredClipping(Combination):
         return super().combine(vectors, center)
 
     def mix(self, own: FlatArray, others: Sequence[FlatArray], shares: Sequence[float]) -> FlatArray:
-        """Return x_i + sum_j W_ij (x_j - x_i) min(1, tau / ||x_j - x_i||): self-centered clipping (He et al. 2022)."""
+        """Combine a worker's model x_i with its neighbors' models by self-centered clipping (He et al. 2022): return
+        x_i + sum_j W_ij (x_j - x_i) min(1, tau / ||x_j - x_i||).
+        """
         models = [own, *others]
         itself = np.append(1.0, np.zeros(len(others)))
         factors = np.asarray(shares) * clip_factors(distances_from(inner_products(models), itself)[1:], self.tau)

@@ -1,4 +1,4 @@
-"""Aggregations that weigh whole vectors by their distances."""
+"""Aggregations that return a weighted sum of the vectors, with weights that depend on the distances between vectors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ BLOCK, TENSOR_BLOCK = 1 << 15, 1 << 22
 (TENSOR_BLOCK).
 """
 FAR = 1e60
-"""A vector counts as out of reach if its squared norm exceeds this multiple of the median squared norm, or of 1: its
-inner products may overflow, and an iteration that starts at the mean would not return from there.
+"""A vector counts as out of reach if its squared norm exceeds `FAR` times the larger of 1 and the median squared norm.
+The vector's inner products may overflow, and an iteration that starts at the mean would not return from there.
 """
 Gram = npt.NDArray[np.float64]
-"""The inner products of n vectors, an array of shape (n, n)."""
+"""The inner products of n vectors: an array of shape (n, n)."""
 Weights = npt.NDArray[np.float64]
-"""A coefficient for each of n vectors, an array of shape (n,)."""
+"""The coefficients of n vectors: an array of shape (n,)."""
 
 
 class Combination(Aggregation):
-    """A sum of c_i v_i whose coefficients c depend only on the inner products of the vectors.
+    """An aggregation whose result is the sum of c_i v_i, with coefficients c that depend only on the inner products of
+    the vectors.
 
-    The vectors are read twice, once for the inner products and once for the sum, however many iterations a method
+    The vectors are read twice, once for the inner products and once for the sum, however many iterations an aggregation
     takes: the distance of v_i from any combination of the vectors follows from the inner products.
     """
 
@@ -49,7 +50,9 @@ class Combination(Aggregation):
 
 
 def inner_products(vectors: Sequence[FlatArray]) -> Gram:
-    """Return <v_i, v_j> for all pairs, in float64; infinite or NaN where a product is too large."""
+    """Return the inner products <v_i, v_j> for all pairs of vectors, in float64; infinite or NaN where a product is too
+    large.
+    """
     xp, size = namespace(vectors[0]), TENSOR_BLOCK if is_tensor(vectors[0]) else BLOCK
     gram: Any = zeros(vectors[0], len(vectors), len(vectors), dtype="float64")
     for start in range(0, len(vectors[0]), size):
@@ -60,14 +63,16 @@ def inner_products(vectors: Sequence[FlatArray]) -> Gram:
 
 
 def squared_distances(gram: Gram) -> Gram:
-    """Return ||v_i - v_j||² for all pairs."""
+    """Return the squared distances ||v_i - v_j||² for all pairs of vectors, of shape (n, n)."""
     squares = np.diag(gram)
     with np.errstate(invalid="ignore"):
         return np.maximum(squares[:, None] + squares[None, :] - 2 * gram, 0)
 
 
 def distances_from(gram: Gram, weights: Weights) -> Weights:
-    """Return ||v_i - sum_j c_j v_j|| for all i; infinite for a vector out of reach, which the sum leaves out."""
+    """Return the distances ||v_i - sum_j c_j v_j|| for all i. A vector out of reach has distance infinity, and is left
+    out of the sum.
+    """
     squares = np.diag(gram)
     far = squares > FAR * max(1.0, float(np.median(squares)))
     if far.any():
@@ -77,7 +82,9 @@ def distances_from(gram: Gram, weights: Weights) -> Weights:
 
 
 def weighted_sum(vectors: Sequence[FlatArray], weights: Weights) -> FlatArray:
-    """Return the sum of c_i v_i; a vector with coefficient 0 has no effect."""
+    """Return the sum of c_i v_i, of shape (K,). A vector whose coefficient is 0 has no effect, even if the vector is
+    not finite.
+    """
     total: FlatArray | None = None
     for vector, weight in zip(vectors, weights, strict=True):
         if weight:

@@ -1,4 +1,4 @@
-"""Krum: selects the vector that is closest to its nearest neighbors."""
+"""Krum: selects the vector whose nearest neighbors among the other vectors are closest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Krum(Combination):
 
 
 def chosen(gram: Gram, f: int, m: int) -> Weights:
-    """Return the coefficients: 1/m for the m vectors with the smallest scores, and 0 for the other vectors."""
+    """Return the coefficients of the vectors: 1/m for the m vectors with the smallest Krum scores, and 0 for the other
+    vectors.
+    """
     n = len(gram)
     distances = squared_distances(gram)
     np.fill_diagonal(distances, np.inf)

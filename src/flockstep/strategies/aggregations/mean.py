@@ -1,4 +1,4 @@
-"""The mean, to which every vector contributes equally."""
+"""The mean as aggregation: every vector contributes equally."""
 
 from __future__ import annotations
 

@@ -26,6 +26,6 @@ class Median(Aggregation):
 
 
 def middle(ordered: Sequence[Any]) -> Any:
-    """Return the median of arrays that are in ascending order."""
+    """Return the elementwise median of several arrays that are in ascending order, element by element."""
     upper = len(ordered) // 2
     return ordered[upper] if len(ordered) % 2 else (ordered[upper - 1] + ordered[upper]) / 2

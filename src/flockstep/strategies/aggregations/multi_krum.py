@@ -1,4 +1,4 @@
-"""Multi-Krum: averages the vectors with the smallest scores of Krum."""
+"""Multi-Krum: averages the vectors with the smallest Krum scores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MultiKrum(Krum):
             )
 
     def least(self, n: int) -> int:
-        """Return the smallest number of vectors: 2f + 3, or m + f + 2 if that is more."""
+        """Return the smallest number of vectors that may be combined: 2f + 3, or m + f + 2 if m + f + 2 is larger."""
         return max(super().least(n), (self.m or 0) + self.f + 2)
 
     def coefficients(self, gram: Gram) -> Weights:

@@ -10,13 +10,14 @@ from flockstep.arrays.namespace import copied, empty, is_tensor, namespace
 from flockstep.arrays.schema import FlatArray
 
 BLOCK, TENSOR_BLOCK = 1 << 15, 1 << 22
-"""Number of elements that are sorted at a time; for numpy arrays (BLOCK), few enough that the vectors' blocks fit in a
-cache.
+"""Number of elements of each vector that are sorted at a time: for numpy arrays (BLOCK), and for tensors
+(TENSOR_BLOCK). With BLOCK elements, the vectors' blocks fit in a cache.
 """
 
 
 def by_order(vectors: Sequence[FlatArray], reduce: Callable[[Sequence[Any]], Any]) -> FlatArray:
-    """Apply `reduce` to the vectors' elements k, in ascending order, for each k; return the array (K,) of the results.
+    """For each k, sort the vectors' elements k in ascending order and apply `reduce` to them; return the array (K,) of
+    the results.
 
     Args:
         vectors: n arrays of shape (K,).
@@ -31,7 +32,9 @@ def by_order(vectors: Sequence[FlatArray], reduce: Callable[[Sequence[Any]], Any
 
 
 def ascending(rows: list[Any]) -> list[Any]:
-    """Sort several rows in place, element by element, so that each element ascends from row to row."""
+    """Sort arrays of equal shape in place, element by element, so that every element ascends from the first array to
+    the last.
+    """
     xp = namespace(rows[0])
     for i, j in comparators(len(rows)):
         smaller = xp.minimum(rows[i], rows[j])
@@ -42,7 +45,9 @@ def ascending(rows: list[Any]) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def comparators(n: int) -> tuple[tuple[int, int], ...]:
-    """Return Batcher's merge exchange network for n inputs (Knuth, volume 3, algorithm 5.2.2M)."""
+    """Return the comparators of Batcher's merge exchange sorting network for n inputs (Knuth, volume 3, algorithm
+    5.2.2M).
+    """
     return tuple(_merge_exchange(n))
 
 

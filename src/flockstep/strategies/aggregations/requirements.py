@@ -8,10 +8,11 @@ from flockstep.strategies.aggregations.base import Aggregation
 
 
 def check_slices(aggregation: Aggregation, codec: Codec, slices: int) -> None:
-    """Check that an aggregation combines vectors that are sent with `codec` to the owners of `slices` slices.
+    """Check that an aggregation can combine vectors that are encoded with `codec` and divided into `slices` slices,
+    each combined by a different owner.
 
     Raises:
-        CompositionError: the aggregation cannot combine such vectors; the message names a composition that works.
+        CompositionError: the aggregation cannot combine such vectors.
     """
     if slices != 1 and not aggregation.coordinatewise:
         raise CompositionError(

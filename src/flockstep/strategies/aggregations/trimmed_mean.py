@@ -38,7 +38,7 @@ class TrimmedMean(Aggregation):
             )
 
     def least(self, n: int) -> int:
-        """Return 2b + 1, the smallest number of vectors of which at least one remains after trimming."""
+        """Return 2b + 1, the smallest number of vectors that leaves one vector after trimming."""
         return 2 * self.b + 1
 
     def combine(self, vectors: Sequence[FlatArray], previous: FlatArray | None = None) -> Combined:

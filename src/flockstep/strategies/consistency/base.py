@@ -26,7 +26,7 @@ class ConsistencyView(msgspec.Struct, eq=False):
     """The state of a server that a consistency rule may read, in addition to the pending reads and gradients."""
 
     slowest: int
-    """The smallest clock of the live workers."""
+    """Number of gradients that the slowest live worker has pushed."""
     workers: int
     """Number of workers at the start of the run (lambda, P or n in the literature)."""
     live: int
@@ -34,55 +34,65 @@ class ConsistencyView(msgspec.Struct, eq=False):
     lost: int
     """Number of workers that died."""
     version: int
-    """Number of updates applied so far."""
+    """Number of updates that the server has applied so far."""
     reading: Mapping[int, int]
-    """Rank of each live worker that is not waiting → version with which the worker computes."""
+    """Rank of each live worker that is computing → version of the parameters with which the worker computes."""
     params: FlatArray
     """The current parameters, of shape (K,)."""
     kept: dict[int, FlatArray]
-    """Version → copy of the parameters, for the old versions that the rule has kept."""
+    """Version → parameters (K,), for the old versions of which the consistency rule keeps copies."""
     moved: bool
-    """Whether the slowest clock has advanced, or a worker has left, since the rule was last evaluated."""
+    """Whether the smallest clock has advanced, or a worker has left, since the rule was last evaluated. A worker's
+    clock is the number of gradients that the worker has pushed.
+    """
     waiting: Callable[[int], bool]
-    """Whether the worker of a given rank has pushed a gradient that is neither applied nor dropped yet."""
+    """Function that returns whether the worker of the given rank has pushed a gradient that is neither applied nor
+    dropped yet.
+    """
 
 
 class Consistency(Component):
-    """A rule that decides which pending reads are admitted and which pending gradients are applied."""
+    """The interface of a consistency rule, which decides which pending reads a parameter server admits and which
+    pending gradients the server applies.
+    """
 
     noun: ClassVar[str] = "consistency"
 
     @property
     def access(self) -> Access:
-        """The access mode with which workers obtain the parameters."""
+        """The access mode with which workers obtain parameters from the servers."""
         return PushPull()
 
     compares_versions: ClassVar[bool] = False
-    """Whether the rule depends on old parameters, so that the server stores a copy of every version in `kept`; the rule
-    deletes copies that it does not need any more.
+    """Whether the rule depends on old parameters, so that the server stores a copy of every version in
+    `ConsistencyView.kept`. The rule deletes the copies that it no longer needs.
     """
     one_each: ClassVar[bool] = False
-    """Whether each group is a whole step with at most one gradient of each worker."""
+    """Whether every group of gradients that the rule releases is a whole step with at most one gradient of each
+    worker.
+    """
 
     @property
     def alone(self) -> bool:
-        """Whether every gradient is released alone, never in a group."""
+        """Whether the server applies every gradient alone, never together with other gradients in one step."""
         return False
 
     @property
     def gathers(self) -> int:
-        """Number of gradients of different workers that a step waits for, as in `Traits.gathers`."""
+        """Number of gradients of different workers that a step waits for: 0 for all of them or none, -b for all but
+        b.
+        """
         return 0
 
     @property
     @abstractmethod
     def delivery(self) -> Delivery:
-        """The delivery guarantee of the gradients, as in `Traits.delivery`; "partial" if gradients are dropped."""
+        """The delivery guarantee of the gradients, a value of `Traits.delivery`; "partial" if gradients are dropped."""
 
     @property
     @abstractmethod
     def survives(self) -> bool | int:
-        """Number of worker deaths after which the other workers still continue: False for none, True for any number."""
+        """Number of worker deaths after which the other workers still continue; False for none, True for any number."""
 
     @property
     def least(self) -> int:
@@ -90,13 +100,13 @@ class Consistency(Component):
         return 1
 
     def most_stale(self, workers: int) -> int | None:
-        """Largest staleness of a gradient, in updates of the server; None if there is no bound."""
+        """Largest staleness of a gradient, counted in updates of the server; None if staleness has no bound."""
         return 0 if self.delivery == "synchronous" else None
 
     @abstractmethod
     def full_step(self, workers: int) -> int:
-        """Number of gradients c that make a full step; each gradient counts as 1/c, however many are applied
-        together.
+        """Number of gradients c that make a full step of the optimizer. Each gradient counts as 1/c of a step, however
+        many gradients are applied together.
         """
 
     def check(self, workers: int) -> None:
@@ -108,10 +118,10 @@ class Consistency(Component):
 
     @abstractmethod
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return the reads that the server answers now.
+        """Return the read requests that the server answers now.
 
         Args:
-            reads: the waiting reads, in order of arrival.
+            reads: the waiting read requests, in order of arrival.
             view: the state of the server.
         """
 
@@ -127,7 +137,7 @@ class Consistency(Component):
         """
 
     def dropped(self, pending: Sequence[Push], view: ConsistencyView) -> list[Push]:
-        """Return the pending gradients that will never be applied."""
+        """Return the pending gradients that the server will never apply."""
         return []
 
     def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
@@ -136,17 +146,19 @@ class Consistency(Component):
 
 
 class ClockRule(Consistency):
-    """A rule that depends only on the clocks: a read at clock c is admitted if c - `bound` <= the slowest clock, and a
-    gradient with timestamp t is applied once t - `bound` + 1 <= the slowest clock.
+    """A consistency rule that depends only on the workers' clocks: a read at clock c is admitted if c - `bound` <= the
+    slowest clock, and a gradient with timestamp t is applied once t - `bound` + 1 <= the slowest clock.
 
-    As long as the slowest clock does not change, the decision on older pending entries does not change either, so only
-    the newest entry is examined.
+    As long as the slowest clock does not change, the decisions about older pending reads and gradients do not change
+    either, so only the newest read or gradient is examined.
     """
 
     @property
     @abstractmethod
     def bound(self) -> float:
-        """Number of clocks by which a worker that reads may be ahead of the slowest live worker."""
+        """Number of clocks by which a worker that reads may be ahead of the slowest live worker. A worker's clock is
+        the number of its pushes.
+        """
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         last = view.slowest + self.bound
@@ -157,7 +169,9 @@ class ClockRule(Consistency):
 
 
 def by_timestamp(pushes: Sequence[Push], before: float = math.inf) -> list[list[Push]]:
-    """Group the pushes of timestamps below `before` by timestamp, oldest first, each group in order of rank."""
+    """Group the pushes whose timestamps are below `before` by timestamp, oldest first, with each group in order of
+    rank.
+    """
     groups: dict[int, list[Push]] = {}
     for push in sorted(pushes, key=attrgetter("timestamp", "rank")):
         if push.timestamp < before:

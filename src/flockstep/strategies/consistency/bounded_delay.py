@@ -33,12 +33,14 @@ class BoundedDelay(ClockRule):
 
     @property
     def delivery(self) -> Delivery:
-        """The delivery guarantee: `bounded delay`; `synchronous` with tau = 0."""
+        """The delivery guarantee of the gradients: `synchronous` if tau = 0, otherwise `bounded delay`."""
         return "bounded delay" if self.tau else "synchronous"
 
     @property
     def survives(self) -> bool:
-        """Whether workers may die: True for tau > 0, because a dead worker's clock no longer counts."""
+        """Whether the other workers continue after a worker's death: True if tau > 0, because a dead worker's clock no
+        longer counts.
+        """
         return self.tau > 0
 
     @property
@@ -53,7 +55,7 @@ class BoundedDelay(ClockRule):
         return self.tau
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return each gradient by itself on arrival; with tau = 0, the gradients of the steps that all workers have
-        pushed.
+        """Return each gradient in a separate group on arrival; if tau = 0, return one group for each step whose
+        gradients all workers have pushed.
         """
         return [[push] for push in pending] if self.tau else super().released(pending, view)

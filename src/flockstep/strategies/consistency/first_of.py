@@ -1,4 +1,4 @@
-"""Consistency rules that step on the first gradients of a version and cancel the other gradients."""
+"""Consistency rules that take a step for the first gradients of a version, and cancel the other gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flockstep.strategies.consistency.base import Consistency, ConsistencyView, 
 
 
 class FirstOf(Consistency):
-    """Base of rules that take a step for the first `needed` gradients of the current version; late workers cancel their
-    gradients.
+    """Base class of rules that take a step for the first `needed` gradients of the current version; late workers cancel
+    their gradients.
 
     Each gradient counts as 1/needed of a step, even near the end of a run, when fewer workers have steps left.
     """
@@ -36,11 +36,11 @@ class FirstOf(Consistency):
         return self.needed(workers)
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return the reads of workers that have not yet read the newest version."""
+        """Return the read requests of workers that have not yet read the newest version of the parameters."""
         return [read for read in reads if read.version < view.version]
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return the first `needed` gradients of this version, in order of rank.
+        """Return the first `needed` gradients of the current version, in order of rank.
 
         Near the end of a run, a step takes the gradients of all workers that have not finished.
 
@@ -58,7 +58,7 @@ class FirstOf(Consistency):
         return [sorted(current[:needed], key=lambda push: push.rank)] if len(current) >= needed > 0 else []
 
     def dropped(self, pending: Sequence[Push], view: ConsistencyView) -> list[Push]:
-        """Return the gradients of earlier versions."""
+        """Return the gradients that were computed with earlier versions of the parameters."""
         return [push for push in pending if push.version < view.version]
 
     def _require(self, needed: int, workers: int, what: str) -> None:
@@ -85,7 +85,7 @@ class BackupWorkers(FirstOf):
 
     @property
     def gathers(self) -> int:
-        """Return -b: a step waits for all workers but b."""
+        """The value -b of `Traits.gathers`: a step waits for the gradients of all workers but b."""
         return -self.b
 
     @property
@@ -100,7 +100,9 @@ class BackupWorkers(FirstOf):
             )
 
     def needed(self, workers: int) -> int:
-        """Return N = workers - b; 1 for a single worker, which has no backup."""
+        """Return the number of gradients that make a step: N = workers - b, or 1 for a single worker, which has no
+        backup.
+        """
         return workers - self.b if workers > 1 else 1
 
 
@@ -147,11 +149,11 @@ class KBatchSync(FirstOf):
         return self.k
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads, because a learner that has pushed may compute another batch at once."""
+        """Return all read requests, because a learner that has pushed may compute another batch at once."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return the first k gradients of this version, in order of rank and clock."""
+        """Return the first k gradients of the current version, in order of rank and clock."""
         current = [push for push in pending if push.version == view.version]
         first = sorted(current[: self.k], key=lambda push: (push.rank, push.timestamp))
         return [first] if len(current) >= self.k else []

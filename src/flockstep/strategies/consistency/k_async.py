@@ -1,4 +1,4 @@
-"""Consistency rules that step after every K gradients and cancel no gradient."""
+"""Consistency rules that take a step for every k gradients, and cancel no gradient."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class KAsync(Consistency):
         return self.k
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return the reads of workers whose own gradient has been applied; a newer version alone does not
-        admit a read.
+        """Return the read requests of workers whose own gradient has been applied. A newer version alone does not admit
+        a read.
         """
         return [read for read in reads if not view.waiting(read.rank)]
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return groups of k gradients; groups are smaller if fewer than k workers live.
+        """Return groups of k gradients; groups are smaller if fewer than k workers are alive.
 
         A worker that has pushed waits, so the k gradients of a group come from k learners.
         """
@@ -72,7 +72,7 @@ class KBatchAsync(KAsync):
         """Accept any number of workers: k gradients may come from fewer than k workers."""
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads, because no learner waits."""
+        """Return all read requests, because no learner waits."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:

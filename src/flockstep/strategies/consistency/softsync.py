@@ -43,7 +43,7 @@ class SoftSync(Consistency):
         return workers // self.n
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads, because no worker waits."""
+        """Return all read requests, because no worker waits."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:

@@ -1,4 +1,6 @@
-"""Stale synchronous parallel: parameters are sent on request, cached by workers, or sent eagerly by servers."""
+"""Stale synchronous parallel consistency rules, with parameters that servers send on request, workers cache, or servers
+send eagerly.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,20 @@ class StaleSynchronous(ClockRule):
 
     @property
     def delivery(self) -> Delivery:
-        """The delivery guarantee: `bounded delay`; `synchronous` with s = 0."""
+        """The delivery guarantee of the gradients: `synchronous` if s = 0, otherwise `bounded delay`."""
         return "bounded delay" if self.s else "synchronous"
 
     @property
     def survives(self) -> bool:
-        """Whether workers may die: True for s > 0, because a dead worker's clock no longer counts."""
+        """Whether the other workers continue after a worker's death: True if s > 0, because a dead worker's clock no
+        longer counts.
+        """
         return self.s > 0
 
     def most_stale(self, workers: int) -> int:
-        """Largest staleness: between a read at clock c and the application of its gradient, the gradients of every
-        other worker with timestamps c - s to c + s may be applied, and the worker's own s earlier gradients.
+        """Largest staleness of a gradient, in updates. Between a worker's read at clock c and the application of the
+        gradient computed from it, the server may apply the gradients of every other worker with timestamps c - s to c +
+        s, and the worker's own s earlier gradients.
         """
         return (2 * self.s + 1) * (workers - 1) + self.s if self.s else 0
 
@@ -62,7 +67,9 @@ class StaleSynchronous(ClockRule):
         return self.s
 
     def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
-        """Return the remaining gradients; there are some if workers do not wait for the answer to their last push."""
+        """Return the remaining gradients, one group for each timestamp. Gradients remain if workers do not wait for the
+        answer to their last push.
+        """
         return by_timestamp(pending)
 
 

@@ -38,7 +38,9 @@ class ValueBound(Consistency):
         return 1
 
     def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
-        """Return all reads if the drift is below the bound or no worker computes; otherwise, return no reads."""
+        """Return all read requests if the drift of the parameters is below the bound or no worker computes; otherwise,
+        return no read requests.
+        """
         bound = self.delta / math.sqrt(max(1, view.version)) if self.decreasing else self.delta
         return list(reads) if not view.reading or self._drift(view) < bound else []
 

@@ -33,6 +33,6 @@ class Kkt(Filter):
         require(0 <= self.slack <= self.l1, "slack of kkt", "in [0, l1]", self.slack, "use 0 for none")
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """Send the entries whose parameters are not zero, or would not stay zero."""
+        """Return the mask (K,) of the entries whose parameters are not zero, or would not stay zero."""
         mask: Mask = (params != 0) | ~(abs(update) <= self.l1 - self.slack)
         return mask

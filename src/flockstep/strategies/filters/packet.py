@@ -30,12 +30,12 @@ receivers are prepared.
 """
 HASH_BYTES = 8
 FAR = 1 << 60
-"""Step number larger than that of any step of a run."""
+"""A step number larger than that of any step of a run."""
 
 
 @dataclass
 class Outbox:
-    """The sender's state of a filtered connection to one receiver."""
+    """The sender's state of a connection to one receiver with filtered updates."""
 
     pending: FlatArray | None = None
     """The withheld part of earlier updates, of shape (K,); None if there is none."""
@@ -44,13 +44,14 @@ class Outbox:
 
 @dataclass
 class Inbox:
-    """The receiver's state of a filtered connection to one sender."""
+    """The receiver's state of a connection to one sender with filtered updates."""
 
     lists: Lists = field(default_factory=dict)
 
 
 def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
-    """Check that the receiver can tell the number of encoded entries from a message's size.
+    """Check that filters can be used with a codec: the receiver must be able to tell the number of encoded entries from
+    a message's size.
 
     Raises:
         CompositionError: the size of the codec's encoding depends on more than the number of entries.
@@ -76,7 +77,8 @@ def pack(
     random: np.random.Generator,
     flush: bool = False,
 ) -> Bytes:
-    """Encode `update` (K,) plus the pending entries; store in `outbox` the entries that the filters withhold.
+    """Return the packet for `update` (K,) plus the pending entries; store in `outbox` the entries that the filters
+    withhold.
 
     `flush` sends every entry. The codec's error in the values is lost. Without filters, the result is just the encoded
     update.
@@ -105,7 +107,7 @@ def pack(
 
 
 def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtype: str, inbox: Inbox) -> FlatArray:
-    """Return the update that `data` contains, with zeros for the entries that were not sent.
+    """Return the update (size,) that `data` contains, with zeros for the entries that were not sent.
 
     Raises:
         ProtocolError: `data` cannot be a packet for `size` elements, or refers to a key list that was never sent.

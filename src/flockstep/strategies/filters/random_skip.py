@@ -17,8 +17,8 @@ from flockstep.strategies.filters.base import Filter, Mask
 class RandomSkip(Filter):
     """Random skip filter (Li, Andersen, Smola & Yu 2014): each entry is left out with probability `share`.
 
-    The paper does not say what happens to a skipped entry; here, the entry is added to the next update, until it is
-    sent.
+    The paper does not say what happens to a skipped entry; in flockstep, the entry is added to the next update, until
+    the entry is sent.
     """
 
     share: float = field(default=0.5, metadata=SHOWN)

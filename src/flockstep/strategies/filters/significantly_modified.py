@@ -15,10 +15,12 @@ from flockstep.strategies.filters.base import Filter, Mask
 
 @dataclass(frozen=True)
 class SignificantlyModified(Filter):
-    """Significantly modified filter (Li, Andersen, Park et al. 2014, section 3.6): |change| > threshold.
+    """Significantly modified filter (Li, Andersen, Park et al. 2014, section 3.6): sends an entry once its accumulated
+    change exceeds `threshold` in magnitude.
 
-    The change is the sum of an entry's updates since it was last sent, in units of gradients, which are pushed, not of
-    parameters. The entries sent plus the pending entries equal the sum of all updates.
+    The change is the sum of an entry's updates since the entry was last sent. The threshold is in units of gradients,
+    because gradients are pushed, not parameters. The entries sent plus the pending entries equal the sum of all
+    updates.
     """
 
     threshold: float = field(default=1e-3, metadata=SHOWN)
@@ -30,6 +32,6 @@ class SignificantlyModified(Filter):
         )
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """Return the mask of the entries above the threshold, and of entries that are not a number."""
+        """Return the mask (K,) of the entries whose magnitude exceeds the threshold or that are not a number."""
         mask: Mask = ~(abs(update) <= self.threshold)
         return mask

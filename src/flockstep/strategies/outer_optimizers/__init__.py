@@ -1,1 +1,1 @@
-"""Outer optimizers, which compute the next model from the mean of the replicas."""
+"""Outer optimizers, which compute the next common model from the mean of the replicas."""

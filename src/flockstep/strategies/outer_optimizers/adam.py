@@ -1,4 +1,4 @@
-"""Adam as outer optimizer: a step of Adam along the replicas' mean change."""
+"""Adam as outer optimizer: Adam takes a step along the mean change of the replicas."""
 
 from __future__ import annotations
 

@@ -65,5 +65,5 @@ class Bmuf(OuterOptimizer):
             model += eta * state.change
 
     def result(self, model: FlatArray, state: Blocks) -> FlatArray:
-        """Return the model W, not the look-ahead point W + eta Delta."""
+        """Return the model W, not the look-ahead point W + eta Delta from which replicas continue."""
         return state.model

@@ -1,4 +1,4 @@
-"""Nesterov momentum as outer optimizer: DiLoCo's step along the replicas' mean change."""
+"""DiLoCo's outer optimizer: SGD with Nesterov momentum along the mean change of the replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Nesterov(OuterOptimizer):
         self.optimizer()
 
     def optimizer(self) -> SGD:
-        """Return the SGD optimizer that receives Delta as a gradient."""
+        """Return the SGD optimizer that takes Delta, the change of the model, as its gradient."""
         return SGD(self.lr, self.momentum, nesterov=self.momentum > 0)
 
     def start(self, model: FlatArray, workers: int) -> OptimizerState:

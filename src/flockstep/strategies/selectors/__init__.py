@@ -1,1 +1,1 @@
-"""Selectors, which decide which parameters are averaged if only a few of them are."""
+"""Selectors, which decide which parameters are averaged in a step that averages only a part of the parameters."""

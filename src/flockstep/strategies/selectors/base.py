@@ -13,7 +13,8 @@ from flockstep.expression import Component
 
 
 class Selector(Component):
-    """Decides which parameters are averaged after a step, the same on every worker, without communication.
+    """The interface of a selector, which decides which parameters are averaged after a step. All workers decide the
+    same, without communication.
 
     A selection depends only on the common seed and the number of the step, so that a selector has no state.
     """
@@ -33,7 +34,7 @@ class Selector(Component):
 
 
 def parts_for(size: int, share: float) -> int:
-    """Return ceil(1/share): the number of parts into which `size` elements are divided, each with at most about the
-    fraction `share` of the elements.
+    """Return ceil(1/share), the number of parts into which the `size` elements of a model are divided; at most
+    `size`.
     """
     return max(1, min(size, math.ceil(1 / share)))

@@ -1,4 +1,4 @@
-"""A selector that takes one part after another of a random partition, which is redrawn in every pass."""
+"""A selector that takes the parts of a random partition one after another. The partition is redrawn in every pass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flockstep.strategies.selectors.base import Selector, parts_for
 
 @dataclass(frozen=True)
 class Partitioned(Selector):
-    """Selects one part after another of a random partition into ceil(1/p) parts; the partition is redrawn when every
-    part has been averaged once.
+    """Selects the parts of a random partition of the parameters into ceil(1/p) parts one after another. The partition
+    is redrawn when every part has been averaged once.
 
     Every parameter is averaged exactly once per pass, each time with a different set of parameters.
     """

@@ -1,4 +1,4 @@
-"""A selector that takes one part after another of a random order, which is drawn once."""
+"""A selector that takes the parts of a random order one after another. The order is drawn once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flockstep.strategies.selectors.base import Selector, parts_for
 
 @dataclass(frozen=True)
 class Shuffled(Selector):
-    """Shuffled-sequential: the parameters in a random order, cut into ceil(1/p) parts, the same parts in every pass.
+    """Shuffled-sequential selection: the parameters are put in a random order and cut into ceil(1/p) parts, which are
+    the same in every pass.
 
     Every parameter is averaged exactly once in ceil(1/p) turns.
     """

@@ -17,26 +17,26 @@ from flockstep.strategies.traits import Memory
 
 
 class ServerUpdate(Component):
-    """Decides how released gradients change the server's parameters."""
+    """The interface of a server update, which decides how released gradients change the server's parameters."""
 
     noun: ClassVar[str] = "server_update"
     weighs: ClassVar[bool] = False
-    """Whether the rule itself weights the gradients of a group, so that it does not call `combine`."""
+    """Whether the server update weights the gradients of a group, instead of calling `combine`."""
     compares_reads: ClassVar[bool] = False
-    """Whether the rule depends on the parameters that each worker has read, so that the server calls `read` at every
-    read.
+    """Whether the server update depends on the parameters that each worker has read, so that the server calls `read` at
+    every read.
     """
 
     clips: ClassVar[Literal["combined", "none"]] = "none"
-    """"combined" if the rule steps the job's optimizer along the mean of a group, which the server can clip before the
-    step.
+    """"combined" if the update steps the job's optimizer along the mean of a group, which the server can clip before
+    the step.
     """
 
     memory: ClassVar[Memory] = "optimizer"
-    """What the server remembers of past steps under this rule, as in `Traits.memory`."""
+    """State of past steps that the server keeps under this update, a value of `Traits.memory`."""
 
     def start(self, me: Server) -> Any:
-        """Return the rule's state before the first gradient; the state is kept in the server's state."""
+        """Return the update's state before the first gradient. The server keeps this state as part of its own."""
         return None
 
     @abstractmethod
@@ -60,11 +60,11 @@ class ServerUpdate(Component):
         """
 
     def read(self, me: Server, state: Any, rank: int) -> None:
-        """Record that the current parameters are sent to worker `rank`."""
+        """Record that the current parameters are sent to the worker `rank`."""
 
 
 class Rated(Protocol):
-    """A gradient, or the note sent with one."""
+    """An object with the learning rate of a gradient: a received gradient, or the note sent with a gradient."""
 
     @property
     def lr(self) -> float:
@@ -81,5 +81,5 @@ def rate_of(group: Iterable[Rated]) -> float:
 
 
 def equal_weights(group: Sequence[Push], share: float) -> list[float]:
-    """Return the weight of each gradient if the mean of the group is applied, which is the same for all gradients."""
+    """Return the weight of each gradient of a group whose mean is applied; all weights are equal."""
     return [share / len(group)] * len(group)

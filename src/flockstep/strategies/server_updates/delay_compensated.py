@@ -19,13 +19,13 @@ from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 @dataclass
 class DelayCompensationState:
-    """The rule's state: w_bak of each worker, and the moving mean of squared gradients."""
+    """The update's state: the parameters w_bak that each worker read last, and the moving mean of squared gradients."""
 
     initial: FlatArray
     backups: dict[int, FlatArray]
     """Rank → the parameters (K,) that the worker read last; workers that read the same version share the array."""
     copied: int
-    """Version of the parameters in the most recent copy."""
+    """Version of the parameters of which `backups` holds the most recent copy."""
     latest: FlatArray
     mean_square: FlatArray | None
 
@@ -71,7 +71,7 @@ class DelayCompensated(ServerUpdate):
         return DelayCompensationState(initial, {}, me.version, initial, mean_square)
 
     def read(self, me: Server, state: DelayCompensationState, rank: int) -> None:
-        """Store the current parameters as the worker's backup: w_bak(rank) ← w."""
+        """Store the current parameters as the backup of worker `rank`: w_bak(rank) ← w."""
         if state.copied != me.version:
             state.copied, state.latest = me.version, copied(me.params)
         state.backups[rank] = state.latest
@@ -104,7 +104,7 @@ class DelayCompensated(ServerUpdate):
 
 
 def compensate(gradient: FlatArray, curvature: FlatArray | None, params: FlatArray, backup: FlatArray) -> FlatArray:
-    """Return g(w_bak) + h * (w - w_bak), the gradient at w to first order, where h is the Hessian's diagonal."""
+    """Return the gradient at w to first order: g(w_bak) + h * (w - w_bak), where h is the diagonal of the Hessian."""
     if curvature is None:
         return gradient
     result: FlatArray = gradient + curvature * (params - backup)

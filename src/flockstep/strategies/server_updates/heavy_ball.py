@@ -17,20 +17,20 @@ from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 class HeavyBall(ServerUpdate):
-    """Base of updates v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must
-    train with sgd.
+    """Base class of server updates v ← mu v + g', w ← w - lr v (v ← g' at the first step). A subclass determines mu.
+    The job must train with sgd.
 
     The momentum of the job is not applied, but its weight decay is: g' = share (g + weight_decay w).
     """
 
     @abstractmethod
     def explicit(self, workers: int, optimizer: SGD) -> float:
-        """Return the explicit momentum mu, given the number of workers and the job's optimizer."""
+        """Return the explicit momentum mu for the given number of workers and the job's optimizer."""
 
     memory = "velocity"
 
     def start(self, me: Server) -> None:
-        """Start from a zero velocity, or from the velocity in the optimizer's state when programs restart.
+        """Return the initial velocity: zero, or the velocity in the optimizer's state when programs restart.
 
         Raises:
             CompositionError: the job does not train with sgd in its heavy-ball form.

@@ -1,4 +1,4 @@
-"""Server update whose explicit momentum is reduced by the momentum that asynchrony causes."""
+"""Server update that reduces the explicit momentum by the momentum that asynchrony causes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class MomentumCorrected(HeavyBall):
         require(0 <= total < 1, "total of momentum_corrected", "in [0, 1)", total, "use for example 0.9")
 
     def explicit(self, workers: int, optimizer: SGD) -> float:
-        """Return the explicit momentum: total - (1 - 1/M)."""
+        """Return the explicit momentum total - (1 - 1/M) for M workers."""
         total = optimizer.momentum if self.total is None else self.total
         return total - (1 - 1 / workers)

@@ -1,4 +1,4 @@
-"""Server update with negative explicit momentum, against the momentum that asynchrony adds."""
+"""Server update with negative explicit momentum, which counteracts the momentum that asynchrony adds."""
 
 from __future__ import annotations
 

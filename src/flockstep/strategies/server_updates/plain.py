@@ -1,4 +1,4 @@
-"""The plain server update: the job's optimizer takes a step along the mean."""
+"""The plain server update: the job's optimizer takes a step along the mean of the released gradients."""
 
 from __future__ import annotations
 

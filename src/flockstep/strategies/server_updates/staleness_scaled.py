@@ -19,7 +19,7 @@ from flockstep.strategies.server_updates.base import ServerUpdate, rate_of
 
 @dataclass
 class Seen:
-    """The rule's state: the number and the total staleness of the gradients so far."""
+    """The update's state: the number and the total staleness of the gradients so far."""
 
     gradients: int = 0
     staleness: int = 0
@@ -57,7 +57,9 @@ class StalenessScaled(ServerUpdate):
     def apply(
         self, me: Server, state: Seen, group: Sequence[Push], share: float = 1.0, combine: Combine = mean_of
     ) -> list[float]:
-        """Take a step along the weighted mean; the mean weight is the share of a full step."""
+        """Take a step along the weighted mean of the gradients. The mean weight is the share of a full step that the
+        group makes.
+        """
         ages = [me.version - push.version for push in group]
         state.gradients += len(ages)
         state.staleness += sum(ages)
@@ -72,7 +74,9 @@ class StalenessScaled(ServerUpdate):
 
 
 def weighted_mean(gradients: Sequence[FlatArray], weights: Sequence[float]) -> FlatArray:
-    """Return sum_i weight_i g_i / sum_i weight_i; with equal weights, the plain mean, bit for bit."""
+    """Return sum_i weight_i g_i / sum_i weight_i. If all weights are equal, the result equals the plain mean, bit for
+    bit.
+    """
     if len(set(weights)) == 1:
         return mean_of(gradients)
     total: FlatArray = namespace(gradients[0]).zeros_like(gradients[0])

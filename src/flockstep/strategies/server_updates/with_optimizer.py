@@ -1,4 +1,4 @@
-"""Server update by which servers step with a separate optimizer."""
+"""Server update whose steps are taken by a separate optimizer, in place of the job's optimizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WithOptimizer(ServerUpdate):
             )
 
     def start(self, me: Server) -> OptimizerState:
-        """Return a fresh optimizer state, or the previous state when programs restart."""
+        """Return the optimizer's initial state, or its previous state when programs restart."""
         kept: OptimizerState | None = getattr(me.state, "update_state", None)
         return self.optimizer.init(me.params) if kept is None else kept
 

@@ -1,1 +1,1 @@
-"""Synchronization schedules: after how many local steps replicas are averaged."""
+"""Synchronization schedules, which decide after how many local steps replicas are averaged."""

@@ -1,4 +1,4 @@
-"""AdaComm: replicas are averaged more often as the loss falls."""
+"""AdaComm, an adaptive synchronization schedule: replicas are averaged more often as the loss falls."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from flockstep.strategies.synchronization_schedules.base import SynchronizationS
 
 @dataclass
 class Losses:
-    """A worker's state: H, the step at which H changes next, learning rates, and the losses since the last average."""
+    """A worker's state: the period H, the step at which H changes next, two learning rates, and the losses since the
+    last average.
+    """
 
     length: int
     change: int
     initial: float
-    """eta_0, the largest learning rate so far."""
+    """The largest learning rate so far, eta_0."""
     rate: float
-    """The learning rate at which the current H was chosen."""
+    """The learning rate at which the current period H was chosen."""
     total: float = 0.0
     count: int = 0
     first: float | None = None
-    """F_0, the mean loss of all workers before their first average; None until then."""
+    """The mean loss F_0 of all workers before their first average; None until the first average."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,21 @@ class Adaptive(SynchronizationSchedule):
 
     @property
     def every_step(self) -> bool:
-        """Whether H is always 1, because H never exceeds `first`."""
+        """Whether the period H is always 1, which is the case if `first` is 1, because H never exceeds `first`."""
         return self.first == 1
 
     def start(self, me: Worker) -> Losses:
-        """Return the state with H = `first` for one block."""
+        """Return the initial state, with the period H = `first` for one block."""
         return Losses(self.first, self.block, me.lr, me.lr)
 
     def due(self, me: Worker, state: Losses, since: int) -> bool:
-        """Record the step's loss; return whether H steps have been taken."""
+        """Record the loss of a step; return whether H steps have been taken since the last average."""
         state.total += me.loss
         state.count += 1
         return since >= state.length
 
     async def met(self, me: Worker, state: Losses, collective: Collective) -> None:
-        """Agree with all workers on their mean loss, if it is needed, and choose the next H."""
+        """Choose the next period H. If the choice needs the loss, first average the loss over all workers."""
         state.initial = max(state.initial, me.lr)
         changes = me.step >= state.change
         if changes or state.first is None:
@@ -90,12 +92,12 @@ class Adaptive(SynchronizationSchedule):
         state.total, state.count = 0.0, 0
 
     def chosen(self, ratio: float, length: int, same_rate: bool = True) -> int:
-        """Return the next H.
+        """Return the next period H.
 
         Args:
-            ratio: eta_0 / eta · F / F_0.
-            length: the current H.
-            same_rate: whether the current H was chosen at the current learning rate.
+            ratio: the value of eta_0 / eta · F / F_0.
+            length: the current period H, in steps.
+            same_rate: whether the current period was chosen at the current learning rate.
         """
         wanted = math.ceil(math.sqrt(ratio) * self.first) if 0 <= ratio < math.inf else length
         if wanted < length or not same_rate:

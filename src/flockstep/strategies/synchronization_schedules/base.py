@@ -11,7 +11,9 @@ from flockstep.nodes import Worker
 
 
 class SynchronizationSchedule(Component):
-    """Decides after how many local steps (H) the replicas are averaged; all workers must decide the same."""
+    """The interface of a synchronization schedule, which decides after how many local steps (H) the replicas are
+    averaged. All workers must decide the same.
+    """
 
     noun: ClassVar[str] = "synchronization_schedule"
     needs_job: ClassVar[bool] = False
@@ -28,9 +30,9 @@ class SynchronizationSchedule(Component):
 
     @abstractmethod
     def due(self, me: Worker, state: Any, since: int) -> bool:
-        """Return whether replicas are averaged now; called once after every step, `since` steps after the last
-        average.
+        """Return whether replicas are averaged now. The method is called once after every step, `since` steps after the
+        last average.
         """
 
     async def met(self, me: Worker, state: Any, collective: Collective) -> None:
-        """Called right after an average, so that the workers can agree on the next period, H."""
+        """Agree with the other workers on the next period H. The method is called right after every average."""

@@ -1,4 +1,4 @@
-"""Post-local SGD's period: an average after every step at first, and every H steps later."""
+"""The synchronization schedule of post-local SGD: an average after every step at first, and every H steps later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.strategies.synchronization_schedules.base import SynchronizationS
 
 @dataclass
 class Phase:
-    """A worker's state: whether the second phase has begun, and the largest learning rate so far."""
+    """A worker's state: whether the phase of local steps has begun, and the largest learning rate so far."""
 
     local: bool
     peak: float
@@ -24,8 +24,8 @@ class PostLocal(SynchronizationSchedule):
     """Post-local SGD (Lin et al. 2020, section 3): synchronous for `start_at` steps (t'), then H = `period` local steps
     per average.
 
-    Without `start_at`, the second phase begins with the first step whose learning rate is below an earlier one, as the
-    authors advise; with `inf`, the second phase never begins.
+    Without `start_at`, the phase of local steps begins with the first step whose learning rate is below an earlier
+    learning rate, as the authors advise. With start_at = inf, this phase never begins.
     """
 
     start_at: float | None = None
@@ -41,14 +41,18 @@ class PostLocal(SynchronizationSchedule):
 
     @property
     def every_step(self) -> bool:
-        """True if there is no second phase, or if H = 1 in the second phase."""
+        """Whether replicas are averaged after every step of the run: True if the phase of local steps never begins, or
+        if its period H is 1.
+        """
         return self.period == 1 or self.start_at == math.inf
 
     def start(self, me: Worker) -> Phase:
         return Phase(False, me.lr)
 
     def due(self, me: Worker, state: Phase, since: int) -> bool:
-        """Return True after each step of the first phase, and after every H steps of the second phase."""
+        """Return True after every step of the synchronous phase, and after every H steps of the phase of local
+        steps.
+        """
         state.local |= me.lr < state.peak if self.start_at is None else me.run_step > self.start_at
         state.peak = max(state.peak, me.lr)
         return since >= (self.period if state.local else 1)

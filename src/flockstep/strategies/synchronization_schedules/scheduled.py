@@ -1,4 +1,4 @@
-"""Synchronization periods from a table of steps and period lengths."""
+"""A synchronization schedule from a table of steps and periods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Scheduled(SynchronizationSchedule):
     """Periods from a table: H = periods[i] from step starts[i] on.
 
     Growing periods suit a falling learning rate (Haddadpour et al. 2019), shrinking periods a falling loss (Wang &
-    Joshi 2019). H is the period that the table has for the last step taken.
+    Joshi 2019). The period H in force is the table's period for the last step taken.
     """
 
     periods: tuple[int, ...] = (1, 4, 16)
