@@ -1,1 +1,3 @@
-"""Plans: predicts the costs of a run, measures machines, gives advice, and compares predictions with runs."""
+"""Plans: predict the cost of training with each strategy, measure machines, recommend a strategy, and compare
+predictions with runs.
+"""

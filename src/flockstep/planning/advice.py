@@ -28,26 +28,26 @@ REQUIREMENTS = {
     "private": "data may not leave the machines that store them",
     "slow-links": "links are sometimes slower than the cluster's description says",
 }
-"""Requirement that a user can name → meaning of the requirement."""
+"""Name of a requirement that a user can state → meaning of the requirement."""
 DROPS = "drops part of each gradient without error feedback, which reduces the accuracy (use feedback=residual)"
-"""Reason why a strategy is never recommended, whatever the requirements."""
+"""Reason, as text, for which a strategy is never recommended, whatever the requirements."""
 UNCOUNTED = "records no updates, so the number of samples that the strategy needs is not known"
-"""Reason why a strategy without trials is not recommended for its speed."""
+"""Reason, as text, for which a strategy without trials is not recommended for its speed."""
 LEAVING = {
     "others": "its workers compute on samples of other workers",
     "sent": "its messages contain training samples (the inputs of the first layer)",
 }
-"""Value of `Traits.samples` → how data leave their machines, as text."""
+"""Value of `Traits.samples` → text that says how samples leave the machines that store them."""
 SLOWER = 4.0
-"""Factor by which the requirement slow-links assumes links to be slower at times."""
+"""Factor by which communication is assumed to be slower under the requirement slow-links."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation as sentences, with its reasons."""
+    """A recommendation of a strategy, as sentences with reasons."""
 
     choice: StepPrediction | None
-    """The recommended strategy; None if no strategy meets the requirements."""
+    """Name of the recommended strategy; None if no strategy meets the requirements."""
     runner_up: StepPrediction | None
     sentences: tuple[str, ...]
     """Sentences of advice to the user."""
@@ -55,20 +55,20 @@ class Advice:
     changes: tuple[str, ...]
     """Sentences about conditions under which the advice would change."""
     excluded: tuple[tuple[str, str], ...]
-    """Strategies that the requirements rule out, each with the reason."""
+    """Strategies that the requirements rule out: name of the strategy and the reason."""
     requirements: tuple[str, ...]
     speedups: dict[str, float] = field(default_factory=dict)
-    """Name of a strategy → its predicted speed relative to one worker, by which strategies are ordered."""
+    """Name of a strategy → predicted speed relative to one worker, by which strategies are ordered."""
     crossovers: tuple[Crossover, ...] = ()
     untried: tuple[str, ...] = ()
-    """Strategies that were to be tried, but for which no trial finished."""
+    """Names of the strategies that were to be tried, but for which no trial finished."""
 
     def ranked(self, outlook: Outlook) -> list[StepPrediction]:
         """The plan's strategies in order of their predicted speed-up, highest first."""
         return sorted(outlook.predictions, key=lambda one: -self.speedups[one.name])
 
     def document(self) -> dict[str, Any]:
-        """The advice as plain data, for JSON."""
+        """Return the advice as plain data, for JSON."""
         return {
             "choice": None if self.choice is None else self.choice.name,
             "runner_up": None if self.runner_up is None else self.runner_up.name,
@@ -88,7 +88,7 @@ def advise(
     """Recommend the strategy with the highest predicted speed-up among the strategies that meet the requirements.
 
     Trials in `found` take precedence over predictions. `candidates` are the strategies that were to be tried; if some
-    were not tried, the advice says that it is partial.
+    of them were not tried, the advice says so.
 
     Raises:
         UnknownName: a requirement does not exist.
@@ -154,7 +154,9 @@ def require_known(requirements: Iterable[str]) -> None:
 
 
 def slower(requirements: tuple[str, ...]) -> float:
-    """Return the factor by which the requirements lengthen every part of a step except computing."""
+    """Return the factor by which every part of a step except computing is assumed to be longer under the given
+    requirements.
+    """
     return SLOWER if "slow-links" in requirements else 1.0
 
 
@@ -233,7 +235,9 @@ def counted(found: StepPrediction) -> bool:
 
 
 def unfit(found: StepPrediction, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
-    """Return why a strategy does not meet the requirements or cannot run; None if it meets them and can run."""
+    """Return the reason for which a strategy does not meet the requirements or cannot run; None if the strategy meets
+    the requirements and can run.
+    """
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
         return f"needs more memory than the {formatting.size(memory)} of a worker"

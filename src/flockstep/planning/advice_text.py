@@ -1,6 +1,4 @@
-"""Sentences of advice: the recommended strategy, the reasons, and the conditions under which the choice would
-change.
-"""
+"""Texts of an advice: the recommended strategy, the reasons, and the conditions under which the choice would change."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 
 FEW = 0.001
-"""Share of steps below which the advice says "sometimes slow" instead of the share."""
+"""Share of steps below which the advice says that workers are "sometimes slow", instead of naming the share."""
 CLOSE = 2.0
-"""Ratio of speeds below which the advantage of a strategy is given in percent."""
+"""Ratio of the speeds of two strategies below which the difference is given in percent."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +28,15 @@ class Case:
 
     outlook: Outlook
     left: Sequence[StepPrediction]
-    """Strategies that meet the requirements, best first."""
+    """Predictions for the strategies that meet the requirements, best first."""
     speedups: Mapping[str, float]
-    """Name of a strategy → its predicted speed relative to one worker, under the requirements."""
+    """Name of a strategy → predicted speed relative to one worker, under the requirements."""
     meanings: Sequence[str]
-    """Meanings of the user's requirements; one phrase for each requirement."""
+    """Meanings of the user's requirements, one phrase for each requirement."""
     alone: str | None = None
-    """Reason why one worker does not meet the requirements; None if one worker meets them."""
+    """Reason for which training on one worker does not meet the requirements; None if it meets them."""
     tried: bool = False
-    """Whether the best remaining strategy was chosen by trials."""
+    """Whether the best strategy that meets the requirements was chosen by trials."""
 
     def speedup(self, found: StepPrediction) -> float:
         """Return the predicted speed of a strategy relative to one worker."""
@@ -46,12 +44,12 @@ class Case:
 
     @property
     def second(self) -> StepPrediction | None:
-        """The second-best strategy; None if there is none."""
+        """The second-best strategy that meets the requirements; None if fewer than two strategies do."""
         return self.left[1] if len(self.left) > 1 else None
 
 
 def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Sentences that say that no strategy meets the requirements, and why."""
+    """Return the sentences that say that no strategy meets the requirements, and why."""
     why, memory, alone = dict(excluded), outlook.site.cluster.memory, outlook.alone
     single = f"{alone.name}: {why.pop(alone.name)}"
     too_large = memory is not None and alone.memory > memory
@@ -64,7 +62,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
 
 
 def recommendation(case: Case, choice: StepPrediction) -> tuple[str, ...]:
-    """Return sentences of advice to the user: which strategy to use, with which settings."""
+    """Return the sentences that tell the user which strategy to use, and with which settings."""
     if choice.strategy is None:
         return (f"Use one worker ({_rate(choice)}).", *_rather(case, choice))
     return (_take(case, choice), *_uncompressed(case, choice))
@@ -142,7 +140,7 @@ def _uncompressed(case: Case, choice: StepPrediction) -> tuple[str, ...]:
 
 
 def reasons(case: Case, choice: StepPrediction) -> tuple[str, ...]:
-    """Reasons for the recommendation, one sentence each."""
+    """Return the reasons for the recommendation, one sentence each."""
     outlook = case.outlook
     latency, bandwidth = outlook.site.link
     said = []
@@ -198,8 +196,8 @@ _RATES = {"higher": "may grow with the number of workers", "likely": f"is {RATES
 
 
 def changes(case: Case, choice: StepPrediction, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
-    """Sentences about the conditions under which another strategy becomes better, how close the second-best strategy
-    is, and how to find out.
+    """Return sentences about the conditions under which another strategy becomes better, about the lead over the
+    second-best strategy, and about ways to measure it.
     """
     said = []
     for one in crossovers:
@@ -237,7 +235,7 @@ def _measured(outlook: Outlook, choice: StepPrediction, second: StepPrediction) 
 
 
 def quantity(one: Crossover, side: str) -> str:
-    """Return the text of a condition: that the quantity of a crossover is above or below its value."""
+    """Return the text of the condition that the quantity of a crossover is above or below its value."""
     less = "more" if side == "above" else "less"
     if one.quantity == "bandwidth":
         return f"if the slowest link had {less} than {speed(one.value)} (now {speed(one.here)})"

@@ -1,4 +1,4 @@
-"""Measures this machine, and returns the description of a cluster of this machine."""
+"""Measures the gradients and messages of this machine, and describes the machine as a cluster."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
-"""Number of gradients that are measured for each worker alone, and again with all workers at the same time."""
+"""Number of gradients that each worker computes alone, and again while all workers compute."""
 ROUNDS = 20
 NEAR = 0.15
-"""Relative difference between the measured slowdown and the slowdown of a whole number of cores above which a note is
-added.
+"""Largest relative difference between the measured slowdown and the slowdown of a whole number of cores for which the
+calibration adds no note.
 """
 UNEQUAL = 2.0
-"""Ratio of the speeds of two links, between different pairs of workers, above which a note says that the pairs
-differ.
+"""Ratio between the largest and the smallest measured value of different pairs of workers above which a note says that
+the pairs differ.
 """
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured cluster, with notes about the measurement."""
+    """The result of a calibration: the description of a cluster, with notes about the measurement."""
 
     shape: ClusterShape
     notes: tuple[str, ...]
 
     def to_toml(self) -> str:
-        """Return the cluster as a TOML file, with the notes as comments at the top."""
+        """Return the cluster's description as text in TOML format, with the notes as comments at the top."""
         return to_toml(self.shape, self.notes)
 
 
@@ -64,18 +64,19 @@ def calibrate(
     optimizers: Sequence[str] = OPTIMIZERS,
     say: ProgressCallback = silent,
 ) -> Calibration:
-    """Measure this machine: the job's gradients in one process and in several at once, messages, codecs and optimizers.
+    """Measure this machine: the durations of the job's gradients in one process and in several processes at once, of
+    messages, of codecs and of optimizers.
 
     Args:
         job: expression of a workload, or path of a Python file with a job.
         workers: number of processes that compute at the same time; messages are measured between all pairs.
         transport: transport of the messages.
-        threads: threads of the numerical libraries in each process.
+        threads: number of threads of the numerical libraries in each process.
         gradients: number of gradients of each worker alone, and again with all workers at the same time.
-        rounds: rounds of messages, and of codecs and optimizers.
+        rounds: number of repetitions of the measurements of messages, codecs and optimizers.
         codecs: expressions of the codecs to measure.
         optimizers: expressions of the optimizers to measure.
-        say: receives lines of progress.
+        say: function that is called with lines of progress.
 
     Returns:
         The description of a cluster of one machine, with notes about the measurement.

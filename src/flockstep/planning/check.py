@@ -1,4 +1,4 @@
-"""Compares the prediction of a plan with the measurements in a run's record."""
+"""Compares the prediction of a plan with the measurements of a run."""
 
 from __future__ import annotations
 
@@ -30,25 +30,29 @@ from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
 
 EVERYONES = 1000
-"""Largest number of steps, of all workers together, in the rehearsal of a simulated run, which repeats the run's random
-draws.
+"""Largest number of steps, of all workers together, in the rehearsal of a simulated run. The rehearsal repeats the
+random draws of the run.
 """
 APART = 1.2
-"""Ratio of predicted and measured gradient times above which the error is also given without this difference."""
+"""Ratio of predicted and measured gradient times above which the error of a prediction is also given for equal gradient
+times.
+"""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Mean duration and bytes of a worker's step."""
+    """Mean duration, bytes and further figures of a worker's step, predicted or measured."""
 
     seconds: float
     sent_bytes: float
     utilization: float
     staleness: float | None
     rate: float | None = None
-    """Samples per second of all workers together, applied or not, until the end of the last step."""
+    """Samples per second of all workers together until the end of the last step, including samples whose gradients were
+    not applied.
+    """
     gradient: float = 0.0
-    """Usual seconds of a gradient; 0 if they cannot be separated from waiting for a core."""
+    """Usual duration of a gradient in seconds; 0 if the duration cannot be separated from waiting for a core."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +63,31 @@ class Check:
     strategy: str
     workers: int
     cluster: str
-    """Machines on which the prediction is based."""
+    """Name of the cluster, or of the simulated network, on which the prediction is based."""
     source: str
-    """How the prediction was obtained: from a closed form or from a rehearsal."""
+    """Text that says how the prediction was obtained: from a closed form or from a rehearsal."""
     predicted: Figures
     measured: Figures
     gradient_seconds: float | None = None
-    """Predicted seconds of a step if gradients take as long as in the run; None if `predicted` already assumes nearly
-    this time.
+    """Predicted seconds of a step if gradients take as long as in the run; None if `predicted` already assumes a
+    similar time.
     """
     notes: tuple[str, ...] = ()
     """Sentences about differences between the conditions of prediction and measurement."""
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted seconds: positive if the prediction is too long."""
+        """Relative error of the predicted step time: positive if the prediction is too long."""
         return self.predicted.seconds / self.measured.seconds - 1
 
     @property
     def error_besides_gradients(self) -> float:
-        """Relative error of the predicted seconds if gradients take as long as in the run."""
+        """Relative error of the predicted step time if gradients take as long as in the run."""
         return (self.gradient_seconds or self.predicted.seconds) / self.measured.seconds - 1
 
     @property
     def sent_error(self) -> float | None:
-        """Relative error of the predicted bytes; None if no bytes were sent."""
+        """Relative error of the predicted bytes per step; None if the run sent no bytes."""
         return self.predicted.sent_bytes / self.measured.sent_bytes - 1 if self.measured.sent_bytes else None
 
     @property
@@ -94,7 +98,7 @@ class Check:
         return self.predicted.rate / self.measured.rate - 1 if self.predicted.rate and self.measured.rate else None
 
     def document(self) -> dict[str, Any]:
-        """The comparison as plain data, for JSON."""
+        """Return the comparison as plain data, for JSON."""
         rows = {name: vars(getattr(self, name)) for name in ("predicted", "measured")}
         names = ("job", "strategy", "workers", "cluster", "source", "error", "sent_error", "rate_error", "notes")
         own = {"error_besides_gradients": self.error_besides_gradients}
@@ -110,7 +114,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         imports: the Python files that the record may need, including its job's file; no other file is executed.
 
     Returns:
-        Predicted and measured means of a step.
+        The predicted and the measured figures of a step.
 
     Raises:
         ConfigurationError: there is no record; the record has no steps or belongs to a script; or the run was real and
@@ -219,8 +223,8 @@ def for_report(
     """Return predictions of runs for a report: for `cluster` if it is given, otherwise from rehearsals of simulated
     runs.
 
-    A run that cannot be predicted, or whose measurements are missing, has None. Without a cluster, only the record is
-    read.
+    The entry of a run that cannot be predicted, or whose measurements are missing, is None. Without a cluster, only the
+    record is read.
 
     Raises:
         NotAskedFor: a cluster is given, and a record needs a Python file that is not in `imports`.
@@ -260,8 +264,7 @@ def _by_record(record: RunFolder) -> Check | None:
 
 
 def measure(events: Sequence[Event], workers: int, where: str = "the record") -> Figures:
-    """Return the mean figures of a run's events, without the beginning of the run: of the steps that a rehearsal also
-    counts.
+    """Return the mean figures of a run's steps, without the steps at the beginning that a rehearsal also ignores.
 
     Raises:
         ConfigurationError: a worker has fewer than three steps, or the steps take no time.
@@ -340,13 +343,13 @@ CHECK_MEANT = {
     "bytes error": "bytes: bytes that a worker sends per step.",
     "from": "from: a rehearsal, that is a short run in virtual time, or an extrapolation from smaller rehearsals.",
 }
-"""Heading of a column → meaning of the column."""
+"""Column heading in the table of predictions and measurements → meaning of the column."""
 CHECK_RANKS = (0, 3, 0, 0, 0, 1, 1, 1, 2, 2, 2, 4)
-"""Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
+"""Column heading → rank of the column. A narrow terminal leaves out the columns of the highest rank first."""
 
 
 def check_cells(one: Check) -> tuple[str, ...]:
-    """Return a table row that compares prediction and measurement."""
+    """Return the table row that compares the prediction of a run with its measurement."""
     return (
         short(one.strategy),
         str(one.workers),

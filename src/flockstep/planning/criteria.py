@@ -1,8 +1,8 @@
 """The criteria of Table 2 of Langer et al. (2020), computed from a plan's predictions.
 
-The paper grades techniques by hand, from + to +++ and from easy to hard. Here every grade follows from a figure of the
-plan for the given cluster, so a strategy may be graded differently on another cluster. Model parallelism is not
-included.
+The paper grades techniques by hand, from + to +++ and from easy to hard. In a plan, every grade follows from a
+predicted figure for the given cluster, so a strategy may be graded differently on another cluster. Model parallelism is
+not included.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from flockstep.strategies.base import TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codecs_of
 
 DEPTH = 50.0
-"""S: assumed number of steps to the target with a very large batch.
+"""Assumed number S of steps to the target with a very large batch.
 
-The larger S is, the less a delay of a fixed number of steps counts.
+The larger S is, the smaller is the effect of a delay of a fixed number of steps.
 """
 APART = 0.5
-"""Share of the noise that remains in local models that hardly ever synchronize."""
+"""Share of the gradient noise that is not averaged out in local models that hardly ever synchronize."""
 HALF = 4.0
-"""Number of local steps between two synchronizations at which half of `APART`, the share of the noise that remains in
-local models, is reached without momentum.
+"""Number of local steps between two synchronizations at which, without momentum, half of the noise share `APART`
+remains in local models.
 """
 USUAL = 0.9
-"""Assumed momentum of optimizers whose state has momentum under another name."""
+"""Momentum that is assumed for optimizers that have a state but no hyper-parameter named momentum."""
 NEVER = 1e6
-"""Largest number of steps, or of versions of staleness, that a prediction takes into account."""
+"""Largest number of steps, or of versions of staleness, that a prediction assumes."""
 DOUBT = 1.1
-"""Factor on the number of samples that a strategy needs, for each effect that the model of this number ignores."""
+"""Factor by which the predicted number of samples grows for each effect of a strategy that the prediction does not
+model.
+"""
 DROPPING = 0.01
-"""Share of an array's energy above which the part that a codec leaves out counts as dropped."""
+"""Share of an array's energy from which the part that a codec leaves out counts as dropped."""
 TRIED = 4096
-"""Number of elements of the random array on which codecs are tried."""
+"""Number of elements of the random array on which the error of codecs is measured."""
 
 LEAST = 1e-12
 """Seconds assumed for a step that takes no time, to avoid division by zero."""
@@ -53,31 +55,35 @@ LEAST = 1e-12
 
 @dataclass(frozen=True)
 class Criteria:
-    """The row of a strategy in Table 2, for this cluster."""
+    """A strategy's row of Table 2 of Langer et al. (2020), computed for one cluster."""
 
     technique: str
     balanced_data: bool
-    """R_LBD: whether the workers' data must be large and similar."""
+    """Criterion R_LBD: whether the workers' data must be large and similar."""
     learning_rate: Literal["higher", "likely", "lower"]
-    """OptLR: the best learning rate relative to the best rate of one worker, as the cluster grows."""
+    """Criterion OptLR: the best learning rate relative to that of one worker, as the cluster grows."""
     overlap: float | None
-    """COCC: mean staleness of updates in versions; None if the strategy has no versions."""
+    """Criterion COCC: mean staleness of updates in versions; None if the strategy has no versions."""
     hyper_parameters: int
-    """CAHP: number of hyper-parameters that the strategy and its parts add."""
+    """Criterion CAHP: number of hyper-parameters that the strategy and its components add."""
     exposure: float | None
-    """RSOI: share of the slowest worker's delay that all workers suffer, from 0 to 1; None if unknown."""
+    """Criterion RSOI, stragglers: share of the slowest worker's delay that all workers suffer, from 0 to 1; None if
+    unknown.
+    """
     survives: int
-    """RSOI: number of workers that may die while the other workers continue."""
+    """Criterion RSOI, failures: number of workers that may die while the other workers continue."""
     reproducible: Literal["easy", "medium", "hard"]
-    """ERB: how hard it is to reproduce a result."""
+    """Criterion ERB: difficulty of reproducing a result exactly."""
 
     def document(self) -> dict[str, Any]:
-        """The criteria as plain data, for JSON."""
+        """Return the criteria as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
 def criteria(found: StepPrediction, pace: Pace | None) -> Criteria:
-    """Return the row of Table 2 for a predicted strategy; a trivial row for one worker."""
+    """Return the row of Table 2 of Langer et al. (2020) for a predicted strategy. For one worker, the row says that
+    nothing differs from training on one worker.
+    """
     if found.strategy is None:
         return Criteria("one worker", False, "likely", 0.0, 0, 1.0, 0, "easy")
     cell, traits = found.strategy.taxonomy_entry, found.strategy.traits
@@ -120,7 +126,7 @@ def is_synchronous(cell: TaxonomyEntry | None, traits: Traits) -> bool:
 
 
 def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
-    """Return whether a run can be repeated exactly.
+    """Return whether a run of the strategy can be repeated exactly.
 
     If servers drop gradients, the order of arrival decides which gradients are dropped.
     """
@@ -128,7 +134,7 @@ def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
 
 
 def count(part: Component) -> int:
-    """Return the number of hyper-parameters of a component and of its parts."""
+    """Return the number of hyper-parameters of a component and of the components in it."""
     values = [getattr(part, name) for name in fields_of(type(part))]
     return sum(1 if not isinstance(value, Component) else count(value) for value in values)
 
@@ -159,9 +165,10 @@ def departures(found: StepPrediction, site: Site) -> tuple[str, ...]:
 def relative_samples(found: StepPrediction, site: Site) -> float:
     """Return the factor by which a strategy needs more samples than training on one worker for the same accuracy.
 
-    To a target, plain training takes S (1 + r) steps: S of them for any batch size, and r S because of gradient noise,
-    which a batch n times as large reduces n times (McCandlish et al. 2018, equation 2.7; r is `JobProfile.noise`, and S
-    is assumed to be `DEPTH`). Counted in gradients of all its workers and in units of S, a strategy takes:
+    To a target, plain training takes S (1 + r) steps: S steps for any batch size, and r S further steps because of
+    gradient noise, which a batch n times as large reduces n times (McCandlish et al. 2018, equation 2.7; r is
+    `JobProfile.noise`, and S is assumed to be `DEPTH`). Counted in gradients of all its workers and in units of S, a
+    strategy takes:
 
     * synchronous: n c + r (1 + ω), with c as below, and ω the variance that an unbiased codec adds;
     * asynchronous: c(τ) + r, where c(τ) = 1 / sin(π / (2 (2 τ + 1))) is the factor by which the learning rate must be
@@ -199,8 +206,8 @@ def relative_samples(found: StepPrediction, site: Site) -> float:
 
 
 def lateness(found: StepPrediction, site: Site) -> float:
-    """Return the staleness of a strategy's updates; without versions, the number of other workers' updates during a
-    step and the transit of a model.
+    """Return the staleness of a strategy's updates, in versions. For a strategy without versions, return the number of
+    updates by other workers during a step and the transit of a model.
     """
     if found.staleness is not None:
         return found.staleness
@@ -208,10 +215,10 @@ def lateness(found: StepPrediction, site: Site) -> float:
 
 
 def delay(found: StepPrediction, site: Site) -> float:
-    """Return the number of steps for which a model is in transit if no worker waits for the model.
+    """Return the number of a worker's steps during which a model is in transit, if no worker waits for the model.
 
-    The number grows without limit with the load of the links: it is the transit time divided by 1 - ρ, where ρ is the
-    share of time in which a worker's card sends, as in a queue whose jobs vary in size and arrival.
+    The number grows without limit with the load of the links: the transit time is divided by 1 - ρ, where ρ is the
+    share of time in which a worker's network card sends, as in a queue whose jobs vary in size and arrival.
     """
     step = usual_step(found, site)
     busy = found.sent_bytes / site.link[1] / step
@@ -219,21 +226,21 @@ def delay(found: StepPrediction, site: Site) -> float:
 
 
 def usual_step(found: StepPrediction, site: Site) -> float:
-    """Return the mean seconds between two gradients of a worker, over all gradients; most gradients come from workers
-    that wait little.
+    """Return the mean seconds between two gradients of a worker, over all gradients. Most gradients come from fast
+    workers, so the result is at most the mean over workers.
     """
     return max(found.workers * site.task.batch / max(found.samples_per_second, LEAST), LEAST)
 
 
 def momentum(site: Site) -> float:
-    """Return the momentum of the job's optimizer; 0.9 for other optimizers with a state."""
+    """Return the momentum of the job's optimizer; 0.9 for optimizers that have a state but no such hyper-parameter, and
+    0 for optimizers without state.
+    """
     return float(getattr(site.task.optimizer, "momentum", USUAL if site.task.slots else 0.0))
 
 
 def horizon(found: StepPrediction, site: Site) -> float:
-    """Return the number of steps until all workers have received a worker's step; pairwise averaging needs more steps
-    than full averages.
-    """
+    """Return the number of steps after which the effect of a worker's step has reached all workers."""
     assert found.strategy is not None
     n, sent = found.workers, max(found.sent_bytes / site.task.nbytes, 1e-9)
     if n == 1:
@@ -251,12 +258,12 @@ def horizon(found: StepPrediction, site: Site) -> float:
 
 
 def approximates(found: StepPrediction) -> bool:
-    """Return whether messages approximate the exact values."""
+    """Return whether a strategy's messages contain approximations of the exact values."""
     return not found.lossless or (found.strategy is not None and found.strategy.traits.approximation != "none")
 
 
 def drops(found: StepPrediction) -> bool:
-    """Return whether a codec drops values that no later message contains, so that accuracy is lost permanently."""
+    """Return whether a strategy drops values that no later message contains, so that accuracy is lost permanently."""
     if found.strategy is None:
         return False
     if found.strategy.traits.approximation == "lost":
@@ -270,9 +277,9 @@ def compression(found: StepPrediction, site: Site) -> tuple[float, float]:
     """Return the relative variance ω that unbiased codecs add, and the number of steps by which other codecs delay the
     values that they leave out.
 
-    Both are measured on an array of Laplacian random numbers, which, like gradients, have heavier tails than normally
-    distributed numbers (Aji & Heafield 2017 find most gradients near zero). A strategy that approximates without a
-    codec counts as keeping the share that it sends.
+    Both figures are measured on an array of Laplacian random numbers, which, like gradients, have heavier tails than
+    normally distributed numbers (Aji & Heafield 2017 find most gradients near zero). A strategy that approximates
+    without a codec counts as keeping the share that it sends.
     """
     noise, held = 0.0, 0.0
     for codec in codecs_of(found.strategy):
@@ -303,7 +310,7 @@ def lost(codec: Codec) -> float:
 
 
 def effective_rate(samples_per_second: float, relative: float) -> float:
-    """Return the effective samples per second, by which strategies are compared: samples per second divided by
-    `relative_samples`.
+    """Return the effective samples per second, the figure by which strategies are compared: samples per second divided
+    by the relative number of samples needed.
     """
     return samples_per_second / relative

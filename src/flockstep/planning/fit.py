@@ -1,13 +1,13 @@
-"""Fits a cluster's description to the records of runs: compute model, latency and bandwidth.
+"""Fits a cluster's description (compute model, latency and bandwidth) to the records of runs.
 
 The steps of a record give the durations of gradients. The rest of a step's time is messages and waiting, which depend
 on the strategy: this rest is rehearsed in virtual time with the recorded gradient times, and latency and bandwidth are
 chosen so that the rehearsals take as long as the runs.
 
-A step of one strategy at one model size takes t = f(L, 1/B), one equation with two unknowns. They can be separated only
-by records in which bytes and messages have different weights; with one record, latency or bandwidth must be given. Real
-runs are rehearsed on links that messages share, as TCP connections do (`fair_link`); simulated runs, on the network of
-the simulation.
+A step of one strategy at one model size takes t = f(L, 1/B) for the latency L and the bandwidth B, one equation with
+two unknowns. Latency and bandwidth can be separated only by records in which bytes and messages have different weights;
+with one record, latency or bandwidth must be given. Real runs are rehearsed on links that messages share, as TCP
+connections do (`fair_link`); simulated runs, on the network of the simulation.
 """
 
 from __future__ import annotations
@@ -43,31 +43,33 @@ from flockstep.simulation.tiers import Tiers
 from flockstep.strategies.base import Strategy
 
 ALIKE = 1.1
-"""Largest ratio of the median gradient times of workers that count as equal in speed."""
+"""Largest ratio between the median gradient times of workers that count as equally fast."""
 LONGEST = 400
-"""Largest number of steps of a record that are read and rehearsed."""
+"""Largest number of steps of each record that a fit reads and rehearses."""
 PARTS = ("compute_seconds", "wait_seconds", "comm_seconds")
-"""Names of the parts of a step's time in a record."""
+"""Names of the parts of a step's duration in a record."""
 SPANS = 5
-"""Number of spans into which steps are divided."""
+"""Number of spans into which the steps of a run are divided, so that the median over spans ignores outliers."""
 POOR = 0.2
-"""Relative error of a step's time above which a fit counts as poor."""
+"""Relative error of the step time above which a fit counts as poor."""
 SHORT, LONG = 1e-7, 1e2
-"""Bounds within which a fit searches the latency, in seconds."""
+"""Bounds of the latencies that a fit considers, in seconds."""
 SLOW, FAST = 1e2, 1e12
-"""Bounds within which a fit searches the bandwidth, in bytes per second."""
+"""Bounds of the bandwidths that a fit considers, in bytes per second."""
 TELLING = 0.05
 """Smallest relative change of the step time between records with which a fit can determine both latency and
 bandwidth.
 """
 ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
-"""Parameters of the least-squares fit on a logarithmic scale: number of iterations, step for slopes, and tolerance."""
+"""Parameters of the least-squares fit on a logarithmic scale: number of iterations (ROUNDS), step for numerical
+derivatives (STEP), and tolerance (CLOSE).
+"""
 SEARCH = 40
-"""Largest number of iterations of the search for one unknown."""
+"""Largest number of iterations of the search for one unknown, latency or bandwidth."""
 MOST = 1e12
-"""Seconds, or bytes, of a step above which a record counts as invalid."""
+"""Number of seconds, or of bytes, of a step above which a record counts as invalid."""
 NOTHING = 0.01
-"""Share of a step's time below which the network's share is ignored."""
+"""Share of the step time below which the network's part of a step is ignored."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
 
 
 def hosts_in(events: Sequence[Event]) -> Hosts:
-    """Return the workers of each host of a run over several hosts; empty for other runs.
+    """Return the ranks of the workers on each host, for a run over several hosts; empty for other runs.
 
     Raises:
         ConfigurationError: the workers of a host are not neighbors in rank, as they are on the machines of a cluster.
@@ -253,10 +255,11 @@ def hosts_in(events: Sequence[Event]) -> Hosts:
 
 
 def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[StepEvent]]:
-    """The steps of every worker, in order.
+    """Return the steps of every worker, in order.
 
     Raises:
-        ConfigurationError: there are fewer events than workers, steps of an unknown worker, or impossible amounts.
+        ConfigurationError: there are fewer events than workers, steps of an unknown worker, or steps with impossible
+            durations or bytes.
     """
     if workers > len(events):
         raise ConfigurationError(
@@ -283,7 +286,7 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
 
 
 def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
-    """Smallest number of steps of a worker.
+    """Return the smallest number of steps of a worker.
 
     Raises:
         ConfigurationError: a worker has fewer than three steps.
@@ -297,10 +300,10 @@ def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
 
 
 def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int, parts: Sequence[str] = PARTS) -> float:
-    """Return the usual seconds of a step, or of some of its parts: the median, over spans of steps, of the mean over
-    all workers, so that outliers have no effect.
+    """Return the usual seconds of a step, or of some parts of a step: the mean over all workers in each span of steps,
+    and then the median over the spans, so that outliers have no effect.
 
-    Steps at the beginning are ignored, because processes warm up.
+    Steps at the beginning of the run are ignored, because processes warm up.
     """
     spans = np.array_split(np.arange(first_counted(length), length), min(SPANS, length - first_counted(length)))
     means = [
@@ -311,7 +314,7 @@ def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int, parts: Sequ
 
 
 def first_counted(steps: int) -> int:
-    """Return the number of steps at the beginning of a run that are ignored, as in a rehearsal."""
+    """Return the number of steps at the beginning of a run that a fit ignores, as a rehearsal does."""
     return max(1, int(LEFT_OUT * steps))
 
 

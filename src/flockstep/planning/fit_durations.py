@@ -1,4 +1,4 @@
-"""Finds a compute model that describes measured durations."""
+"""Finds a compute model that describes measured durations of gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, 
 STEADY = 1e-3
 """Standard deviation, as a share of the mean, below which durations count as constant."""
 NEAR = 1.63
-"""Largest distance from a lognormal distribution, times √n: Kolmogorov's bound at 1 %, multiplied by `SLACK`, because
-no model fits exactly.
+"""Largest distance, times √n, at which n durations count as lognormal: the 1 % bound of the Kolmogorov-Smirnov test,
+multiplied by `SLACK`, because no model fits exactly.
 """
 SLACK = 0.05
 QUANTILES = 21
@@ -24,14 +24,15 @@ QUANTILES = 21
 
 @dataclass(frozen=True)
 class Fit:
-    """A compute model fitted to durations, and why it was chosen."""
+    """A compute model that was fitted to durations, and the reason for its choice."""
 
     law: ComputeModel
     why: str
 
 
 def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
-    """Fit a compute model: constant, lognormal with the measured mean, or, if neither fits, the measured quantiles.
+    """Fit a compute model to durations: constant; lognormal with the measured mean; or, if neither fits, the measured
+    quantiles.
 
     Raises:
         ConfigurationError: there are fewer than two durations, or a duration is not positive.

@@ -8,18 +8,21 @@ from flockstep.drivers.plan import LocalOptimizer
 from flockstep.frameworks.base import Engine
 
 STEPS = 64
-"""Number of steps of each part of a measurement: before training, between the measurements, and after that."""
+"""Number of steps of each of the three phases: a measurement at the initial parameters, training, and a measurement
+during further training.
+"""
 GRADIENTS = 6 * STEPS
-"""Number of gradients that a measurement takes."""
+"""Number of gradients that one call of `gradient_noise` computes."""
 
 
 def gradient_noise(engine: Engine, batch: int) -> float:
-    """Noise scale in batches, B_noise / B of McCandlish et al. (2018): the variance of a batch's gradient, relative to
-    the squared norm of the gradient of all samples; not finite if training diverges.
+    """Return the noise scale of the job's gradients in batches (B_noise / B of McCandlish et al. 2018): the variance of
+    a batch's gradient, relative to the squared norm of the gradient of all samples. The result is not finite if
+    training diverges.
 
     For the gradients a and b of two batches at equal parameters, E|a - b|²/2 = tr Σ / B and E[a · b] = |G|². The noise
-    scale changes while a job trains, and the number of steps to a target depends on its mean over those steps. The
-    result is the mean of two measurements: before training, and between steps `STEPS` and 2 `STEPS`.
+    scale changes while a job trains, and the number of steps to a target depends on the mean noise scale over those
+    steps. The result is the mean of two measurements: before training, and between steps `STEPS` and 2 `STEPS`.
     """
     params, first, second = engine.initial(), engine.initial(), engine.initial()
     optimizer = LocalOptimizer(engine.optimizer, params, engine.schema.slices)

@@ -1,4 +1,5 @@
-"""Chooses partition and strategy together: whole replicas, or replicas that several workers hold as a pipeline.
+"""Chooses a partition of the model together with a strategy: either every worker holds a whole replica, or several
+workers hold a replica as a pipeline.
 
 Every prediction is a rehearsal of the split model on the event queue of virtual time, as `flockstep simulate
 --partition` runs it, with a surrogate that computes nothing.
@@ -34,20 +35,22 @@ from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 
 TOP_PARTITIONS, TOP_STRATEGIES = 3, 5
-"""Numbers of partitions and of strategies whose combinations are all rehearsed in full."""
+"""Numbers of partitions (TOP_PARTITIONS) and of strategies (TOP_STRATEGIES) whose combinations are all rehearsed in
+full.
+"""
 SHORT = 6
-"""Number of steps of the short rehearsals that compare partitions."""
+"""Number of steps of the short rehearsals by which partitions are compared."""
 AHEAD = 16
-"""Largest number of micro-batches per stage that is considered."""
+"""Largest number of micro-batches per pipeline stage that a plan considers."""
 MOST = 64
-"""Largest number of workers of a plan of split models."""
+"""Largest number of workers for which split models are planned."""
 GAIN = 1.02
-"""Factor by which a split must be faster than whole replicas to be recommended."""
+"""Factor by which a split model must train faster than whole replicas to be recommended."""
 
 
 @dataclass(frozen=True)
 class SplitPrediction:
-    """Predicted means for a strategy that coordinates replicas split over workers."""
+    """Predicted means of a step, for a strategy that coordinates replicas that are split over several workers."""
 
     pipeline: Pipeline
     strategy: Strategy
@@ -61,19 +64,19 @@ class SplitPrediction:
     samples_per_second: float
     """Samples per second of all workers together."""
     memory: float
-    """Bytes of memory on the worker that needs the most, including activations."""
+    """Bytes of memory on the worker that needs most memory, including activations."""
     relative_samples: float
-    """Factor by which more samples are needed than on one worker for the same accuracy."""
+    """Factor by which training needs more samples than on one worker for the same accuracy."""
     layers: tuple[str, ...]
-    """Name of the first layer of every part."""
+    """Name of the first layer of each part of the model."""
 
     @property
     def name(self) -> str:
-        """Partition and strategy, as the options of a command."""
+        """Partition and strategy, written as options of a command."""
         return f"{self.pipeline} with {self.strategy}"
 
     def document(self) -> dict[str, Any]:
-        """The prediction as plain data, for JSON."""
+        """Return the prediction as plain data, for JSON."""
         names = "replicas seconds utilization sent_bytes samples_per_second memory relative_samples"
         figures = {name: getattr(self, name) for name in names.split()}
         return {
@@ -89,24 +92,26 @@ class HybridAdvice:
     """The choice between whole and split replicas, with the predictions on which it is based."""
 
     choice: SplitPrediction | StepPrediction | None
-    """The combination with the highest speed-up that fits into memory; None if no combination does."""
+    """The combination of partition and strategy with the highest speed-up that fits into memory; None if no combination
+    fits.
+    """
     splits: tuple[SplitPrediction, ...]
-    """All combinations that were rehearsed in full, highest speed-up first."""
+    """All combinations of partition and strategy that were rehearsed in full, highest speed-up first."""
     speedups: dict[str, float]
-    """Name of a split → its predicted speed relative to one worker."""
+    """Name of a combination of partition and strategy → predicted speed relative to one worker."""
     sentences: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
-    """Partitions and strategies that cannot be combined, each with the reason."""
+    """Partitions and strategies that cannot be combined: the name and the reason."""
     planner: SplitPrediction | None
-    """The plan of PipeDream's planner, if the plan has more than one stage."""
+    """The pipeline that PipeDream's planner chooses; None if this pipeline has only one stage."""
 
     @property
     def partition(self) -> Partition:
-        """The partition that the plan recommends."""
+        """The partition of the recommended combination."""
         return self.choice.pipeline if isinstance(self.choice, SplitPrediction) else Unsplit()
 
     def document(self) -> dict[str, Any]:
-        """The advice as plain data, for JSON."""
+        """Return the advice as plain data, for JSON."""
         rows = [{**one.document(), "speedup": self.speedups[one.name]} for one in self.splits]
         planner = None
         if self.planner is not None:
@@ -124,7 +129,8 @@ class HybridAdvice:
 def predict_split(
     strategy: Strategy, pipeline: Pipeline, site: Site, workers: int, *, short: bool = False
 ) -> SplitPrediction:
-    """Predict a strategy whose replicas `pipeline` splits; with `short`, from few steps with constant gradient times.
+    """Predict the cost of a strategy whose replicas are split by `pipeline`. With `short`, predict from few steps with
+    constant gradient times.
 
     Raises:
         ConfigurationError: the model cannot be cut, the strategy cannot run with this number of replicas, or the cost
@@ -160,18 +166,18 @@ def samples_needed(
     rate: float,
     staleness: float | None,
 ) -> float:
-    """Return the factor by which `replicas` split replicas need more samples than one worker: the factor of as many
-    whole replicas, increased for the delays of a schedule.
+    """Return the factor by which `replicas` split replicas need more samples than one worker for the same accuracy. The
+    factor is that of equally many whole replicas, increased for the delays of a pipeline schedule.
 
     Args:
         strategy: the strategy between the replicas.
         shape: the split model.
-        site: the task and the cluster.
+        site: the task and the cluster of the plan.
         replicas: number of replicas.
         seconds: seconds between two gradients of a replica.
         sent: bytes that a worker sends per step, including activations.
         rate: samples per second of all workers.
-        staleness: mean staleness of updates in versions; None if there are none.
+        staleness: mean staleness of updates in versions; None if the strategy has no versions.
     """
     pipeline, task = shape.pipeline, site.task
     between = max(0.0, sent * pipeline.stages - shape.activation_bytes(task.dtype))
@@ -182,10 +188,11 @@ def samples_needed(
 
 
 def memory_of(shape: SplitShape, task: JobProfile) -> float:
-    """Return the bytes of memory on the worker that needs the most: parameters, their copies, gradient, optimizer and
-    activations.
+    """Return the bytes of memory on the worker that needs most memory, for parameters, copies of parameters, gradient,
+    optimizer and activations.
 
-    If a part has several chunks, the largest chunk counts for every micro-batch in flight.
+    If a part of the model has several chunks, every micro-batch in flight is assumed to need the activations of the
+    largest chunk.
     """
     pipeline, needed = shape.pipeline, []
     for part, chunks in enumerate(shape.parts):
@@ -206,7 +213,7 @@ def _with_delays(relative: float, pipeline: Pipeline, replicas: int, task: JobPr
 
 
 def pipelines_of(texts: Sequence[str]) -> tuple[Pipeline, ...]:
-    """Return the partitions that a plan is asked to consider.
+    """Return the pipelines that a user wants a plan to consider.
 
     Raises: ConfigurationError: a partition is not a pipeline.
     """
@@ -223,8 +230,8 @@ def pipelines_of(texts: Sequence[str]) -> tuple[Pipeline, ...]:
 
 
 def partitions(site: Site, workers: int) -> Iterator[list[Pipeline]]:
-    """Yield the pipelines to consider for each number of stages: 1F1B, with every number of micro-batches that is a
-    power of two.
+    """Yield the pipelines to consider: for each number of stages, the schedule 1F1B with every power of two as number
+    of micro-batches.
     """
     model = site.task.shape
     places = 0 if model is None else len(units(model))
@@ -269,7 +276,9 @@ def _seconds(found: SplitPrediction) -> float:
 
 
 def fits(pipeline: Pipeline, site: Site, limit: float | None) -> bool:
-    """Return whether the worker that needs the most memory needs at most `limit` bytes; None means no limit."""
+    """Return whether the memory of the worker that needs most memory is at most `limit` bytes. A limit of None stands
+    for no limit.
+    """
     return limit is None or memory_of(split_shape(site.task, pipeline), site.task) <= limit
 
 
@@ -302,14 +311,14 @@ def advise_hybrid(
     strategies: Sequence[Strategy] = (),
     say: ProgressCallback = silent,
 ) -> HybridAdvice:
-    """Choose partition and strategy together, in addition to the advice on whole replicas.
+    """Choose partition and strategy together, based on the predictions and the advice for whole replicas.
 
     Args:
         outlook: the predictions for whole replicas; the memory of the cluster is the limit.
         advice: the advice on whole replicas, whose requirements also apply to split replicas. asked: the partitions to
             consider; empty for the partitions that a search finds. strategies: the strategies to consider; empty for
             the best strategies that meet the requirements and can train a split model.
-        say: called with the partition and strategy that are predicted next.
+        say: function that is called with the partition and strategy that are predicted next.
     """
     site, workers, limit = outlook.site, outlook.workers, outlook.site.cluster.memory
     refused: list[tuple[str, str]] = []

@@ -1,4 +1,6 @@
-"""The properties of a job that a plan needs: sizes, work and samples, without training."""
+"""The properties of a job that a plan needs: the sizes of the model, the work of a gradient, and the samples. Finding
+them requires no training.
+"""
 
 from __future__ import annotations
 
@@ -54,39 +56,41 @@ WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
 
 @dataclass(frozen=True)
 class JobProfile:
-    """The properties of a job that a plan needs: sizes, work and samples."""
+    """The properties of a job that a plan needs: the sizes of the model, the work of a gradient, and the samples."""
 
     name: str
     elements: int
     tensors: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the model's tensors; empty if the model counts as one tensor."""
+    """Shapes of the model's tensors; empty if the whole model is treated as one tensor."""
     dtype: str = "float32"
     batch: int = BATCH
     usual: bool = True
-    """Whether the batch is that of the job, or the job specifies no batch."""
+    """Whether `batch` is the batch size that the job itself specifies, or the job specifies none."""
     slots: int = 0
     """Number of arrays of the model's size that the optimizer stores."""
     work: float | None = None
-    """Floating-point operations of a gradient; None if unknown."""
+    """Number of floating-point operations of a gradient; None if unknown."""
     optimizer: Optimizer | None = None
     job: Callable[[int], Job] | None = field(default=None, compare=False, repr=False)
-    """Function that returns the job of a run, given a seed; None if only sizes are known, so that nothing can be
+    """Function that returns the job of a run for a given seed; None if only sizes are known, so that no model can be
     trained.
     """
     file: Path | None = field(default=None, compare=False)
-    """The Python file of the job; None for a built-in job, or for a job given as an object."""
+    """Path of the Python file that defines the job; None for a built-in job, or for a job given as an object."""
     known_noise: float | None = None
-    """The noise scale of a profile that was scaled from another profile; None if the noise scale must be measured."""
+    """The noise scale of a profile that was scaled from another profile; None if the noise scale must still be
+    measured.
+    """
     shape: ModelShape | None = field(default=None, compare=False, repr=False)
     """The layers of the model; None if they are unknown."""
     identity: str | None = None
-    """The job's entry in a cluster file, as the function `identity` returns it; None if the job has no name from which
-    it can be loaded.
-    """
+    """The text by which a cluster file refers to the job; None if the job has no name from which it can be loaded."""
 
     @cached_property
     def surrogate_batches(self) -> SurrogateBatches:
-        """Facts about the job's samples, for rehearsals of strategies that request more than their next gradient."""
+        """The properties of the job's samples that rehearsals of strategies need if workers request more than their
+        next gradient.
+        """
         if self.job is None:
             return SurrogateBatches(self.batch)
         engine = make_engine(self.job(0), 0)
@@ -94,8 +98,8 @@ class JobProfile:
 
     @cached_property
     def sizes_of_parts(self) -> Callable[[Pipeline], tuple[int, ...]] | None:
-        """Function that cuts the job's model as a run does, and returns the number of parameters of each part; None
-        without a job.
+        """Function that cuts the job's model into parts as a run does, and returns the number of parameters of each
+        part; None without a job.
         """
         job = self.job
         if job is None:
@@ -108,8 +112,8 @@ class JobProfile:
 
     @cached_property
     def noise(self) -> float:
-        """Noise scale of the gradients in batches, see `gradient_noise`; `NOISE` if there is no job, if its gradients
-        take too long, or if training diverges.
+        """Noise scale of the job's gradients, in batches. The value is `NOISE` if there is no job, if measuring the
+        gradients takes too long, or if training diverges.
         """
         if self.known_noise is not None:
             return self.known_noise
@@ -121,7 +125,7 @@ class JobProfile:
 
     @property
     def activations(self) -> float:
-        """Bytes of the outputs of all layers for a batch, which the backward pass needs; 0 if the layers are
+        """Bytes of the outputs of all layers for one batch, which the backward pass needs; 0 if the layers are
         unknown.
         """
         return 0.0 if self.shape is None else float(self.shape.activation_bytes(self.batch))
@@ -142,8 +146,8 @@ class JobProfile:
         return tuple(math.prod(shape) for shape in self.tensors)
 
     def steps(self, workers: int) -> int | None:
-        """Return the number of steps of each of `workers` workers in a run of the job, whose data is read; None without
-        a job.
+        """Return the number of steps of each of `workers` workers in a run of the job, which requires reading the job's
+        data; None without a job.
         """
         if self.job is None:
             return None
@@ -151,14 +155,18 @@ class JobProfile:
         return max(job.least_steps, steps_for(job.epochs, len(job.data().train_x), workers, self.batch))
 
     def scaled(self, factor: float) -> JobProfile:
-        """Return the profile of a job with `factor` times the parameters, in one tensor, and with the same work."""
+        """Return the profile of a job that has `factor` times as many parameters in one tensor, and the same work for a
+        gradient.
+        """
         elements = max(1, round(self.elements * factor))
         return replace(self, elements=elements, tensors=(), job=None, known_noise=self.noise, shape=None)
 
 
 @dataclass(frozen=True)
 class Site:
-    """A task on a cluster: every fact on which a prediction depends, except the strategy and the number of workers."""
+    """The task and the cluster of a plan: every fact on which a prediction depends, except the strategy and the number
+    of workers.
+    """
 
     task: JobProfile
     cluster: ClusterShape
@@ -170,13 +178,15 @@ class Site:
 
     @property
     def seconds(self) -> float | None:
-        """Return the mean seconds of a gradient at speed 1; None if the cluster's compute model determines them."""
+        """Mean duration of a gradient in seconds, on a worker of speed 1; None if the cluster's compute model
+        determines the duration.
+        """
         if self._measured or self.task.work is None or self.cluster.operations is None:
             return None
         return self.cluster.seconds_for(self.task.work)
 
     def compute(self, workers: int) -> ComputeModel:
-        """The compute model of the gradients.
+        """Return the compute model of the gradients of a run with `workers` workers.
 
         Raises:
             ConfigurationError: the cluster cannot have that number of workers.
@@ -185,7 +195,9 @@ class Site:
 
     @property
     def link(self) -> tuple[float, float]:
-        """Latency and bandwidth of the slowest link; extrapolations assume them for all links."""
+        """Latency in seconds and bandwidth in bytes per second of the slowest link, which extrapolations assume for all
+        links.
+        """
         if self.cluster.workers > 1:
             wire = self.cluster.slowest
         elif self.cluster.wires:
@@ -196,7 +208,7 @@ class Site:
 
     @property
     def transit(self) -> float:
-        """Seconds that the whole model takes over the slowest link."""
+        """Duration in seconds of the transfer of the whole model over the slowest link."""
         latency, bandwidth = self.link
         return latency + self.task.nbytes / bandwidth
 
@@ -209,11 +221,13 @@ class Site:
 
     @property
     def optimizer(self) -> str:
-        """Name of the task's optimizer."""
+        """Name of the optimizer with which the task trains."""
         return str(self.task.optimizer).partition("(")[0]
 
     def encoded(self, strategy: Strategy) -> int | None:
-        """Return the bytes of the whole model in the encoding of the strategy's codec; None without a lossy codec."""
+        """Return the number of bytes of the whole model in the encoding of the strategy's codec; None without a lossy
+        codec.
+        """
         codec, task = strategy.coding, self.task
         if codec is None or codec.lossless:
             return None
@@ -222,7 +236,9 @@ class Site:
         return bound_codec(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
 
     def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Overheads:
-        """Return the costs of nodes in addition to gradients; a worker encodes in a `share` of its steps."""
+        """Return the durations of the work of nodes besides gradients, such as optimizer steps and encoding. A worker
+        encodes in a `share` of its steps.
+        """
         task, traits = self.task, strategy.traits
         add, update = 1 / self.rate("reduce", ""), task.elements / self.rate("optimizer", self.optimizer)
         receive = serve = add / task.itemsize
@@ -238,7 +254,7 @@ class Site:
         return Overheads(self.cluster.message, receive, serve, step, self.cluster.copy)
 
     def assumptions(self) -> list[str]:
-        """Sentences about what is assumed where job and cluster give no information."""
+        """Return sentences about the assumptions that a prediction makes where job and cluster give no information."""
         said = [
             "memory does not include activations: the layers of the model are not known"
             if self.task.shape is None

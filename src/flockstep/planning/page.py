@@ -1,4 +1,4 @@
-"""Shows a plan as a self-contained HTML page: advice, scaling curves, a map of the best strategies, and tables."""
+"""Writes a plan as a self-contained HTML page: advice, scaling curves, a map of the best strategies, and tables."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLORS, INK, Figure, axis, decades, layout, safe
 
 CELLS = 13
-"""Number of cells of the map in each direction."""
+"""Number of cells of the map of best strategies in each direction."""
 RANGE = 100.0
-"""Factor by which the map varies bandwidth and model size, up and down."""
+"""Factor by which the map of best strategies varies bandwidth and model size, up and down."""
 
 
 def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequence[Listing] = ()) -> Path:
-    """Write the page to `path`, whose folder is created if it is missing, and return the path.
+    """Write the page of a plan to `path`, whose folder is created if it is missing, and return the path.
 
-    `further` are tables that come first.
+    `further` are additional tables, which come first on the page.
     """
     return plan_page(outlook, advice, further).write(path)
 
 
 def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
-    """Return the page: advice, figures, and tables with all values of the figures."""
+    """Return the HTML page of a plan: advice, figures, and tables with all values of the figures."""
     ranked = advice.ranked(outlook)
     marked = {place: "chosen" for place, one in enumerate(ranked) if one is advice.choice}
     rows = [cells(outlook, one, advice.speedups[one.name]) for one in ranked]
@@ -111,7 +111,7 @@ MAP = (
 
 
 def scaling_picture(outlook: Outlook) -> Figure:
-    """Figure of the speed-up over the number of workers, one line for each strategy."""
+    """Return the figure of the predicted speed-up over the number of workers, with one line for each strategy."""
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -145,7 +145,7 @@ def scaling_picture(outlook: Outlook) -> Figure:
 
 
 def scaling_table(outlook: Outlook) -> Listing:
-    """Table of the speed-up over the number of workers, one row for each strategy."""
+    """Return the table of the predicted speed-up over the number of workers, with one row for each strategy."""
     sizes = sorted({n for one in outlook.curves for n in one.workers})
     rows = []
     for one in outlook.curves:
@@ -157,14 +157,14 @@ def scaling_table(outlook: Outlook) -> Listing:
 
 @dataclass(frozen=True)
 class Map:
-    """A map of the best strategy for each pair of bandwidth and model size."""
+    """A map of the best strategy for each combination of bandwidth and model size."""
 
     bandwidths: tuple[float, ...]
-    """Bandwidths in bytes per second, ascending."""
+    """Bandwidths in bytes per second, in ascending order."""
     sizes: tuple[float, ...]
-    """Model sizes in parameters, ascending."""
+    """Model sizes in parameters, in ascending order."""
     names: tuple[tuple[str, ...], ...]
-    """Names of strategies: one row for each model size, one column for each bandwidth."""
+    """Names of the best strategies: one row for each model size, one column for each bandwidth."""
 
     @property
     def kinds(self) -> list[str]:
@@ -177,12 +177,12 @@ class Map:
 
     @property
     def key(self) -> str:
-        """Text that explains the letters."""
+        """The text that explains the letters of the map."""
         meant = "; ".join(f"{self.letter(name)}: {short(name)}" for name in self.kinds)
         return f"Rows: number of parameters. Columns: bandwidth of the slowest link. {meant}."
 
     def table(self) -> Listing:
-        """The map as a table of letters, with the largest model first as in the figure."""
+        """Return the map as a table of letters, with the largest model in the first row, as in the figure."""
         rows = [(amount(size), *map(self.letter, row)) for size, row in zip(self.sizes, self.names, strict=True)]
         headings = ("parameters", *map(speed, self.bandwidths))
         return Listing(
@@ -190,7 +190,9 @@ class Map:
         )
 
     def picture(self, outlook: Outlook) -> Figure:
-        """The map as a figure with a colored cell and a letter for each point."""
+        """Return the map as a figure with a colored cell and a letter for each combination of bandwidth and model
+        size.
+        """
         kinds, count = self.kinds, len(self.kinds)
         colors = [COLORS[place % len(COLORS)] for place in range(count)]
         heat = {
@@ -231,8 +233,8 @@ class Map:
 
 
 def best_map(outlook: Outlook, advice: Advice) -> Map | None:
-    """Return the map of the best strategies around this cluster and model, among the strategies that meet the
-    requirements; None if no strategy does.
+    """Return the map of the best strategies for bandwidths and model sizes around those of the plan, among the
+    strategies that meet the requirements; None if no strategy meets them.
     """
     site, others = outlook.site, _compared(outlook, advice)
     if not others:

@@ -33,31 +33,33 @@ COMPOSED = (
 )
 """Compositions that a plan considers in addition to the registered strategies."""
 MOST = WORKERS[-1]
-"""Largest number of workers of a plan; computing some costs for more workers would take minutes."""
+"""Largest number of workers of a plan, because computing some costs for more workers would take minutes."""
 CURVES = 6
-"""Number of strategies whose scaling is reported."""
+"""Number of strategies whose scaling curves a plan reports."""
 BEST_SHOWN = 6
-"""Number of strategies on the map: those with the highest predicted speed-up."""
+"""Number of strategies that the map of best strategies considers: those with the highest predicted speed-up."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Predictions for a job on a cluster."""
+    """The predictions of a plan: the costs of all strategies for a job on a cluster."""
 
     site: Site
     workers: int
     predictions: tuple[StepPrediction, ...]
-    """Predictions in order of effective samples per second, highest first; training on one worker is among them."""
+    """Predictions in order of effective samples per second, highest first. Training on one worker is one of the
+    predictions.
+    """
     refused: tuple[tuple[str, str], ...]
-    """Strategies that cannot run on the cluster, each with the reason."""
+    """Strategies that cannot run on the cluster: name and reason."""
     left_out: tuple[str, ...]
     """Sentences about effects that the predictions ignore."""
     scalable: tuple[ScalablePrediction, ...]
-    """Predictions that can be recomputed for other conditions, beginning with one worker."""
+    """The predictions that can be recomputed for other conditions, beginning with one worker."""
     further: bool = False
-    """Whether the plan also predicts scaling and crossovers."""
+    """Whether the plan also predicts scaling curves and crossovers."""
     length: float | None = None
-    """Duration of the run in seconds, as given by the user; None if the user gave no duration."""
+    """Duration of the run in seconds, if the user gave a duration; otherwise None."""
     steps: int | None = None
     """Number of steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
 
@@ -77,16 +79,16 @@ class Outlook:
 
     @property
     def task(self) -> JobProfile:
-        """The task of the plan."""
+        """The profile of the job for which the plan was made."""
         return self.site.task
 
     @property
     def alone(self) -> StepPrediction:
-        """The prediction for one worker."""
+        """The prediction for training on one worker."""
         return self.named(ALONE)
 
     def named(self, name: str) -> StepPrediction:
-        """The prediction for a strategy.
+        """Return the prediction for the strategy `name`.
 
         Raises:
             ConfigurationError: the plan does not have the strategy.
@@ -99,13 +101,13 @@ class Outlook:
         )
 
     def pace(self, name: str) -> Pace | None:
-        """Return the model of how a strategy's step time depends on workers, bandwidth, model size and stragglers; None
-        for one worker.
+        """Return the model that predicts a strategy's step time from the number of workers, bandwidth, model size and
+        stragglers; None for one worker.
         """
         return next((one.pace for one in self.scalable if one.name == name), None)
 
     def departures(self, found: StepPrediction) -> tuple[str, ...]:
-        """Return the ways in which a strategy differs from training on one worker."""
+        """Return the ways in which a strategy differs from training on one worker, one phrase each."""
         return departures(found, self.site)
 
     def relative_samples(self, found: StepPrediction) -> float:
@@ -113,17 +115,17 @@ class Outlook:
         return relative_samples(found, self.site)
 
     def effective_rate(self, found: StepPrediction) -> float:
-        """Return the effective samples per second, by which strategies are compared: samples per second divided by
-        `relative_samples`.
+        """Return the effective samples per second, the figure by which strategies are compared: samples per second
+        divided by `relative_samples`.
         """
         return effective_rate(found.samples_per_second, self.relative_samples(found))
 
     def criteria(self, found: StepPrediction) -> Criteria:
-        """Return the strategy's row of Table 2."""
+        """Return the strategy's row of Table 2 of Langer et al. (2020)."""
         return criteria(found, self.pace(found.name))
 
     def document(self) -> dict[str, Any]:
-        """The predictions as plain data, for JSON."""
+        """Return the predictions as plain data, for JSON."""
         latency, bandwidth = self.site.link
         return {
             "job": self.task.name,
@@ -158,16 +160,16 @@ def plan(
     length: float | None = None,
     say: ProgressCallback = silent,
 ) -> Outlook:
-    """Predict every strategy for a task on a cluster, without running anything for real.
+    """Predict the cost of every strategy for a task on a cluster. Nothing is run on the cluster.
 
     Args:
-        task: sizes and work of the job.
+        task: the profile of the job, with the sizes of the model and the work of a gradient.
         cluster: the machines and links.
         workers: number of workers; None for all workers of the cluster.
         strategies: expressions to consider; empty for every registered strategy and some compositions.
         further: also predict how strategies scale, and under which conditions another strategy would be best. length:
             seconds that the run lasts; None for the duration of the job's epochs, or a day without a job.
-        say: called with each strategy before it is predicted.
+        say: function that is called with each strategy before the strategy is predicted.
 
     Returns:
         The predictions, sorted by effective samples per second.
@@ -252,12 +254,12 @@ def _scalable(found: list[StepPrediction], site: Site) -> list[ScalablePredictio
 
 
 def combines(found: StepPrediction) -> bool:
-    """Return whether the workers train one common model."""
+    """Return whether the predicted strategy makes all workers train one common model."""
     return found.strategy is None or found.sent_bytes > 0
 
 
 def left_out(site: Site, found: list[StepPrediction], workers: int) -> tuple[str, ...]:
-    """Sentences about effects that the predictions ignore."""
+    """Return sentences about effects that the predictions ignore."""
     said = site.assumptions()
     if workers > site.cluster.workers:
         said.insert(0, _more(site.cluster, workers))

@@ -1,4 +1,4 @@
-"""Shows a plan as text, with the same cells in the terminal and on the HTML page."""
+"""Formats a plan as text. The tables of the terminal and of the HTML page have the same cells."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADINGS = (
 )
 
 RANKS = (0, 0, 2, 3, 4, 5, 8, 7, 9, 6, 10)
-"""Heading → rank of its column; a narrow terminal leaves out the columns of the highest rank first."""
+"""Column heading → rank of the column. A narrow terminal leaves out the columns of the highest rank first."""
 MEANT = {
     "speed-up": (
         "speed-up: predicted speed relative to one worker, from the samples per second and the number of samples "
@@ -48,9 +48,9 @@ MEANT = {
         "with fewer workers."
     ),
 }
-"""Heading of a column → meaning of the column."""
+"""Column heading in the table of predictions → meaning of the column."""
 LITTLE = 1e-3
-"""Speed-up below which the table shows only an upper limit."""
+"""Speed-up below which the table shows only an upper limit of the speed-up."""
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?!\w)")
 """Pattern of a float in an expression."""
 _LONG = 6
@@ -78,7 +78,7 @@ def many(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def as_much(ratio: float, what: str = "many") -> str:
-    """Return a ratio as text: "3.2 times as many", "as many", "85 % as many"."""
+    """Return a ratio as text, for example "3.2 times as many", "as many" or "85 % as many"."""
     if 0.995 <= ratio < 1.005:
         return f"as {what}"
     if ratio < 1:
@@ -87,7 +87,7 @@ def as_much(ratio: float, what: str = "many") -> str:
 
 
 def late(outlook: Outlook, found: StepPrediction) -> float | None:
-    """Return the mean staleness of a strategy's updates in versions; None if the strategy has no versions, or if all
+    """Return the mean staleness of a strategy's updates in versions; None if the strategy has no versions or all
     workers wait for each other.
     """
     if found.staleness is not None or found.strategy is None or not combines(found):
@@ -103,9 +103,9 @@ def _late(outlook: Outlook, found: StepPrediction) -> str:
 
 
 def exposed(exposure: float | None) -> str:
-    """Return, as text, which share of the slowest worker's delay all workers suffer.
+    """Return, as text, the share of the slowest worker's delay that all workers suffer.
 
-    The share is above 100 % if the delay affects later steps.
+    The share is above 100 % if the delay also affects later steps.
     """
     if exposure is None:
         return NONE
@@ -118,7 +118,7 @@ def speedup_of(speedup: float | None) -> str:
 
 
 def cells(outlook: Outlook, found: StepPrediction, speedup: float) -> tuple[str, ...]:
-    """Return a table row; `speedup` is the strategy's predicted speed relative to one worker."""
+    """Return the table row of a prediction. `speedup` is the strategy's predicted speed relative to one worker."""
     most = found.staleness_most
     return (
         short(found.name),
@@ -156,13 +156,13 @@ def scaling_sentence(one: Curve) -> str:
 
 
 def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return one sentence for each strategy on how it scales; strategies that are ruled out are marked."""
+    """Return one sentence for each strategy about its scaling. Strategies that the requirements rule out are marked."""
     out = {name for name, _ in excluded}
     return tuple(f"{scaling_sentence(one)}{' (ruled out)' if one.name in out else ''}" for one in curves)
 
 
 def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return one sentence for each reason why strategies do not meet the requirements."""
+    """Return the reasons for which strategies do not meet the requirements, one sentence for each reason."""
     return tuple(
         f"{', '.join(short(name) for name, why in excluded if why == reason)}: {reason}"
         for reason in dict.fromkeys(why for _, why in excluded)
@@ -170,12 +170,12 @@ def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
-    """Return one sentence for each strategy that is not in the table, with the reason."""
+    """Return the reasons for which strategies are not in the table, one sentence for each strategy."""
     return tuple(why if why.startswith(name) else f"{short(name)}: {why}" for name, why in outlook.refused)
 
 
 RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}
-"""Value of OptLR → its text in a table."""
+"""Value of the criterion OptLR (best learning rate) → text of the value in a table."""
 TABLE_2 = (
     "strategy",
     "technique",
@@ -194,7 +194,7 @@ of differences from training on one worker.
 
 
 def row_of_table_2(outlook: Outlook, found: StepPrediction) -> tuple[str, ...]:
-    """Return the criteria of a strategy as a row of the table."""
+    """Return the criteria of a strategy as a row of the table of Langer et al. (2020)."""
     row = outlook.criteria(found)
     return (
         short(found.name),

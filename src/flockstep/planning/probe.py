@@ -1,5 +1,5 @@
-"""A strategy that trains nothing; its record shows the speed of gradients and messages. `flockstep calibrate` runs this
-strategy with a configuration that names this file among its imports.
+"""A strategy that trains no model, but measures the durations of gradients and messages. The durations are in the run's
+record.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 
 BURST = 200
-"""Number of successive messages with which the handling of a message is measured."""
+"""Number of successive messages by which the time of handling a message is measured."""
 LARGE = 1 << 20
-"""Least size in bytes of the large message: the message of a small model takes hardly longer than that of a single
-element.
+"""Smallest size in bytes of the large message, because the message of a small model takes hardly longer than that of a
+single element.
 """
 
 
 @dataclass(frozen=True)
 class Probe(Strategy):
-    """In half of the steps one worker after the other computes alone; in the other half all workers compute at the same
-    time; then every pair of workers exchanges messages.
+    """Measures gradients and messages. In half of the steps one worker after the other computes alone; in the other
+    half all workers compute at the same time; then every pair of workers exchanges messages.
 
-    Scalars, in seconds: "one way a b N" is half of the median round trip of N bytes between workers a and b, for one
-    element, and for the whole model or `LARGE` bytes, whichever is more. "message a b" is the time of each of `BURST`
-    successive messages of one element from a to b: the time of handling a message, without the latency of the link.
-    "copy r N" is the time that the cores of worker r spend on each byte that it sends or receives in round trips of N
-    bytes.
+    The record has these scalars, in seconds. "one way a b N" is half of the median round trip of N bytes between
+    workers a and b, for one element, and for the whole model or `LARGE` bytes, whichever is more. "message a b" is the
+    time of each of `BURST` successive messages of one element from a to b: the time of handling a message, without the
+    latency of the link. "copy r N" is the time that the cores of worker r spend on each byte that it sends or receives
+    in round trips of N bytes.
     """
 
     largest_message: ClassVar[int] = LARGE
@@ -43,11 +43,11 @@ class Probe(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """The traits: synchronous delivery, without tolerance of failures."""
+        """The strategy's traits: synchronous delivery, without tolerance of failures."""
         return Traits(delivery="synchronous", survives=False, results=("rank0", "mean"))
 
     async def worker(self, me: Worker) -> None:
-        """Compute alone, compute at the same time, then exchange messages in pairs."""
+        """Compute gradients alone, compute gradients while all workers compute, then exchange messages in pairs."""
         assert me.steps is not None
         alone = me.steps // 2
         for rank in range(me.workers):

@@ -1,4 +1,4 @@
-"""Measures the elements per second of codecs and optimizers in one process of this machine."""
+"""Measures the throughput of codecs and optimizers, in elements per second, in one process of this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
 
 ELEMENTS = 1 << 20
-"""Number of elements of the arrays on which rates are measured, which are as large as a model of 4 MB."""
+"""Number of elements of the arrays on which rates are measured: those of a model of 4 MB."""
 ROUNDS = 5
 PRODUCT = 512
-"""Rows and columns of the square matrices whose product measures operations per second."""
+"""Number of rows and columns of the square matrices whose product measures floating-point operations per second."""
 CODECS = ("half",)
 OPTIMIZERS = ("sgd(lr=0.1)", "adam(lr=0.001)")
 
@@ -30,8 +30,8 @@ def measure_rates(
     rounds: int = ROUNDS,
     shapes: Sequence[Shape] = (),
 ) -> Rates:
-    """Measure the rates of codecs and optimizers on float32 arrays: medians over rounds, after a warm-up that includes
-    compilation.
+    """Measure the elements per second of codecs and optimizers on float32 arrays: medians over rounds, after a warm-up
+    that includes compilation.
 
     `shapes` gives the shapes of a model's tensors, in place of one matrix of `elements` elements.
 
@@ -59,7 +59,7 @@ def measure_rates(
 
 
 def measure_operations(size: int = PRODUCT, rounds: int = ROUNDS) -> float:
-    """Return the floating-point operations per second of a product of two square float32 matrices, median over
+    """Return the floating-point operations per second of a product of two square float32 matrices: the median over
     rounds.
     """
     one, other = np.random.default_rng(0).standard_normal((2, size, size), np.float32)

@@ -1,4 +1,6 @@
-"""Checks that reading a record runs no code from the record; only files passed with --import are executed."""
+"""Guards the reading of records: no code of a record is executed, except Python files that the user has passed with
+--import.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from flockstep.workloads.base import Workload
 
 
 class NotAskedFor(ConfigurationError):
-    """A record names a Python file that the user has not passed with --import."""
+    """Error: a record names a Python file that the user has not passed with --import."""
 
 
 def trusted(config: RunConfig, folder: Path | str, files: Sequence[str]) -> RunConfig:
-    """Return the configuration in a record, with the user's files in place of the record's files of the same names.
+    """Return the configuration in a record, in which the user's files replace the record's files of the same names.
 
     Raises:
         NotAskedFor: the record names a file that the user has not passed.

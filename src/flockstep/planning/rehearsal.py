@@ -1,4 +1,5 @@
-"""Rehearsals: find the cost of a strategy's step by running the strategy's program in virtual time, without computing.
+"""Rehearsals: predict the cost of a strategy's step by running the strategy's program in virtual time, without
+computing gradients.
 
 Only seconds and bytes are needed, so a large model is replaced by a small surrogate, each byte of which stands for many
 bytes of the model. Programs, messages, waiting and virtual seconds are those of the real model.
@@ -41,60 +42,62 @@ from flockstep.simulation.network import Ideal, Network
 from flockstep.strategies.base import Strategy, choose_result
 
 ELEMENTS = 4096
-"""Number of parameters of the surrogate for a large model."""
+"""Number of parameters of the surrogate that replaces a large model."""
 SMALL = 60_000
-"""Largest product of parameters and workers at which a rehearsal always uses the model itself, not a smaller
-surrogate.
-"""
+"""Product of parameters and workers up to which a rehearsal always uses the model itself, not a smaller surrogate."""
 LARGE = 5e7
-"""Largest product of the parameters of a worker, the steps and the pairs of workers, at which the model itself may be
-rehearsed.
+"""Product of the parameters of a worker, the steps and the pairs of workers, up to which a rehearsal may use the model
+itself.
 """
 QUICK = 1e6
-"""Largest product of the parameters of a worker, the steps and the pairs of workers, at which a quick rehearsal uses
-the model itself.
+"""Product of the parameters of a worker, the steps and the pairs of workers, up to which a quick rehearsal uses the
+model itself.
 """
 WORK = 4e8
-"""Largest product of steps and parameters, of all workers together, in a rehearsal."""
+"""Largest product of parameters and steps, over all workers together, in a rehearsal."""
 STEPS = 40
-"""Default number of steps of a rehearsal of fixed length."""
+"""Default number of steps of a rehearsal whose length is fixed."""
 LEFT_OUT = 0.25
-"""Share of the steps, at the beginning, that is ignored, because a pipeline must first fill."""
+"""Share of a rehearsal's steps, at the beginning, that is not counted, because a pipeline must first fill."""
 FEWEST, EVERYONES = 16, 48
-"""Smallest number of counted steps of a rehearsal: FEWEST of each worker, or EVERYONES of all workers together,
+"""Smallest number of steps that a rehearsal counts: FEWEST of each worker, or EVERYONES of all workers together,
 whichever is reached first.
 """
 LITTLE, MOST_RANDOM = 0.25, 3.0
-"""LITTLE: largest delay of the slowest worker, as a share of a step, for which `FEWEST` counted steps suffice.
+"""LITTLE: largest delay of the slowest worker, as a share of a step, for which a rehearsal counts only `FEWEST` steps.
 
-MOST_RANDOM: largest factor on the number of counted steps.
+MOST_RANDOM: largest factor by which random delays increase the number of counted steps.
 """
 MOST, ALL, PATIENCE = 640, 20480, 1024
 """Largest number of steps of a rehearsal: MOST of each worker, ALL of all workers together, and PATIENCE of all workers
 together while the two halves of the rehearsal still differ.
 """
 FEW = 4
-"""Smallest number of steps that the slowest worker must take while all workers train."""
+"""Smallest number of steps of a rehearsal that the slowest worker must take while all workers train."""
 AGREE, BYTES = 0.05, 0.15
-"""Largest accepted relative differences between the halves of a rehearsal, in seconds and in bytes."""
+"""Largest relative differences between the two halves of a rehearsal at which the halves agree: in seconds (AGREE) and
+in bytes (BYTES).
+"""
 GROWS = 1.4
-"""Least factor by which delays grow with twice the steps if messages accumulate, so that further steps would not bring
-the halves together.
+"""If delays grow by more than this factor with twice the steps, messages accumulate, and further steps would not make
+the two halves of a rehearsal agree.
 """
 ALIKE = 0.1
-"""Largest accepted relative difference between the bytes of a surrogate and the bytes of a surrogate a quarter as
-large.
+"""Largest accepted relative difference between the bytes per step predicted with a surrogate and with a surrogate a
+quarter as large.
 """
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The result of a rehearsal, in seconds and bytes; a step is one gradient of one worker."""
+    """The result of a rehearsal (a run in virtual time without computation), in seconds and bytes per step. A step is
+    one gradient of one worker.
+    """
 
     seconds_per_step: float
-    """Mean seconds between two gradients of a worker while all workers train, over the workers."""
+    """Mean seconds between two gradients of a worker while all workers train, averaged over the workers."""
     steps_per_second: float
-    """Gradients per second of all workers together; each worker has its own pace."""
+    """Gradients per second of all workers together; a fast worker contributes more gradients."""
     utilization: float
     """Share of the time in which a worker computes, from 0 to 1."""
     sent_bytes_per_step: float
@@ -106,29 +109,31 @@ class Rehearsal:
     """Mean staleness of updates in versions; None if the strategy counts no versions."""
     staleness_max: int | None
     steps: int = STEPS
-    """Number of steps of every worker."""
+    """Number of steps that every worker took."""
     settled: bool = True
-    """Whether the two halves of the rehearsal agree in seconds and bytes."""
+    """Whether the two halves of the rehearsal agree in seconds and bytes per step."""
     batches: float = 1.0
-    """Mean number of batches in a gradient."""
+    """Mean number of batches for which one gradient is computed."""
     workers: int = 1
     used: float = 1.0
-    """Share of the gradients that updates use."""
+    """Share of the gradients that updates use; the other gradients are dropped or canceled."""
     held: float = 0.0
-    """Bytes of the state that the strategy keeps on a worker."""
+    """Number of bytes of the state that the strategy keeps on a worker."""
     spread: float = 1.0
-    """Ratio of the step times of the two halves of the rehearsal; at least 1."""
+    """Ratio between the step times of the two halves of the rehearsal, at least 1."""
     updates: bool = True
     """Whether any node recorded an update in the rehearsal."""
 
     @property
     def computing(self) -> float:
-        """Seconds of a step in which a worker computes or waits for a core."""
+        """Seconds of a step during which a worker computes or waits for a core."""
         return self.utilization * self.seconds_per_step
 
     @property
     def unevenness(self) -> float:
-        """Number of gradients of all workers, divided by the number that the mean step time would give; at least 1."""
+        """Number of gradients of all workers, divided by the number that would follow from the mean step time; at least
+        1.
+        """
         return self.steps_per_second * self.seconds_per_step / self.workers if self.seconds_per_step else 1.0
 
 
@@ -288,9 +293,9 @@ def rehearse(
         steps: number of steps; None to continue, by whole periods of the strategy, until both halves agree. quick: use
             a surrogate even for a small model.
         seed: seed of the random draws.
-        surrogate_batches: what is known of the job's samples.
-        work: costs of nodes in addition to gradients. listen: called with every event; bytes in events are bytes of the
-            surrogate.
+        surrogate_batches: the known properties of the job's samples.
+        work: costs of nodes in addition to gradients. listen: function that is called with every event; bytes in events
+            are bytes of the surrogate.
         split: how the workers split each replica; `tensors` are then those of the split model, part by part, and every
             worker of a replica counts a step for its gradient. None if every worker holds a whole replica.
 

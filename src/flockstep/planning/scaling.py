@@ -19,35 +19,39 @@ from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
 from flockstep.simulation.law import mean_of
 
 WORKERS = tuple(1 << power for power in range(11))
-"""Numbers of workers of a scaling curve: 1, 2, 4, … 1,024."""
+"""Numbers of workers for which a scaling curve is predicted: 1, 2, 4, … 1,024."""
 GRAPHS = ("graph", "closed ring")
-"""Topologies for which mixing must be computed separately for every number of workers."""
+"""Topologies on which the spread of an update over all workers must be computed separately for every number of
+workers.
+"""
 GRAPH = 1024
-"""Largest number of workers for which the mixing of these topologies is computed."""
+"""Largest number of workers for which the topologies in `GRAPHS` are computed."""
 PAYS = 1.1
-"""Least factor on the speed for which doubling the number of workers counts as worthwhile."""
+"""Factor on the speed from which doubling the number of workers counts as worthwhile."""
 SCAN = 6
-"""Number of points, on each side of the current value, among which a change of the best strategy is searched."""
+"""Number of points, on each side of the current value of a quantity, at which the best strategy is computed to find a
+crossover.
+"""
 HALVINGS = 6
-"""Number of bisections of the interval in which the best strategy changes."""
+"""Number of bisections of the interval in which the best strategy changes from one to another."""
 REACH = 1000.0
-"""Factor by which bandwidth and model size are varied, up and down."""
+"""Factor by which bandwidth and model size are varied, up and down, in the search for crossovers."""
 FACTOR, LENGTH = 5.0, 10
-"""FACTOR: slowdown in the slow spells that are varied. LENGTH: number of steps of a slow spell."""
+"""FACTOR: slowdown of a worker in a slow spell, when stragglers are varied. LENGTH: number of steps of a slow spell."""
 RARE, USUAL = 1e-4, 0.3
-"""Smallest (RARE) and largest (USUAL) probability of slow spells that is considered when stragglers are varied."""
+"""Smallest (RARE) and largest (USUAL) probability that a slow spell begins at a step, when stragglers are varied."""
 
 
 @dataclass(frozen=True)
 class ScalablePrediction:
-    """A prediction that can be recomputed for other conditions; `pace` is None for one worker."""
+    """A strategy's prediction that can be recomputed for other conditions. `pace` is None for one worker."""
 
     found: StepPrediction
     relative_samples: float
     """Factor by which the strategy needs more samples than one worker for the same accuracy."""
     pace: Pace | None
     site: Site = field(repr=False)
-    """The site of the plan."""
+    """The task and the cluster of the plan."""
 
     @property
     def name(self) -> str:
@@ -55,7 +59,7 @@ class ScalablePrediction:
         return self.found.name
 
     def rate(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
-        """Return samples per second; 0 if the strategy cannot run."""
+        """Return the samples per second of `workers` workers on `site`; 0 if the strategy cannot run."""
         if self.pace is None:
             return self.found.samples_per_second
         cost = self._step(self.pace, site, workers, law)
@@ -72,8 +76,8 @@ class ScalablePrediction:
             return None
 
     def effective_rate(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
-        """Return samples per second, in samples of plain training, if every part of a step except computing takes
-        `slower` times as long.
+        """Return the effective samples per second of `workers` workers on `site` (samples per second divided by the
+        relative number of samples needed), if every part of a step except computing takes `slower` times as long.
         """
         if self.pace is None:
             return effective_rate(self.found.samples_per_second, self.relative_samples)
@@ -100,21 +104,21 @@ class ScalablePrediction:
 
 
 def waiting(share: float, slower: float) -> float:
-    """Return the factor on a step's time if every part except computing, which is `share` of the step, takes `slower`
-    times as long.
+    """Return the factor by which a step becomes longer if computing, which is `share` of the step, takes as long as
+    before and the rest takes `slower` times as long.
     """
     return share + slower * (1 - share)
 
 
 Ask = Callable[[float, ScalablePrediction], float]
-"""Function that returns the effective samples per second of a strategy, given (value of the varied quantity,
-prediction).
+"""Type of functions that return the effective samples per second of a strategy, given the value of the varied quantity
+and the strategy's prediction.
 """
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples per second and predicted speed-up for several numbers of workers."""
+    """The scaling curve of a strategy: samples per second and predicted speed-up for several numbers of workers."""
 
     name: str
     workers: tuple[int, ...]
@@ -122,16 +126,14 @@ class Curve:
     speedups: tuple[float, ...]
     """Predicted speed relative to one worker, for each number of workers."""
     pays_to: int
-    """Largest number of workers that train at least a tenth faster than half as many workers; 1 if there is no such
-    number.
-    """
+    """Largest number of workers that trains at least a tenth faster than half as many workers; 1 if no number does."""
     beats_one_from: int | None
-    """Smallest number of workers that train faster than one worker alone; None if there is no such number."""
+    """Smallest number of workers that trains faster than one worker alone; None if no number does."""
     beats_one_to: int | None
-    """Largest number of workers that train faster than one worker alone; None if there is no such number."""
+    """Largest number of workers that trains faster than one worker alone; None if no number does."""
 
     def document(self) -> dict[str, Any]:
-        """The curve as plain data, for JSON."""
+        """Return the curve as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -145,18 +147,18 @@ class Crossover:
     """
     value: float
     here: float
-    """Current value of the quantity."""
+    """Value of the quantity for the plan's job and cluster."""
     below: str
     """Name of the best strategy for values of the quantity below the crossover."""
     above: str
 
     def document(self) -> dict[str, Any]:
-        """The crossover as plain data, for JSON."""
+        """Return the crossover as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
 def curve(one: ScalablePrediction, site: Site, single: float, sizes: Sequence[int] = WORKERS) -> Curve:
-    """Return the scaling curve of a strategy, relative to `single` samples per second; numbers of workers at which the
+    """Return the scaling curve of a strategy, relative to `single` samples per second. Numbers of workers at which the
     strategy cannot run are omitted.
     """
     rates = {workers: rate for workers in sizes if (rate := one.rate(site, workers)) > 0}
@@ -172,8 +174,8 @@ def crossovers(
 ) -> tuple[Crossover, ...]:
     """Return the nearest bandwidth, model size and straggling at which another strategy becomes better than `choice`.
 
-    One quantity is varied at a time, up and down from its current value; `slower` is as in
-    `ScalablePrediction.effective_rate`. The result is empty if the choice is not among the predictions.
+    One quantity is varied at a time, up and down from its current value. Every part of a step except computing is
+    assumed to take `slower` times as long. The result is empty if there is no prediction for `choice`.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
     chosen = next((one for one in predictions if one.name == choice), None)
@@ -218,7 +220,9 @@ def best(
     law: ComputeModel | None = None,
     slower: float = 1.0,
 ) -> str:
-    """Return the name of the strategy with the most effective samples per second."""
+    """Return the name of the strategy that processes the most effective samples per second on `site` with `workers`
+    workers.
+    """
     return max(predictions, key=lambda one: one.effective_rate(site, workers, law, slower)).name
 
 

@@ -1,6 +1,4 @@
-"""Searches the shortest time to target of the most promising strategies, with the best hyper-parameters within a
-budget.
-"""
+"""Searches the hyper-parameters of the most promising strategies for the shortest time to target, within a budget."""
 
 from __future__ import annotations
 
@@ -25,44 +23,46 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 TRIALS = 8
-"""Default number of trials per strategy."""
+"""Default number of trials of each strategy."""
 TOP = 5
-"""Number of strategies that are searched, in addition to one worker."""
+"""Default number of strategies that a search tries, in addition to one worker."""
 SLACK = 2.0
-"""A trial ends after this factor times the shortest time to target of all strategies so far."""
+"""Limit on the virtual time of a trial, as a multiple of the shortest time to target found so far."""
 RANDOM = 3
-"""Number of first trials that use no earlier results: the strategy as written, then the learning rate that Table 2
-suggests, then random draws.
+"""Number of a strategy's first trials that use no earlier results: the strategy as written, then the learning rate that
+Table 2 of Langer et al. suggests, then random draws.
 """
 TRIES = 4
-"""Number of draws of hyper-parameters for one trial; several are needed because some combinations are not allowed."""
+"""Largest number of draws of hyper-parameters for one trial; several are needed because some combinations are not
+allowed.
+"""
 FAR = 1e9
-"""Value added to the objective if the target was missed, so that such trials rank last."""
+"""Value added to the objective of a trial that missed the target, so that such trials rank last."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The trials of one of the plan's strategies."""
+    """The trials that a search has run for one strategy of the plan."""
 
     strategy: str
     """Name of the strategy in the plan."""
     trials: tuple[Trial, ...]
     """Trials in order; the first trial runs the strategy as written, with the job's learning rate."""
     refused: str | None = None
-    """Reason why there are no trials, or no further trials."""
+    """Reason for which there are no trials, or no further trials, of the strategy."""
 
     @property
     def best(self) -> Trial | None:
-        """The first trial to reach the target; if no trial did, the trial that came closest."""
+        """The trial that reached the target first; if no trial reached the target, the trial that came closest."""
         return min(self.trials, key=_cost, default=None)
 
     @property
     def seconds(self) -> float | None:
-        """Virtual seconds to target with the best hyper-parameters found; None if the target was missed."""
+        """Virtual seconds to target with the best hyper-parameters found; None if every trial missed the target."""
         return None if self.best is None else self.best.seconds_to_target
 
     def document(self) -> dict[str, Any]:
-        """The trials as plain data, for JSON."""
+        """Return the trials as plain data, for JSON."""
         best = self.best
         return {
             "strategy": self.strategy,
@@ -75,29 +75,29 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Progress of a search, during or after trial `number` of a strategy."""
+    """Progress of a search, reported during and after trial `number` of a strategy."""
 
     strategy: str
     number: int
     trials: int
-    """Number of trials per strategy."""
+    """Number of trials of each strategy."""
     done: int
     all_trials: int
     steps: float
     """Mean number of steps of a worker in the running trial."""
     seconds: float
-    """Virtual seconds of the running trial."""
+    """Virtual seconds since the beginning of the running trial."""
     trial: Trial | None
-    """Result of the trial; None while it runs."""
+    """Result of the trial; None while the trial runs."""
     again: bool
-    """Whether the trial was stored by an earlier search."""
+    """Whether the result of the trial was stored by an earlier search."""
     best: tuple[str, Trial] | None
-    """The strategy with the shortest time to target so far, and its trial."""
+    """The strategy with the shortest time to target so far, and the trial that took this time."""
 
 
 def most_promising(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[StepPrediction, ...]:
-    """Return one worker, and the strategies with the highest predicted speed-up in the plan, except the strategies in
-    `leave`.
+    """Return one worker, and the `top` strategies with the highest predicted speed-up in the plan, except the
+    strategies in `leave`.
 
     Raises:
         ConfigurationError: `top` is below 1.
@@ -119,14 +119,14 @@ class Search:
     kept: TrialStore
     trials: int = TRIALS
     budget: float | None = None
-    """Real seconds after which no further trial begins, except one trial of one worker; trials that are read from the
-    store do not count.
+    """Real seconds after which no further trial begins, except one trial of one worker. Trials that are read from the
+    store take none of the budget.
     """
     target: float | None = None
     seed: int = 0
     split: str = "iid"
     context: TrialContext | None = None
-    """The data and engines that trials share."""
+    """The data and the engines that the trials share."""
     out_of_budget: bool = False
     _studies: list[_Candidate] = field(default_factory=list)
 
@@ -155,17 +155,17 @@ class Search:
 
     @property
     def done(self) -> int:
-        """Number of finished trials, including stored ones."""
+        """Number of finished trials, including trials that are read from the store."""
         return sum(len(one.done) for one in self._studies)
 
     @property
     def best(self) -> tuple[str, Trial] | None:
-        """The strategy in the plan with the shortest time to target, and its trial."""
+        """The strategy of the plan with the shortest time to target so far, and the trial that took this time."""
         reached = [(one.strategy, one.best) for one in self.found() if one.best is not None and one.seconds is not None]
         return min(reached, key=lambda pair: _cost(pair[1]), default=None)
 
     def run(self, say: Callable[[SearchProgress], None] = lambda step: None) -> tuple[Found, ...]:
-        """Run trials of every strategy in turn until all trials are done or the budget is spent; `say` is called at
+        """Run trials of the strategies in turn until all trials are done or the budget is spent. `say` is called at
         every gradient and after every trial.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The hyper-parameters of a strategy and its parts that are searched, and their ranges."""
+"""The hyper-parameters of a strategy and its components that a search varies, and their ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flockstep.expression import WORKERS, Component, fields_of, ranges
 
 C = TypeVar("C", bound=Component)
 FACTOR = 8.0
-"""Factor by which learning rates are searched above and below the job's learning rate."""
+"""Factor by which a search varies the learning rate above and below the job's learning rate."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Knob:
 
 
 def knobs(part: Component, workers: int, path: tuple[str, ...] = ()) -> Iterator[Knob]:
-    """Return the hyper-parameters of a component and of its parts, outermost first.
+    """Return the searched hyper-parameters of a component and of the components in it, outermost first.
 
     Ranges are widened to contain current values.
     """
@@ -55,7 +55,7 @@ def learning_rate(lr: float) -> Knob:
 
 
 def changed(part: C, path: tuple[str, ...], value: Any) -> C:
-    """The component with another value at `path`.
+    """Return a copy of the component with another value at `path`.
 
     Raises:
         ConfigurationError: the value is not allowed.

@@ -1,4 +1,4 @@
-"""The surrogate of a split model for rehearsals: nothing is computed, and messages have their real sizes."""
+"""The surrogate of a split model for rehearsals: gradients are not computed, and messages have their real sizes."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ from flockstep.planning.job_profile import JobProfile
 from flockstep.planning.surrogate import SurrogateEngine
 
 FINEST = 8
-"""Least number of elements of a surrogate for the activations of a micro-batch, so that rounding to whole elements
-matters little.
+"""Smallest number of elements in a surrogate for the activations of a micro-batch, so that rounding to whole elements
+has little effect.
 """
 LARGEST = 65536
-"""Largest number of parameters to which a surrogate is enlarged to satisfy `FINEST`."""
+"""Largest number of parameters to which a surrogate is enlarged so that activations have `FINEST` elements."""
 
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """Consecutive layers of a split model: their sizes, and the work of their passes."""
+    """A chunk of a split model, that is, consecutive layers: the sizes of the layers, and the work of their passes."""
 
     first: str
-    """Name of the first layer."""
+    """Name of the first layer of the chunk."""
     tensors: tuple[Shape, ...]
-    """Shapes of the trained tensors."""
+    """Shapes of the chunk's trained tensors."""
     shares: PassShares
     sends: float
-    """Number of elements of the outputs for one sample, which the chunk sends to the next chunk; 0 for the last
-    chunk.
-    """
+    """Number of elements per sample of the chunk's output, which is sent to the next chunk; 0 for the last chunk."""
     holds: float
-    """Number of elements of the outputs of all layers for one sample, which the backward pass needs."""
+    """Number of elements per sample of the outputs of all layers of the chunk, which the backward pass needs."""
 
     @property
     def parameters(self) -> int:
@@ -57,7 +55,7 @@ class ChunkShape:
 
 @dataclass(frozen=True)
 class SplitShape:
-    """A model as a pipeline cuts it, together with the number of samples in a batch."""
+    """The shapes of a model that is cut into the parts of a pipeline, and the number of samples in a batch."""
 
     pipeline: Pipeline
     chunks: tuple[ChunkShape, ...]
@@ -65,25 +63,25 @@ class SplitShape:
 
     @property
     def parts(self) -> list[tuple[ChunkShape, ...]]:
-        """The chunks of each part, in the order in which the part computes them."""
+        """The chunks of each part of the model, in the order in which the part computes the chunks."""
         return [self.chunks[part :: self.pipeline.stages] for part in range(self.pipeline.stages)]
 
     @property
     def tensors(self) -> tuple[Shape, ...]:
-        """Shapes of all tensors, part by part."""
+        """Shapes of all tensors of the model, part by part."""
         return tuple(shape for part in self.parts for chunk in part for shape in chunk.tensors)
 
     def elements(self, least: int) -> int:
-        """Return the number of parameters of a surrogate: at least `least`, more if activations would otherwise have
-        only a few elements.
+        """Return the number of parameters of a surrogate: at least `least`, and more if activations would otherwise
+        have only a few elements.
         """
         sends = [chunk.sends * self.batch / self.pipeline.microbatches for chunk in self.chunks if chunk.sends]
         whole = sum(chunk.parameters for chunk in self.chunks)
         return max(least, min(LARGEST, math.ceil(FINEST * whole / min(sends)))) if sends else least
 
     def activation_bytes(self, dtype: str) -> float:
-        """Return the encoded bytes of activations and of their gradients that the workers of a replica send in a
-        step.
+        """Return the encoded bytes of the activations, and of the gradients of activations, that the workers of a
+        replica send in a step.
         """
         samples = self.batch / self.pipeline.microbatches
         total = 0.0
@@ -94,7 +92,9 @@ class SplitShape:
         return total
 
     def model(self, engine: SurrogateEngine) -> PipelineModel:
-        """Return the surrogate `engine`, whose tensors have the shapes of this model, cut into parts."""
+        """Return the surrogate `engine`, with tensors in the shapes of this model, cut into the parts of the
+        pipeline.
+        """
         counts = [sum(len(chunk.tensors) for chunk in part) for part in self.parts]
         entries, sizes = list(engine.schema.entries), []
         for count in counts:
@@ -107,7 +107,7 @@ class SplitShape:
 
 
 def split_shape(task: JobProfile, pipeline: Pipeline) -> SplitShape:
-    """Return the model of a task as `pipeline` cuts it.
+    """Return the shapes of a task's model after `pipeline` has cut the model into parts.
 
     Raises:
         ConfigurationError: the layers of the model are unknown, or cannot be cut into these stages.
@@ -187,8 +187,8 @@ def _shares(chunk: Sequence[Layer], number: int, total: float, count: int, batch
 
 
 class SurrogatePart(ModelPart):
-    """One part of a surrogate: its passes send arrays with the sizes of activations, and return the surrogate's
-    gradient.
+    """One part of a split model's surrogate. Its passes send arrays with the sizes of activations, and return the
+    surrogate's gradient.
     """
 
     def __init__(self, engine: SurrogateEngine, shape: SplitShape, group: PartGroup):

@@ -1,5 +1,5 @@
-"""Predicts the cost of a step of one strategy on a cluster: by the strategy's program in virtual time, extrapolated to
-many workers.
+"""Predicts the cost of a step of one strategy on a cluster, by running the strategy's program in virtual time and
+extrapolating to many workers.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ from flockstep.strategies.base import Strategy
 from flockstep.strategies.encoding import codecs_of
 
 ALONE = "one worker"
-"""Name of plain training on one worker, which needs no strategy."""
+"""Name of the prediction for plain training on one worker, which needs no strategy."""
 FEW = 16
-"""Largest number of workers that a rehearsal simulates."""
+"""Largest number of workers for which a step is rehearsed; steps of more workers are extrapolated."""
 SIZES = (4, 8, 16)
-"""Numbers of workers that are rehearsed to extrapolate to larger numbers."""
+"""Numbers of workers for which steps are rehearsed to extrapolate to larger numbers."""
 SPREAD = 0.01
-"""Delay of the slowest worker, as a share of a gradient, above which stragglers count."""
+"""Delay of the slowest worker, as a share of a gradient, above which stragglers are taken into account."""
 SLIGHT = 0.03
-"""Difference between drawn and expected times, as a share of a step, below which the exposure to stragglers is not
-measured.
+"""Difference between drawn and expected gradient times, as a share of a step, below which the exposure to stragglers is
+not measured.
 """
 WIDE = 2.0
-"""Largest accepted ratio of the step times of the two halves of a rehearsal."""
+"""Largest accepted ratio between the step times of the two halves of a rehearsal."""
 FACTOR, EVERY = 5.0, 4
-"""FACTOR: slowdown of a slow gradient. EVERY: number of steps per slow gradient. Both are used to test a strategy for
-stragglers on a cluster that has none.
+"""FACTOR: slowdown of a slow gradient. EVERY: number of steps between slow gradients. With both, the exposure of a
+strategy to stragglers is measured on a cluster that has none.
 """
 LEAST = 1e-12
 """Seconds assumed for a step in which a worker computes and sends nothing."""
 DECADE = 10.0
-"""Base of the rehearsed ratios of size and bandwidth: 1/10, 1 and 10; beyond these, every second power of ten."""
+"""Base of the ratios of model size to bandwidth at which steps are rehearsed: 1/10, 1 and 10, and beyond these every
+second power of ten.
+"""
 
 _known = lru_cache(maxsize=4096)(rehearse)
 """`rehearse` with a cache: tables, scaling and crossovers need the same rehearsals."""
@@ -58,11 +60,11 @@ _known = lru_cache(maxsize=4096)(rehearse)
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Predicted means of a strategy, in seconds and bytes per step; a step is one gradient of each worker."""
+    """Predicted means of a strategy's steps, in seconds and bytes. A step is one gradient of each worker."""
 
     name: str
     strategy: Strategy | None
-    """The strategy; None for one worker alone."""
+    """The predicted strategy; None for training on one worker."""
     workers: int
     seconds: float
     utilization: float
@@ -81,18 +83,18 @@ class StepPrediction:
     known.
     """
     source: Literal["rehearsal", "extrapolation"]
-    """How the figures were obtained: by a rehearsal or by an extrapolation."""
+    """Text that says how the figures were obtained: by a rehearsal or by an extrapolation."""
     notes: tuple[str, ...] = ()
     updates: bool = True
     """Whether the rehearsal recorded any update; without updates, the number of samples needed is unknown."""
 
     @property
     def lossless(self) -> bool:
-        """Whether messages hold the exact values."""
+        """Whether messages contain exact values, without loss by a codec."""
         return all(one.lossless for one in codecs_of(self.strategy))
 
     def document(self) -> dict[str, Any]:
-        """The prediction as plain data, for JSON."""
+        """Return the prediction as plain data, for JSON."""
         names = (
             "name workers seconds utilization sent_bytes server_bytes staleness staleness_most samples_per_second "
             "memory "
@@ -114,25 +116,26 @@ def alone(site: Site) -> StepPrediction:
 
 
 def held_bytes(task: JobProfile) -> float:
-    """Return the bytes that a worker holds in addition to the state of its strategy: parameters, gradient, optimizer
-    and activations.
+    """Return the bytes of memory on a worker, without the state of its strategy: parameters, gradient, optimizer and
+    activations.
     """
     return task.nbytes * (2.0 + task.slots) + task.activations
 
 
 class Unpredictable(ConfigurationError):
-    """Error: the step times of a strategy vary so much that their mean says little."""
+    """Error: the step times of a strategy vary too much for a prediction of the mean."""
 
 
 def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> StepPrediction:
-    """Predict the cost of a strategy's step; a rehearsal has `steps` steps (None: as many as needed).
+    """Predict the cost of a strategy's step by a rehearsal of `steps` steps. If `steps` is None, the rehearsal takes as
+    many steps as it needs.
 
     Steps of more than 16 workers are extrapolated from rehearsals with fewer workers in which every link is as slow as
     the slowest.
 
     Raises:
         ConfigurationError: the strategy cannot run with this number of workers, or the cost of a step is unknown.
-        Unpredictable: one half of a rehearsal takes more than twice as long as the other.
+        Unpredictable: the steps of one half of a rehearsal take more than twice as long as those of the other half.
     """
     strategy.check(workers)
     if workers > FEW:
@@ -148,8 +151,8 @@ def predict_step(strategy: Strategy, site: Site, workers: int, steps: int | None
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
-    """Return the configuration of a run in virtual time with the costs of links, gradients, messages and steps on a
-    cluster.
+    """Return the configuration of a run in virtual time in which links, gradients, messages and steps cost what they
+    cost on a cluster.
 
     Raises:
         ConfigurationError: the cluster cannot have this number of workers.
@@ -185,8 +188,8 @@ def rehearsed(
 ) -> Rehearsal:
     """Rehearse a strategy in virtual time on the site's machines and links, with the costs of messages and steps.
 
-    `law` replaces the compute model; `quick` uses a small surrogate for the model; `even` makes every link as slow as
-    the slowest; `ratio` is a factor on the time that the model takes over links.
+    `law` replaces the cluster's compute model; `quick` uses a small surrogate for the model; `even` makes every link as
+    slow as the slowest; `ratio` is a factor on the time that the model takes over links.
     """
     task, coding = site.task, 1.0
     network = Link(site.link[1], site.link[0]) if even else site.cluster.network(workers)
@@ -218,7 +221,8 @@ def rehearsed(
 def rehearsed_split(
     strategy: Strategy, site: Site, workers: int, shape: SplitShape, law: ComputeModel, steps: int | None = None
 ) -> Rehearsal:
-    """Rehearse a strategy whose replicas are split as `shape` says, with the costs of `on_cluster`.
+    """Rehearse a strategy whose replicas are split into the parts of `shape`, with the costs of the site's machines and
+    links.
 
     `law` is the compute model of the gradients of the whole model. A rehearsal of a given number of `steps` uses a
     small surrogate.
@@ -322,10 +326,10 @@ def _through_server(strategy: Strategy, found: Rehearsal) -> float:
 
 
 def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
-    """Extrapolate a value to `workers` workers by a fit of the terms that make up the costs of collectives and servers.
+    """Extrapolate a value to `workers` workers by a fit of terms that occur in the costs of collectives and servers.
 
     The fit is least squares with nonnegative coefficients of 1, log n (latencies along a tree), n - 1 (messages of all
-    workers through one card) and 1 - 1/n (the share of a model that belongs to other workers).
+    workers through one network card) and 1 - 1/n (the share of a model that belongs to other workers).
     """
     if not any(values):
         return 0.0
@@ -346,7 +350,7 @@ def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
 
 @dataclass(frozen=True)
 class Moved:
-    """Cost of a step under conditions that differ from those of the plan."""
+    """The cost of a step under conditions other than those of the plan."""
 
     seconds: float
     samples_per_second: float
@@ -357,7 +361,8 @@ class Moved:
 
 @dataclass(frozen=True)
 class Pace:
-    """Models how a strategy's step time depends on workers, bandwidth, model and stragglers, from short rehearsals.
+    """Predicts a strategy's step time for other numbers of workers, bandwidths, model sizes and stragglers, from short
+    rehearsals.
 
     The rehearsals have constant gradient times; `exposure` times the mean delay of the slowest worker is added. Steps
     of more than 16 workers are extrapolated, and steps between two ratios of size and bandwidth are interpolated.
@@ -367,11 +372,13 @@ class Pace:
     site: Site
     """The task and the cluster of the plan."""
     found: StepPrediction | None = None
-    """The prediction for the plan's task and cluster; None if they were not rehearsed."""
+    """The prediction for the plan's own task and cluster; None if this prediction was not rehearsed."""
 
     @cached_property
     def exposure(self) -> float:
-        """Share of the slowest worker's delay that all workers suffer: about 1 with a barrier, about 0 without."""
+        """Share of the slowest worker's delay that all workers suffer: about 1 with a barrier, about 0 without a
+        barrier.
+        """
         whole = self.found is not None and self.found.workers <= FEW
         count = self.site.cluster.workers if self.found is None else self.found.workers
         few = min(SIZES[-2], count)
@@ -394,20 +401,20 @@ class Pace:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of workers that are rehearsed to extrapolate to larger numbers."""
+        """Numbers of workers for which steps are rehearsed to extrapolate to larger numbers."""
         return [n for n in SIZES if self._runs(n)]
 
     def grown(self, measure: Callable[[Rehearsal], float], workers: int) -> float:
-        """Extrapolate a figure of rehearsals with few workers to `workers` workers."""
+        """Extrapolate a figure from rehearsals with few workers to `workers` workers."""
         return grown(self.sizes, [measure(self._rehearsed(n, even=True)) for n in self.sizes], workers)
 
     @property
     def updates(self) -> bool:
-        """Whether the largest rehearsal recorded any update."""
+        """Whether any node recorded an update in the rehearsal with the most workers."""
         return self._rehearsed(self.sizes[-1], even=True).updates
 
     def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> Moved:
-        """Return the cost of a step of `workers` workers for another model size or bandwidth.
+        """Return the cost of a step of `workers` workers on a site with another model size or bandwidth.
 
         Raises:
             ConfigurationError: the strategy or the cluster cannot have this number of workers.
@@ -487,7 +494,9 @@ def _places(at: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Hiccups(ComputeModel):
-    """A compute model in which every `every` steps the next worker's gradient takes `factor` times as long."""
+    """A compute model with stragglers: every `every` steps, the gradient of the next worker in turn takes `factor`
+    times as long.
+    """
 
     base: ComputeModel
     factor: float
@@ -509,11 +518,11 @@ class Hiccups(ComputeModel):
 
 
 def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
-    """Return the cluster with `factor` times the bandwidth on every link."""
+    """Return a cluster with `factor` times the bandwidth on every link."""
     return replace(cluster, wires=tuple(replace(wire, bandwidth=wire.bandwidth * factor) for wire in cluster.wires))
 
 
 def as_steady(law: ComputeModel) -> ComputeModel:
-    """Return a compute model in which every gradient takes the mean of the given model."""
+    """Return a compute model in which every gradient takes the mean duration of the given model."""
     steady = ConstantTime(mean_of(law))
     return replace(law, base=steady) if isinstance(law, SharedCores) else steady

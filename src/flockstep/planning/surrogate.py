@@ -1,7 +1,7 @@
-"""The surrogate of a model for rehearsals: arrays in the model's shapes, without computation.
+"""The surrogate of a model for rehearsals: arrays that stand for the model's arrays, without computation.
 
-A small model needs no surrogate. For a larger model, the surrogate has smaller matrices, every byte of payload counts
-as many bytes, and the sizes in a strategy's settings shrink accordingly.
+For a small model, the surrogate's arrays have the model's shapes. For a larger model, the surrogate has smaller
+matrices, every byte of payload counts as many bytes, and the sizes in a strategy's settings shrink accordingly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
-"""Number of bytes of an element → name of the dtype."""
+"""Number of bytes of an element → name of the dtype that a surrogate uses."""
 BATCHES = 16
 """Number of batches that each worker is assumed to have if the job's samples are unknown."""
 
@@ -35,18 +35,18 @@ C = TypeVar("C", bound=Component)
 
 @dataclass(frozen=True)
 class SurrogateBatches:
-    """What a rehearsal must know about a job's samples."""
+    """The properties of a job's samples that a rehearsal needs."""
 
     batch: int = 1
     samples: int | None = None
-    """Number of training samples; None if unknown."""
+    """Number of training samples of the job; None if unknown."""
     layers: tuple[FactoredWeight, ...] | None = None
     """Layers whose gradients can be computed as factors; None if unknown."""
 
 
 class SurrogateEngine(NumpyEngine):
-    """The engine of a rehearsal; `factor` is the number of bytes of the model for which each byte of the surrogate
-    stands.
+    """The engine of a rehearsal, which stands for the engine of the job's model. Each byte of the surrogate stands for
+    `factor` bytes of the model.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class SurrogateEngine(NumpyEngine):
 
     @property
     def batches(self) -> float:
-        """Mean number of batches in a gradient."""
+        """Mean number of batches for which one gradient was computed."""
         return self._counted / (self._asked * self._surrogate_batches.batch) if self._asked else 1.0
 
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Compute gradients of a quadratic function; no samples are used."""
+        """Return gradients of a quadratic function of the parameters, for which no samples are needed."""
         self._asked += len(indices)
         self._counted += indices.size
         np.multiply(self.slopes, params, out=out)
         return np.asarray(np.einsum("ij,ij->i", out, params) / 2, np.float64)
 
     def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
-        """The job's layers.
+        """The layers of the job whose gradients can be computed as factors.
 
         Raises:
             ConfigurationError: the layers are unknown, or the surrogate is smaller than the model.
@@ -106,7 +106,7 @@ class SurrogateEngine(NumpyEngine):
         replica: int,
         step: int,
     ) -> float:
-        """Compute a gradient, and pack it together with factors that are zero."""
+        """Return a gradient packed together with factors that are zero."""
         dense = np.empty_like(params)
         loss = self.gradient(params, indices, dense, replica, step)
         empty = [
@@ -119,20 +119,20 @@ class SurrogateEngine(NumpyEngine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, targets: DistillationTargets, replica: int, step: int
     ) -> float:
-        """Compute the gradient; the teachers' predictions take no virtual time."""
+        """Return a gradient, as without teachers; the teachers' predictions take no virtual time."""
         return self.gradient(params, indices, out, replica, step)
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Return zeros, because nothing is trained."""
+        """Return zeros, because a surrogate is not trained."""
         return Evaluation(0.0, 0.0)
 
 
 class Unrehearsed(ConfigurationError):
-    """Error: no rehearsal can predict the cost of the strategy."""
+    """Error: no rehearsal can predict the cost of the strategy with the given model."""
 
 
 class Shrunk(Unrehearsed):
-    """Error: a surrogate is smaller than the model, and cannot predict the model's cost."""
+    """Error: the surrogate is smaller than the model, and therefore cannot predict the cost of the strategy."""
 
 
 class _Bowl(Model):
@@ -171,7 +171,7 @@ def _job(samples: int, batch: int, optimizer: Optimizer | None) -> Job:
 
 
 def shrunk(shapes: Sequence[Shape], elements: int) -> tuple[Shape, ...]:
-    """Return shapes of equal numbers of axes and similar proportions, with about `elements` elements in total."""
+    """Return shapes with the given numbers of axes and similar proportions, and about `elements` elements in total."""
     share = min(1.0, elements / max(1, sum(map(math.prod, shapes))))
     return tuple(_smaller(shape, share) for shape in shapes) if share < 1 else tuple(shapes)
 
@@ -186,7 +186,9 @@ def _smaller(shape: Shape, share: float) -> Shape:
 
 
 def scaled(component: C, factor: float) -> C:
-    """Return the component with the sizes in its settings, and in the settings of its parts, divided by `factor`."""
+    """Return a copy of the component in which the sizes in its settings, and in those of its components, are divided by
+    `factor`.
+    """
     if factor == 1:
         return component
     changed: dict[str, Any] = {}
@@ -202,8 +204,8 @@ def scaled(component: C, factor: float) -> C:
 
 
 def longest_cycle(component: Component, most: int) -> int:
-    """Return the largest setting, up to `most`, that may count steps, in a component and its parts: an upper bound of
-    its period.
+    """Return an upper bound of a strategy's period: the largest setting, up to `most`, that may count steps in a
+    component and the components in it.
 
     A bound that is too large does no harm. Settings that count elements or pieces are ignored.
     """

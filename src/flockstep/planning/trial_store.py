@@ -19,12 +19,14 @@ from flockstep.frameworks.base import Data
 from flockstep.planning.trials import Trial, TrialContext
 
 FILE = "trials.jsonl"
-"""Name of the file with the trials in a folder: the settings on the first line, then one trial on each line."""
+"""Name of the file with finished trials in a folder. The first line has the settings, and each further line has one
+trial.
+"""
 
 
 def trial_settings(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
-    """Return the settings that must be equal for a trial to have the same result, in addition to the settings of the
-    trial itself.
+    """Return the settings of a search on which the result of a trial depends, besides the settings of the trial
+    itself.
     """
     site, task, job = context.site, context.site.task, context.job(seed)
     return {
@@ -102,15 +104,15 @@ class TrialStore:
         return len(self._known)
 
     def find(self, strategy: str, lr: float, within: float | None) -> Trial | None:
-        """Return the result of an equal trial of an earlier search; None if there is none, or if the trial was limited
-        to less time than `within`.
+        """Return the stored result of a trial with equal settings; None if there is no such trial, or if it was limited
+        to less than `within` virtual seconds.
         """
         trial, had = self._known.get((strategy, lr), (None, 0.0))
         short = trial is not None and trial.end == "time" and had < _seconds(within)
         return None if short else trial
 
     def add(self, trial: Trial, lr: float, within: float | None) -> None:
-        """Store the result of a finished trial on disk."""
+        """Add the result of a finished trial to the store."""
         self._known[trial.strategy, lr] = trial, _seconds(within)
         if self.folder is not None:
             line = {"trial": trial.document(), "within": within, "lr": lr}

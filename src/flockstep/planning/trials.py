@@ -1,4 +1,6 @@
-"""Trials: runs in virtual time with real gradients that end at the target, for questions that a plan cannot answer."""
+"""Trials: runs in virtual time that compute real gradients and end at the target, to find what a plan cannot
+predict.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,25 @@ from flockstep.workloads.split import Split
 
 End = Literal["target", "steps", "time", "diverged"]
 FINE = 200
-"""Least number of evaluations in a run that takes all its steps; one per step if the run has fewer steps."""
+"""Smallest number of evaluations in a trial that takes all its steps; if the trial has fewer steps, there is one
+evaluation per step.
+"""
 DEAR = 2
-"""Number of training samples per test sample between two evaluations, which limits the real time of evaluations."""
+"""Number of training samples per test sample between two evaluations, which limits the share of real time spent on
+evaluations.
+"""
 LEFT_OUT = (
     "in trials, adding received arrays and the computations of servers take no time",
     "in trials, a sender encodes the whole model at every gradient",
     "if workers have different models, a trial ends with averaging the models once, over the slowest link",
     "no node fails in a trial, and each trial has one set of random times",
 )
-"""Sentences about effects that the virtual seconds of a trial ignore."""
+"""Sentences about effects that are not part of the virtual seconds of a trial."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one trial. Seconds are virtual; bytes are the mean payload bytes that a worker sent."""
+    """The result of one trial. Seconds are virtual; bytes are the mean payload bytes that a worker sent."""
 
     strategy: str
     workers: int
@@ -55,10 +61,10 @@ class Trial:
     seed: int
     target: float
     end: End
-    """Why the trial ended: the target, the last step, the time limit, or divergence."""
+    """Text that says why the trial ended: the target, the last step, the time limit, or divergence."""
     seconds_to_target: float | None
-    """Virtual seconds to target, including one averaging of the replicas if they differ; None if the target
-    was missed.
+    """Virtual seconds to target, including one averaging of the replicas if the replicas differ; None if the target was
+    missed.
     """
     seconds: float
     """Virtual seconds at the end of the trial."""
@@ -67,21 +73,21 @@ class Trial:
     reached the target.
     """
     sent_bytes: float
-    """Bytes sent until the evaluation to which `steps` refers."""
+    """Mean payload bytes that a worker sent until the evaluation to which `steps` refers."""
     metric: float | None
     """Metric of the evaluation to which `steps` refers; None if the metric is not finite or there was no evaluation."""
     best: float | None
-    """Best metric of all evaluations of the trial."""
+    """Best value of the metric over all evaluations of the trial."""
 
     def document(self) -> dict[str, Any]:
-        """The trial as plain data, for JSON."""
+        """Return the trial as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
 @dataclass
 class TrialContext:
-    """The data and the engine that the trials of a job share; they share the engine only if gradients change no state
-    in it.
+    """The data and the engine that the trials of a job share. Trials share the engine only if gradients do not change
+    its state.
     """
 
     site: Site
@@ -89,7 +95,7 @@ class TrialContext:
     _engines: dict[int, Engine] = field(default_factory=dict)
 
     def job(self, seed: int) -> Job:
-        """Return the job of a run, whose data is read only once.
+        """Return the job of a run, and read its data only once.
 
         Raises:
             ConfigurationError: only the sizes of the task are known.
@@ -108,7 +114,7 @@ class TrialContext:
         return self._jobs[seed]
 
     def engine(self, job: Job, seed: int) -> Engine:
-        """Return the engine for gradients: a new engine if replicas have buffers, which an earlier trial has
+        """Return the engine for a trial's gradients: a new engine if the model has buffers, which an earlier trial has
         changed.
         """
         if seed not in self._engines:
@@ -148,12 +154,12 @@ def trial(
         steps: largest number of steps of a worker; None for the number that one worker alone takes in the job's epochs.
         within: virtual seconds after which the trial ends.
         split: how the data is split over the workers.
-        every: steps between two evaluations; None for few evaluations.
+        every: number of steps between two evaluations; None for few evaluations.
         live: evaluate the current model, as `LiveSimulation` does, instead of the model after equally many steps of all
             nodes.
         context: data and engines that trials share.
-        heed: called after every gradient with the mean steps of a worker and the virtual seconds; an exception that it
-            raises ends the trial without a result.
+        heed: function that is called after every gradient with the mean steps of a worker and the virtual seconds; an
+            exception that it raises ends the trial without a result.
 
     Raises:
         ConfigurationError: the task has no data or no target, or the strategy cannot run with this number of workers.
@@ -203,16 +209,14 @@ def goal_of(job: Job, target: float | None) -> float:
 
 
 def law_of(site: Site, strategy: Strategy | None, workers: int) -> ComputeModel:
-    """Return the compute model of gradients, in which the worker's optimizer step, encoding and decoding are
-    included.
-    """
+    """Return the compute model of a worker's steps: the gradient, the optimizer step, encoding and decoding."""
     if strategy is None:
         return Longer(_fastest(site), site.task.elements / site.rate("optimizer", site.optimizer))
     return Longer(site.compute(workers), site.work(strategy, workers).step)
 
 
 def averaging(site: Site, workers: int) -> tuple[float, float]:
-    """Return the seconds and the bytes per worker that one averaging of the replicas takes over the slowest link."""
+    """Return the seconds and the bytes per worker of one averaging of the replicas over the slowest link."""
     latency, bandwidth = site.link
     if workers == 1 or bandwidth == math.inf:
         return 0.0, 0.0

@@ -1,4 +1,6 @@
-"""Predicts how many workers a run loses, and the probability that a strategy does not survive the losses."""
+"""Predicts the number of workers that fail during a run, and the probability that a strategy does not survive these
+failures.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ from flockstep.planning.step_prediction import StepPrediction
 from flockstep.report import formatting
 
 HOUR, DAY = 3600.0, 86400.0
-"""Seconds of an hour and of a day; a run is assumed to last a day if neither the user nor the job specifies its
-length.
+"""Number of seconds in an hour and in a day. A run is assumed to last a day if neither the user nor the job specifies
+its length.
 """
 SELDOM, NEVER = 0.01, 1e-9
-"""Probabilities below which a risk is stated as one run in many (SELDOM) or as none (NEVER)."""
+"""Probabilities below which a risk is stated as one run in many (SELDOM), or as no risk (NEVER)."""
 RISK = 0.05
-"""Largest accepted probability that a run ends early, on clusters whose workers join and leave."""
+"""Largest accepted probability that a run ends early, on a cluster whose workers join and leave."""
 
 
 def length(found: StepPrediction, outlook: Outlook) -> float:
@@ -32,9 +34,10 @@ def length(found: StepPrediction, outlook: Outlook) -> float:
 
 
 def deaths(found: StepPrediction, outlook: Outlook) -> list[float]:
-    """Return the probabilities P(k workers die during the run), for k = 0 … n.
+    """Return the probabilities that k workers die during the run, for k = 0 … n.
 
-    A machine fails at its rate, at most once, and all its workers die; no worker joins to replace a dead worker.
+    Each machine fails at most once, at its failure rate, and all its workers die with it; no worker joins to replace a
+    dead worker.
     """
     lasts, odds = length(found, outlook), np.ones(1)
     for group, size in outlook.site.cluster.placed(found.workers):
@@ -53,7 +56,9 @@ def risk(found: StepPrediction, outlook: Outlook) -> float:
 
 
 def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None:
-    """Return why a strategy is unsuitable for workers that join and leave; None if it is suitable."""
+    """Return the reason for which a strategy is unsuitable for workers that join and leave; None if the strategy is
+    suitable.
+    """
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "stops when a worker is lost"
     if not outlook.site.cluster.failures:
@@ -68,7 +73,7 @@ def unfit_to_lose_workers(found: StepPrediction, outlook: Outlook) -> str | None
 
 
 def sentence(found: StepPrediction, outlook: Outlook) -> str:
-    """Return a sentence about the workers that the run is predicted to lose, and about the consequence."""
+    """Return a sentence about the number of workers that the run is predicted to lose, and about the consequence."""
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
     return (
